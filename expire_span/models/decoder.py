@@ -1,0 +1,150 @@
+"""The one skeleton: embed, blocks of (mixer, feed-forward), head. Every memory system is compared inside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.config import DecoderConfig
+
+from .mixer import MixerAux, build_mixer
+
+
+@dataclass
+class DecoderAux:
+    """What the blocks report, layer by layer."""
+
+    loss: Tensor
+    """Span loss summed over layers, averaged over the batch, unweighted."""
+    layers: list[MixerAux]
+
+    @property
+    def live(self) -> Tensor:
+        """Mean live memories per query, one number per layer, [layers]."""
+        return torch.stack([aux.live for aux in self.layers if aux.live is not None])
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(aux.bytes_held for aux in self.layers)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, inner, bias=False)
+        self.up = nn.Linear(dim, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps around the non-linearity; biases only in the paper's ReLU form."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        bias = config.activation == "relu"
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.up: nn.Module = SwiGLU(config.dim, config.ff_dim)
+        else:
+            self.up = nn.Linear(config.dim, config.ff_dim, bias=bias)
+        self.down = nn.Linear(config.ff_dim, config.dim, bias=bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.activation != "swiglu":
+            x = F.relu(x)
+            x = x * x if self.activation == "relu2" else x
+        return self.down(self.dropout(x))
+
+
+def build_norm(config: DecoderConfig) -> nn.Module:
+    return nn.RMSNorm(config.dim, eps=1e-6) if config.norm_kind == "rms" else nn.LayerNorm(config.dim)
+
+
+class Block(nn.Module):
+    """One layer: mixer and feed-forward, each with its residual and norm."""
+
+    def __init__(self, config: DecoderConfig, layer: int, relative_keys: nn.Parameter | None) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.norm1, self.norm2 = build_norm(config), build_norm(config)
+        self.mixer = build_mixer(config, layer, relative_keys)
+        self.ff = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def initial_state(self, batch: int) -> Any:
+        zero = self.norm1.weight.new_zeros(self.norm1.weight.shape)
+        return self.mixer.initial_state(batch, self.norm1(zero) if self.pre_norm else zero)
+
+    def forward(self, x: Tensor, state: Any, keep: Tensor | None = None) -> tuple[Tensor, Any, MixerAux]:
+        """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds."""
+        out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
+        mixed = self.dropout(out.y)
+        if self.pre_norm:
+            h = x + mixed
+            h = h + self.ff(self.norm2(h))
+        else:
+            h = self.norm1(x + mixed)
+            h = self.norm2(h + self.ff(h))
+        if keep is not None:
+            h = torch.where(keep > 0, h, x)
+        return h, out.state, out.aux
+
+
+class Decoder(nn.Module):
+    """`decoder(tokens, state) -> (logits [B, T, V], state, aux)`; a state of None starts fresh."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.relative_keys = None
+        if config.positions == "relative":
+            self.relative_keys = nn.Parameter(torch.randn(config.relative_window, config.head_dim))
+        self.blocks = nn.ModuleList(Block(config, n, self.relative_keys) for n in range(config.layers))
+        self.norm = build_norm(config) if config.norm == "pre" else nn.Identity()
+        self.head = nn.Linear(config.dim, config.vocab, bias=config.norm_kind == "layer")
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
+        nn.init.normal_(self.embed.weight, std=1.0 if self.config.norm_kind == "layer" else 0.5)
+        if self.config.norm == "pre":
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.mixer.out.weight.div_(math.sqrt(2 * self.config.layers))
+                    block.ff.down.weight.div_(math.sqrt(2 * self.config.layers))
+
+    def initial_state(self, batch: int) -> list[Any]:
+        return [block.initial_state(batch) for block in self.blocks]
+
+    def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
+        """Empty the memory of the rows marked in `fresh` [B] (bool)."""
+        return [block.mixer.reset_rows(part, fresh) for block, part in zip(self.blocks, state)]
+
+    def forward(self, tokens: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any], DecoderAux]:
+        state = self.initial_state(tokens.shape[0]) if state is None else state
+        h = self.embed(tokens)  # [B, T, C]
+        states, auxes = [], []
+        for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
+            h, part, aux = block(h, part, keep)
+            states.append(part)
+            auxes.append(aux)
+        losses = [aux.loss for aux in auxes if aux.loss is not None]
+        loss = torch.stack(losses).sum() if losses else h.new_zeros(())
+        return self.head(self.norm(h)), states, DecoderAux(loss, auxes)
+
+    def _layer_keep(self, h: Tensor) -> list[Tensor | None]:
+        """LayerDrop: which blocks take part in this training forward."""
+        if not self.training or self.config.layer_drop == 0:
+            return [None] * len(self.blocks)
+        keep = (torch.rand(len(self.blocks)) >= self.config.layer_drop).to(h)
+        return list(keep.unbind())

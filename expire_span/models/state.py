@@ -1,0 +1,71 @@
+"""Operations on any mixer's or decoder's state: a nested structure of dicts, lists, tensors, numbers and memories."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from expire_span.memory import ExpiringMemory
+
+
+def map_tensors(state: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the structure with `fn` applied to every tensor."""
+    if isinstance(state, Tensor):
+        return fn(state)
+    if isinstance(state, ExpiringMemory):
+        return state.map_tensors(fn)
+    if isinstance(state, dict):
+        return {key: map_tensors(value, fn) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map_tensors(value, fn) for value in state)
+    return state
+
+
+def detach(state: Any) -> Any:
+    return map_tensors(state, torch.Tensor.detach)
+
+
+def move(state: Any, device: torch.device | str) -> Any:
+    return map_tensors(state, lambda x: x.to(device))
+
+
+def fork(state: Any) -> Any:
+    """An independent copy: what happens to one no longer touches the other."""
+    return map_tensors(state, torch.Tensor.clone)
+
+
+def select_rows(state: Any, rows: Tensor) -> Any:
+    """Keep, repeat or reorder batch rows: `rows` are indices into dimension 0."""
+    return map_tensors(state, lambda x: x.index_select(0, rows.to(x.device)))
+
+
+def pack(state: Any, prefix: str = "state") -> tuple[dict[str, Tensor], Any]:
+    """Split a state into named tensors and a JSON skeleton that says where each belongs."""
+    if isinstance(state, Tensor):
+        return {prefix: state.detach().contiguous()}, {"tensor": prefix}
+    if isinstance(state, ExpiringMemory):
+        tensors, skeleton = pack(state.state_dict(), prefix)
+        return tensors, {"memory": skeleton}
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        packed = {str(key): pack(value, f"{prefix}.{key}") for key, value in items}
+        tensors = {name: x for part, _ in packed.values() for name, x in part.items()}
+        skeletons = {key: skeleton for key, (_, skeleton) in packed.items()}
+        return tensors, {"dict": skeletons} if isinstance(state, dict) else {"list": list(skeletons.values())}
+    return {}, {"value": state}
+
+
+def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
+    """The inverse of `pack`."""
+    (kind, value), *_ = skeleton.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "memory":
+        return ExpiringMemory.from_state_dict(unpack(tensors, value))
+    if kind == "dict":
+        return {key: unpack(tensors, part) for key, part in value.items()}
+    if kind == "list":
+        return [unpack(tensors, part) for part in value]
+    return value

@@ -1,0 +1,80 @@
+"""The definition: dense expiring attention and its span loss, written to be read. Everything else is judged by it.
+
+With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
+
+    m_ti  = clamp(1 + r / ramp, 0, 1), and 0 where i may not be seen (i > t, or i = t without include_self)
+    a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
+    y_t   = sum_i a_ti v_i, or zero where nothing lives
+
+Any float dtype, float64 included; memory grows as T x S.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
+    """Integer age of every memory at every query. q_pos [.., T], k_pos [.., S] -> [.., T, S]."""
+    age = q_pos.unsqueeze(-1) - k_pos.unsqueeze(-2)
+    return age if causal else age.abs()
+
+
+def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
+    """The soft mask m in [0, 1]. span [.., S], age [.., T, S] -> [.., T, S]."""
+    remaining = span.unsqueeze(-2) - age.to(span.dtype)
+    mask = (1 + remaining / ramp).clamp(0, 1)
+    visible = age >= 0 if include_self else age > 0
+    return torch.where(visible, mask, torch.zeros_like(mask))
+
+
+def relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
+    """q . p_age for ages 1..M and zero elsewhere. q [B, H, T, D], relative_keys [M, D], age [B, H|1, T, S]."""
+    window = relative_keys.shape[0]
+    table = q @ relative_keys.to(q.dtype).transpose(-1, -2)  # [B, H, T, M]
+    index = age.clamp(1, window).sub(1).expand(*table.shape[:3], -1)
+    return torch.where((age >= 1) & (age <= window), table.gather(-1, index), 0)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    ramp: float,
+    causal: bool,
+    include_self: bool,
+    scale: float,
+    relative_keys: Tensor | None = None,
+    normalizer_eps: float = 0.0,
+) -> Tensor:
+    """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S]."""
+    group = q.shape[1] // k.shape[1]
+    k, v, span, q_pos, k_pos = (x.repeat_interleave(group, dim=1) for x in (k, v, span, q_pos, k_pos))
+    age = ages(q_pos, k_pos, causal=causal)  # [B, H, T, S]
+    mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)
+    scores = q @ k.transpose(-1, -2)
+    if relative_keys is not None:
+        scores = scores + relative_scores(q, age, relative_keys)
+    visible = age >= 0 if include_self else age > 0
+    scores = (scores * scale).masked_fill(~visible, -torch.inf)
+    peak_over = scores if normalizer_eps else scores.masked_fill(mask == 0, -torch.inf)
+    peak = peak_over.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weight = torch.exp(torch.where(visible, scores - peak, -torch.inf).clamp_max(0))
+    faded = mask.to(weight.dtype) * weight
+    total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
+    share = faded / torch.where(total > 0, total, 1)
+    return share.to(v.dtype) @ v
+
+
+def ramp_loss_dense(span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float) -> Tensor:
+    """Sum of r_ti / ramp over the pairs on the ramp (0 < m < 1). span [.., S], q_pos [.., T], k_pos [.., S] -> [..]."""
+    age = ages(q_pos, k_pos, causal=True)
+    remaining = span.unsqueeze(-2) - age.to(span.dtype)
+    mask = (1 + remaining / ramp).clamp(0, 1)
+    on_ramp = (mask > 0) & (mask < 1)
+    return torch.where(on_ramp, remaining, 0).sum((-1, -2)) / ramp
