@@ -29,7 +29,7 @@ def make_checkpoint(pre_norm: bool, dim=32, inner=64, vocab=30, prefix="") -> di
     if pre_norm:
         out |= {"out_norm.weight": 1 + draw(dim), "out_norm.bias": draw(dim)}
     for n in range(SETTINGS["layers"]):
-        layer = {f"attn.proj_{x}.weight": draw(dim, dim) for x in ("query", "key", "val", "out")}
+        layer = {f"attn.proj_{x}.weight": draw(dim, dim, std=0.15) for x in ("query", "key", "val", "out")}
         layer |= {"attn.attn.key_pe": key_pe}
         layer |= {"attn.attn.expire_span.span_predictor.weight": draw(1, dim, std=1.0)}
         layer |= {"attn.attn.expire_span.span_predictor.bias": draw(1) - 1}
