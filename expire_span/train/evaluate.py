@@ -96,7 +96,9 @@ class _Totals:
 
     def add(self, batch: Batch, sums: dict[str, Tensor], held: int) -> None:
         rows, length = batch.x.shape
-        before = torch.zeros(rows) if self.seen is None else torch.where(batch.fresh, 0, self.seen)
+        before = torch.zeros(rows)
+        if self.seen is not None and not bool(batch.fresh.all()):
+            before = torch.where(batch.fresh, 0, self.seen)
         own = 1 if self.config.mixer.include_self else 0
         self.weights.append((rows * length, float(before.mean()) + (length - 1) / 2 + own))
         self.seen = before + length

@@ -78,14 +78,14 @@ class Clock:
 
     def __init__(self, step: int) -> None:
         self.start = self.last = time.perf_counter()
-        self.first_step = self.last_step = step
+        self.first_step = step
 
-    def read(self, step: int, tokens_per_step: int, total: int) -> tuple[float, float, float]:
+    def read(self, step: int, tokens: int, total: int) -> tuple[float, float, float]:
         """Seconds since the start, tokens per second since the last reading, seconds left."""
         now = time.perf_counter()
-        speed = (step - self.last_step) * tokens_per_step / max(now - self.last, 1e-9)
+        speed = tokens / max(now - self.last, 1e-9)
         left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
-        self.last, self.last_step = now, step
+        self.last = now
         return now - self.start, speed, left
 
     def pause(self, seconds: float) -> None:

@@ -81,6 +81,7 @@ class Trainer:
         task = task or build_task(config.task)
         self.config = config = replace(config, model=replace(config.model, vocab=task.vocab))
         self.task, self.train_config, self.step = task, config.train, 0
+        self.tokens = 0  # since the last line of metrics
         self.stream = self._stream("train")
         self._stream("valid")  # a split that is too short must be found before anything is written
         self._stream("test")
@@ -150,6 +151,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         batch = next(self.stream)
+        self.tokens += batch.x.numel()
         count = max(int(batch.mask.sum()), 1)
         weight = self.budget.weight if self.budget is not None else self.fixed_weight
         set_rates(self.optimizers, rate_factor(self.step, self.train_config))
@@ -202,8 +204,8 @@ class Trainer:
         line |= {"score": self.task.score_of(nll, correct, count), **means}
         line |= {"lr": self.train_config.lr * rate_factor(self.step - 1, self.train_config), "bytes_held": held}
         self.window.clear()
-        tokens = self.train_config.batch * self.train_config.block
-        seconds, speed, left = clock.read(self.step, tokens, self.train_config.steps)
+        seconds, speed, left = clock.read(self.step, self.tokens, self.train_config.steps)
+        self.tokens = 0
         if self.accelerator.is_main_process:
             run.append_metrics(line)
             run.append_speed({"step": self.step, "seconds": seconds, "tokens_per_second": speed, "peak_bytes": peak_bytes()})
