@@ -176,7 +176,8 @@ def _one_sentence(said: str, prog: str) -> str:
     unknown = re.match(r"Unrecognized options: ([^\s,]+)", message)
     if not unknown:
         return f"{message.removesuffix('.')}; see {prog} --help"
-    near = next((word for line in lines[rules[0] :] for word in line.split() if word.startswith("--")), None)
+    words = [word for line in lines[rules[0] :] for word in line.split() if unknown[1].startswith("--")]
+    near = next((word for word in words if word.startswith("--") and word != "--help"), None)
     return f"unknown option {unknown[1]}; " + (f"did you mean {near}?" if near else f"see {prog} --help")
 
 

@@ -56,10 +56,13 @@ class Display:
     def say(self, text: str) -> None:
         if not self.shown:
             return
-        if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
+        try:
+            if self.bar is not None:
+                self.bar.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, flush=True)
+        except BrokenPipeError:  # whoever was reading has gone; the training goes on
+            self.shown = False
 
     def train(self, line: dict[str, Any], speed: float, left: float) -> None:
         """A line of training metrics, with tokens per second and seconds left."""
