@@ -39,7 +39,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         AcceleratorState._reset_state(reset_partial_state=True)
     if device.type == "cuda" and device.index is not None and "LOCAL_RANK" not in os.environ:
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
     check_processes(config, accelerator)
     return accelerator
@@ -53,7 +53,10 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
             f"batch must be a multiple of processes x accumulate, got batch {train.batch}, "
             f"{processes} processes and accumulate {train.accumulate}"
         )
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if accelerator.distributed_type != DistributedType.FSDP:
+        if asked:  # accelerate would go on with DDP and say nothing
+            raise ValueError(f"FSDP needs several GPUs, got device {accelerator.device}; launch without FSDP")
         return
     if train.optimizer == "muon":
         raise ValueError("optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP")
