@@ -19,9 +19,14 @@ from .mixer import MixerAux, build_mixer
 class DecoderAux:
     """What the blocks report, layer by layer."""
 
-    loss: Tensor
-    """Span loss summed over layers, averaged over the batch, unweighted."""
+    row_loss: Tensor
+    """Span loss of each row summed over layers, unweighted, [B]."""
     layers: list[MixerAux]
+
+    @property
+    def loss(self) -> Tensor:
+        """Span loss averaged over the batch."""
+        return self.row_loss.mean()
 
     @property
     def live(self) -> Tensor:
@@ -147,8 +152,8 @@ class Decoder(nn.Module):
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
-        loss = torch.stack(losses).sum() if losses else h.new_zeros(())
-        return self.head(self.norm(h)), states, DecoderAux(loss, auxes)
+        row_loss = torch.stack(losses).sum(0) if losses else h.new_zeros(len(h))
+        return self.head(self.norm(h)), states, DecoderAux(row_loss, auxes)
 
     def _layer_keep(self, h: Tensor) -> list[Tensor | None]:
         """LayerDrop: which blocks take part in this training forward."""

@@ -214,8 +214,8 @@ class ExpireSpan(Mixer):
         alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)
         live = alive.sum(-1).mean() / count
         if self.mixer.span_loss == "ramp":
-            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean() / count
+            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean(-1) / count  # [B]
         else:
-            loss = span[..., -count:].mean()
+            loss = span[..., -count:].mean((1, 2))
         new = fixed[..., -count:]
         return MixerAux(loss=loss, span=new.squeeze(1), live=live)

@@ -20,7 +20,7 @@ class MixerAux:
     """What a mixer reports beside its output; tensors stay on their device."""
 
     loss: Tensor | None = None
-    """Span loss of this block, per row and then averaged over the batch; unweighted, with gradient."""
+    """Span loss of this block for each row, [B]; unweighted, with gradient."""
     span: Tensor | None = None
     """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
     live: Tensor | None = None

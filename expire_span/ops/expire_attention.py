@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ def expire_attention(
 
 def resolve_impl(impl: Impl, device: torch.device, needs_pytorch: bool = False) -> Impl:
     """What "auto" means here: chunked everywhere until a GPU kernel serves the request."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
     if impl == "triton":
         raise ValueError("impl='triton' is not part of this version; use impl='chunked' or impl='auto'")
     return "chunked" if impl == "auto" else impl
