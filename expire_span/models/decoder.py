@@ -97,8 +97,17 @@ class Block(nn.Module):
         zero = torch.zeros_like(self.norm1.weight)
         return self.norm1(zero) if self.pre_norm else zero
 
-    def forward(self, x: Tensor, state: Any, keep: Tensor | None = None) -> tuple[Tensor, Any, MixerAux]:
-        """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds."""
+    def forward(
+        self, x: Tensor, state: Any, keep: Tensor | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Any, MixerAux]:
+        """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds.
+
+        A state of None starts here, and `fresh` rows are emptied here, so that all use of weights lies within forward.
+        """
+        if state is None:
+            state = self.initial_state(x.shape[0])
+        elif fresh is not None:
+            state = self.reset_rows(state, fresh)
         out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
         mixed = self.dropout(out.y)
         if self.pre_norm:
@@ -143,12 +152,15 @@ class Decoder(nn.Module):
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
         return [block.reset_rows(part, fresh) for block, part in zip(self.blocks, state)]
 
-    def forward(self, tokens: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any], DecoderAux]:
-        state = self.initial_state(tokens.shape[0]) if state is None else state
+    def forward(
+        self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, list[Any], DecoderAux]:
+        """`fresh` [B] (bool) marks rows whose memory is emptied first."""
+        state = [None] * len(self.blocks) if state is None else state
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
         for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
-            h, part, aux = block(h, part, keep)
+            h, part, aux = block(h, part, keep, fresh)
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
