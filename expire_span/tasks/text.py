@@ -46,7 +46,8 @@ class Text:
             share = {"valid": self.config.valid_share, "test": self.config.test_share}
             own = share.get(split, 1 - sum(share.values()))
             raise ValueError(
-                f"{self.config.path} is too short: its {total} bytes leave {have} for {split}, but {what} needs {need}; "
+                f"{self.config.path} is too short: its {total} bytes leave {have} for {split}, "
+                f"but {what} needs {need}; "
                 f"give about {math.ceil((need + 1) / own)} bytes or more, or a smaller batch or block"
             )
 
