@@ -6,6 +6,8 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
+With `normalizer_eps`, that share of the living memories' unmasked sum is added to the normaliser.
+
 Any float dtype, float64 included; memory grows as T x S.
 """
 
@@ -60,11 +62,9 @@ def reference_attention(
     scores = q @ k.transpose(-1, -2)
     if relative_keys is not None:
         scores = scores + relative_scores(q, age, relative_keys)
-    visible = age >= 0 if include_self else age > 0
-    scores = (scores * scale).masked_fill(~visible, -torch.inf)
-    peak_over = scores if normalizer_eps else scores.masked_fill(mask == 0, -torch.inf)
-    peak = peak_over.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-    weight = torch.exp(torch.where(visible, scores - peak, -torch.inf).clamp_max(0))
+    scores = (scores * scale).masked_fill(mask == 0, -torch.inf)
+    peak = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weight = torch.exp(scores - peak)  # [B, H, T, S], zero where dead
     faded = mask.to(weight.dtype) * weight
     total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
     share = faded / torch.where(total > 0, total, 1)
