@@ -59,7 +59,9 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
             raise ValueError(f"FSDP needs several GPUs, got device {accelerator.device}; launch without FSDP")
         return
     if train.optimizer == "muon":
-        raise ValueError("optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP")
+        raise ValueError(
+            "optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP"
+        )
     if config.model.positions == "relative":
         raise ValueError("positions relative shares one weight between layers, which FSDP cannot shard; use DDP")
 
