@@ -1,13 +1,13 @@
 """The run folder: the only interface between training, evaluation, generation and reports. Standard library only.
 
-    runs/<name>/
-      config.json      format, version, recipe, config, environment
-      metrics.jsonl    one line per log or evaluation; deterministic values only
-      speed.jsonl      wall-clock values, kept apart so that metrics.jsonl can be compared byte for byte
-      checkpoints/     step-00000200/ ...
-      tensorboard/     the same scalars for a viewer
-      result.json      the final evaluation; its presence means that the run is finished
-      report.html      written by `expire-span report`
+runs/<name>/
+  config.json      format, version, recipe, config, environment
+  metrics.jsonl    one line per log or evaluation; deterministic values only
+  speed.jsonl      wall-clock values, kept apart so that metrics.jsonl can be compared byte for byte
+  checkpoints/     step-00000200/ ...
+  tensorboard/     the same scalars for a viewer
+  result.json      the final evaluation; its presence means that the run is finished
+  report.html      written by `expire-span report`
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def check_name(name: str) -> None:
 def check_new(path: Path) -> None:
     """Refuse a folder that is already there: a run is never overwritten."""
     if path.exists():
-        raise UserError(f"run folder {path} already exists; give another --name, or go on with: expire-span resume {path}")
+        raise UserError(
+            f"run folder {path} already exists; give another --name, or go on with: expire-span resume {path}"
+        )
 
 
 def find_run(run: str, runs_dir: Path) -> RunFolder:

@@ -17,9 +17,10 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -83,7 +84,9 @@ def save(
     return final
 
 
-def load(run: RunFolder, *, rank: int = 0, warn: Warn | None = None, device: torch.device | str = "cpu") -> Snapshot | None:
+def load(
+    run: RunFolder, *, rank: int = 0, warn: Warn | None = None, device: torch.device | str = "cpu"
+) -> Snapshot | None:
     """The newest sound checkpoint, or None where there is none at all; damaged newer ones are named through `warn`."""
     folder = newest_sound(run, warn)
     if folder is None:
@@ -99,7 +102,9 @@ def load(run: RunFolder, *, rank: int = 0, warn: Warn | None = None, device: tor
     )
 
 
-def load_model(run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None) -> tuple[Decoder, RunConfig]:
+def load_model(
+    run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
+) -> tuple[Decoder, RunConfig]:
     """The decoder of a run's newest sound checkpoint, in eval mode, and the run's config."""
     folder = newest_sound(run, warn)
     if folder is None:
@@ -119,7 +124,9 @@ def newest_sound(run: RunFolder, warn: Warn | None = None) -> Path | None:
         if warn is not None:
             warn(f"checkpoint {folder} is damaged ({fault}); it is skipped and the one before it is tried")
     if folders:
-        raise RunError(f"no checkpoint of run {run.path} is sound ({len(folders)} tried); delete {run.checkpoints} to start anew")
+        raise RunError(
+            f"no checkpoint of run {run.path} is sound ({len(folders)} tried); delete {run.checkpoints} to start anew"
+        )
     return None
 
 

@@ -46,7 +46,9 @@ class NonFinite(RunError):
     """The loss or the gradient is NaN or infinite."""
 
 
-def train(config: RunConfig, path: Path, *, recipe: str = "", task: Task | None = None, shown: bool = True) -> RunFolder:
+def train(
+    config: RunConfig, path: Path, *, recipe: str = "", task: Task | None = None, shown: bool = True
+) -> RunFolder:
     """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked."""
     trainer = Trainer(config, task, shown=shown)
     if trainer.accelerator.is_main_process:
@@ -208,7 +210,9 @@ class Trainer:
         self.tokens = 0
         if self.accelerator.is_main_process:
             run.append_metrics(line)
-            run.append_speed({"step": self.step, "seconds": seconds, "tokens_per_second": speed, "peak_bytes": peak_bytes()})
+            run.append_speed(
+                {"step": self.step, "seconds": seconds, "tokens_per_second": speed, "peak_bytes": peak_bytes()}
+            )
             self.display.train(line, speed, left)
         if board is not None:
             board.add(line)

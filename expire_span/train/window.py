@@ -25,7 +25,11 @@ class Window:
     def add(self, pieces: list[dict[str, Tensor]], weight: Tensor, grad_norm: Tensor, count: int) -> None:
         """Note one step from what its micro-batches gave."""
         nll = torch.stack([p["nll"].detach() for p in pieces])
-        head = [nll.sum(), sum(p["correct"] for p in pieces), torch.stack([p["span_loss"].detach() for p in pieces]).mean()]
+        head = [
+            nll.sum(),
+            sum(p["correct"] for p in pieces),
+            torch.stack([p["span_loss"].detach() for p in pieces]).mean(),
+        ]
         head = torch.stack([torch.as_tensor(x, device=nll.device).float() for x in (*head, weight, grad_norm)])
         layers = [torch.stack([p[name] for p in pieces]).mean(0) for name in ("live", "span")]
         self.rows.append(torch.cat([head, *layers, nll]))
