@@ -211,9 +211,9 @@ def test_memory_is_linear_in_length():
     """No score outlives its chunk: what autograd keeps are the inputs and the output."""
     kept = []
     for queries in (512, 1024):
-        sizes = []
+        sizes: list[int] = []
         x = Case(batch=1, queries=queries, spans="alive").tensors(torch.float32)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
             expire_attention(**x, ramp=7.0, impl="chunked")
         kept.append(sum(sizes))
     assert kept[1] <= 2 * kept[0]
