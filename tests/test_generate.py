@@ -93,3 +93,25 @@ def test_bad_sampling_is_named(bad):
 def test_only_byte_models():
     with pytest.raises(ValueError, match="vocab 256, got vocab 12"):
         next(generate_bytes(Decoder(replace(CONFIG, vocab=12)), b"x"))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_streams_do_not_end_at_large_positions(decoder, monkeypatch, mode):
+    """Counting positions anew every few steps changes nothing, in either cache."""
+    decoder.train(mode == "train")
+    tokens = torch.randint(256, (2, 120))
+
+    def stream():
+        state, parts = None, []
+        with torch.no_grad():
+            for block in tokens.split(7, dim=1):
+                logits, state, _ = decoder(block, state)
+                parts.append(logits)
+        return torch.cat(parts, 1), state
+
+    expected, state = stream()
+    assert state[0]["position"] == 120
+    monkeypatch.setattr("expire_span.models.expire_span.REBASE_AFTER", 20)
+    actual, state = stream()
+    assert state[0]["position"] < 27
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

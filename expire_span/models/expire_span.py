@@ -27,6 +27,8 @@ from .mixer import Mixer, MixerAux, MixerOutput
 from .rotary import rotary_angles, rotate
 
 Cache = Literal["hidden", "kv"]
+REBASE_AFTER = 2**16
+"""Positions are counted anew once they reach this: float32 rotary angles lose digits far from zero."""
 
 
 class SpanPredictor(nn.Linear):
@@ -85,6 +87,8 @@ class ExpireSpan(Mixer):
         return {**state, "memory": memory}
 
     def forward(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        if state["position"] >= REBASE_AFTER:
+            state = self.rebase(state, state["position"])
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
         if state["cache"] == "hidden":
