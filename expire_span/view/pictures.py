@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 INK = "#123456"
 """Placeholder colour, replaced by `currentColor`."""
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
     "font.family": "sans-serif",
@@ -94,7 +95,7 @@ def draw_span_map(spans: np.ndarray, *, title: str, marks: dict[int, str], unit:
         axes = figure.add_subplot(title=title, xlabel=unit, ylabel="layer")
         norm = LogNorm(vmin=1, vmax=max(2.0, float(spans.max())))
         edges = (-0.5, length - 0.5, -0.5, layers - 0.5)
-        options = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
+        options: dict[str, Any] = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
         picture = axes.imshow(np.maximum(spans, 1), norm=norm, extent=edges, **options)
         axes.set_yticks(range(layers), [str(n + 1) for n in range(layers)])
         _mark_top(axes, marks, layers - 0.5)
@@ -135,7 +136,7 @@ def draw_lifelines(
         for colour, kind in zip(PALETTE * length, dict.fromkeys(kinds)):
             rows = np.array([k == kind for k in kinds])
             _draw_bars(bars, births[rows], ends[rows], colour, kind, width=1.2 if rows.sum() > 3 else 3.0)
-        bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 50))
+        bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 12))
         _mark_bars(bars, marks, ends)
         if len(set(kinds)) > 1:
             bars.legend(loc="lower left")
@@ -152,7 +153,7 @@ def _mark_bars(axes: Axes, marks: dict[int, str], ends: np.ndarray) -> None:
     for place, name in marks.items():
         if place < len(ends):
             late = place > len(ends) / 2
-            offset, side = ((-8, 0), "right") if late else ((4, -12), "left")
+            offset, side = ((-8, 0), "right") if late else ((4, 5), "left")
             axes.annotate(name, (place, place), xytext=offset, textcoords="offset points", ha=side, weight="bold")
 
 
