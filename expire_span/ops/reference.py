@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
@@ -24,7 +25,7 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
     """The soft mask m in [0, 1]. span [.., S], age [.., T, S] -> [.., T, S]."""
     remaining = span.unsqueeze(-2) - age.to(span.dtype)
-    mask = (1 + remaining / ramp).clamp(0, 1)
+    mask = F.hardtanh(1 + remaining / ramp, 0.0, 1.0)  # a clamp without gradient at its edges, where m is 0 or 1
     visible = age >= 0 if include_self else age > 0
     return torch.where(visible, mask, torch.zeros_like(mask))
 
