@@ -54,7 +54,7 @@ def triton_attention(
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
     q, scale = _positive_scale(q, scale)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -14,6 +14,13 @@ from .tuning import choose
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def readable(x: Tensor) -> Tensor:
+    """x itself if the kernels can read it in place: contiguous rows, 16-byte aligned strides; else a copy."""
+    step = 16 // x.element_size()
+    strided = x.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:-1])
+    return x if strided and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
 @torch.library.custom_op("expire_span::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Optional[Tensor],
@@ -21,14 +28,14 @@ def attention(
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again."""
     tuning = choose(q.shape[-1], q.dtype)
+    q = readable(q)
     plan = build_plan(
         k, v, span, q_pos, k_pos, q_doc, k_doc, ramp=ramp, include_self=include_self,
         block_m=tuning.forward.block_m, block_n=tuning.block_n,
     )  # fmt: skip
     y, lse = run_forward(
-        q, q_pos, plan, ramp=ramp, scale=scale, has_docs=q_doc is not None, launch=tuning.forward,
-        block_n=tuning.block_n, precision=precision,
-    )  # fmt: skip
+        q, q_pos, plan, ramp=ramp, scale=scale, has_docs=q_doc is not None, tuning=tuning, precision=precision
+    )
     return (y, lse, *(getattr(plan, name) for name in Plan.__dataclass_fields__))  # pyright: ignore
 
 
@@ -62,7 +69,8 @@ def attention_backward(
     tiles: Tensor, class_tiles: Tensor, runs: Tensor, k: Tensor, v: Tensor, memories: int, ramp: float, scale: float,
     has_docs: bool, deterministic: bool, precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    dy = readable(dy)
+    q = readable(q)
     plan = Plan(order, keys, spans, tiles, class_tiles, runs, k, v)
     return run_backward(
         dy, q, y, lse, q_pos, plan, memories, ramp=ramp, scale=scale, has_docs=has_docs, deterministic=deterministic,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import load_fate, load_tile, next_tile
+from .forward import LOG2E, load_fate, load_queries, load_tile, memory_source, next_tile, query_source
 from .lists import CLASSES, FULL_AT, MASKED_AT, WORDS, Plan
 from .tuning import Launch, Tuning
 
@@ -33,16 +33,16 @@ def _delta(y, dy, delta, T, q_heads, dy_b, dy_h, dy_t, D: tl.constexpr, D_PAD: t
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_base, v_base, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp, inv_ramp,
+    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp, inv_ramp,
     MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
     for _ in range(count):
-        k = load_tile(k_base, tile, D, D_PAD, BLOCK_N)
-        v = load_tile(v_base, tile, D, D_PAD, BLOCK_N)
+        k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+        v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
@@ -66,7 +66,7 @@ def _walk_tiles(
 def _query_gradient(
     q, dy, lse, delta, k, v, keys, spans, runs, q_pos, dq, T, slots, q_heads, group, heads, q_b, q_h, q_t, dy_b, dy_h,
     dy_t, qp_b, scale, log_scale, ramp, inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
@@ -76,9 +76,8 @@ def _query_gradient(
     d = tl.arange(0, D_PAD)
     inside = q_index < T
     mask = inside[:, None] & (d[None, :] < D)
-    at = q_index.to(tl.int64)[:, None]
-    q_tile = tl.load(q + b * q_b + h * q_h + at * q_t + d[None, :], mask=mask, other=0.0)
-    dy_tile = tl.load(dy + b * dy_b + h * dy_h + at * dy_t + d[None, :], mask=mask, other=0.0)
+    q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
+    dy_tile = load_queries(dy, b, h, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
     lse_tile = tl.load(lse + bh * T + q_index, mask=inside, other=float("inf"))
     delta_tile = tl.load(delta + bh * T + q_index, mask=inside, other=0.0)
     t_row = q_pos + b * qp_b
@@ -86,19 +85,17 @@ def _query_gradient(
     t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     since = (t - t0).to(tl.float32)
-    k += kv_bh * slots * D
-    v += kv_bh * slots * D
     keys += row * 3 * slots
     spans += row * slots
     runs += (row * tl.num_programs(0) + qt) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0,
-        since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0,
+        since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots,
-        q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots,
+        q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     out = (bh * T + q_index)[:, None] * D + d[None, :]
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
@@ -106,21 +103,22 @@ def _query_gradient(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, dspan, k, v, q, dy, lse, delta, dq, begin, stop, T, q_t, dy_t, t_row, base, first, end, born, length,
-    scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, dspan, k, v, q, dy, lse, delta, dq, begin, pause, again, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h,
+    dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One memory tile against the query tiles [begin, stop): everything transposed, [BLOCK_N, BLOCK_M]."""
+    """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
     d = tl.arange(0, D_PAD)
-    for qt in range(begin, stop):
+    for n in range(begin, pause + stop - again):
+        qt = n
+        if MASKED:
+            qt = tl.where(n < pause, n, n - pause + again)
         q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = q_index < T
-        mask = inside[:, None] & (d[None, :] < D)
-        at = q_index.to(tl.int64)[:, None]
-        q_tile = tl.load(q + at * q_t + d[None, :], mask=mask, other=0.0)
+        q_tile = load_queries(q, b, q_head, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         s = s * log_scale - tl.load(lse + q_index, mask=inside, other=float("inf"))[None, :]
-        dy_tile = tl.load(dy + at * dy_t + d[None, :], mask=mask, other=0.0)
+        dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
         dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
         dp -= tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
         if MASKED:
@@ -141,7 +139,11 @@ def _walk_queries(
         dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
         if ADD_DQ:
             part = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
-            tl.atomic_add(dq + at * D + d[None, :], part, mask=mask, sem="relaxed")
+            if TMA:
+                dq.atomic_add([b.to(tl.int32), q_head.to(tl.int32), qt * BLOCK_M, 0], part.reshape([1, 1, BLOCK_M, D_PAD]))
+            else:
+                at = dq + q_index.to(tl.int64)[:, None] * D + d[None, :]
+                tl.atomic_add(at, part, mask=inside[:, None] & (d[None, :] < D), sem="relaxed")
     return dk, dv, dspan
 
 
@@ -150,7 +152,7 @@ def _memory_gradients(
     q, dy, lse, delta, k, v, order, keys, spans, tiles, class_tiles, q_pos, dq, dk, dv, dspan, T, S, slots, kv_heads,
     group, heads, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
     HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
@@ -158,8 +160,8 @@ def _memory_gradients(
     if tile >= tl.load(class_tiles + row * (CLASSES + 1) + CLASSES):
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = load_tile(k + bh * slots * D, tile, D, D_PAD, BLOCK_N)
-    v_tile = load_tile(v + bh * slots * D, tile, D, D_PAD, BLOCK_N)
+    k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+    v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     first = tl.load(keys + (row * 3) * slots + slot)
     end = tl.load(keys + (row * 3 + 1) * slots + slot)
     born = tl.load(keys + (row * 3 + 2) * slots + slot)
@@ -179,22 +181,20 @@ def _memory_gradients(
     for g in range(group):
         q_head = h * group + g
         q_bh = bh * group + g
-        q_at, dy_at = q + b * q_b + q_head * q_h, dy + b * dy_b + q_head * dy_h
-        lse_at, delta_at, dq_at = lse + q_bh * T, delta + q_bh * T, dq + q_bh * T * D
+        lse_at, delta_at = lse + q_bh * T, delta + q_bh * T
+        if ADD_DQ and not TMA:
+            dq_at = dq + q_bh * T * D
+        else:
+            dq_at = dq
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q_at, dy_at, lse_at, delta_at, dq_at, begin, full_from, T, q_t,
-            dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS,
-            D, D_PAD, BLOCK_M, PRECISION,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, dq_at, full_from, full_to, full_to, full_to,
+            b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale, log_scale,
+            ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q_at, dy_at, lse_at, delta_at, dq_at, full_from, full_to, T, q_t,
-            dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, False, ADD_DQ,
-            HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION,
-        )  # fmt: skip
-        dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q_at, dy_at, lse_at, delta_at, dq_at, full_to, stop, T, q_t,
-            dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS,
-            D, D_PAD, BLOCK_M, PRECISION,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, dq_at, begin, full_from, full_to, stop,
+            b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale, log_scale,
+            ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
     index = tl.load(order + row * slots + slot)
     d = tl.arange(0, D_PAD)
@@ -218,22 +218,26 @@ def run_backward(
     _delta[(triton.cdiv(queries, 64), batch * q_heads)](
         y, dy, delta, queries, q_heads, *dy.stride()[:3], D=dim, D_PAD=padded, BLOCK=64
     )
-    log_scale = scale * 1.4426950408889634
     add_dq = tuning.fuse_dq and not deterministic
-    numbers = (scale, log_scale, ramp, 1 / ramp)
+    numbers = (scale, scale * LOG2E, ramp, 1 / ramp)
     strides = (*q.stride()[:3], *dy.stride()[:3], q_pos.stride(0))
-    shared = dict(HAS_DOCS=has_docs, D=dim, D_PAD=padded, BLOCK_N=tuning.block_n, PRECISION=precision)
-    dq = q.new_zeros(q.shape, dtype=torch.float32) if add_dq else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared = dict(HAS_DOCS=has_docs, D=dim, D_PAD=padded, BLOCK_N=tuning.block_n, PRECISION=precision, TMA=tuning.tma)
+    sorted_ = tuple(memory_source(x, tuning.block_n, tuning.tma) for x in (plan.k, plan.v))
+    dq = torch.zeros if add_dq else torch.empty
+    dq = dq(q.shape, dtype=torch.float32 if add_dq else q.dtype, device=q.device)
     dk, dv = (torch.empty(batch, kv_heads, memories, dim, dtype=q.dtype, device=q.device) for _ in range(2))
     dspan = torch.empty(batch, kv_heads, memories, dtype=torch.float32, device=q.device)
+    q_rows, dy_rows = (query_source(x, tuning.dkv.block_m, tuning.tma) for x in (q, dy))
+    dq_rows = query_source(dq, tuning.dkv.block_m, tuning.tma and add_dq)
     _memory_gradients[(slots // tuning.block_n, batch * kv_heads)](
-        q, dy, lse, delta, plan.k, plan.v, plan.order, plan.keys, plan.spans, plan.tiles, plan.class_tiles, q_pos, dq,
-        dk, dv, dspan, queries, memories, slots, kv_heads, group, heads, *strides, *numbers, ADD_DQ=add_dq, **shared,
-        **_options(tuning.dkv),
+        q_rows, dy_rows, lse, delta, *sorted_, plan.order, plan.keys, plan.spans, plan.tiles, plan.class_tiles, q_pos,
+        dq_rows, dk, dv, dspan, queries, memories, slots, kv_heads, group, heads, *strides, *numbers, ADD_DQ=add_dq,
+        **shared, **_options(tuning.dkv),
     )  # fmt: skip
     if not add_dq:
+        q_rows, dy_rows = (query_source(x, tuning.dq.block_m, tuning.tma) for x in (q, dy))
         _query_gradient[(triton.cdiv(queries, tuning.dq.block_m), batch * q_heads)](
-            q, dy, lse, delta, plan.k, plan.v, plan.keys, plan.spans, plan.runs, q_pos, dq, queries, slots, q_heads,
+            q_rows, dy_rows, lse, delta, *sorted_, plan.keys, plan.spans, plan.runs, q_pos, dq, queries, slots, q_heads,
             group, heads, *strides, *numbers, **shared, **_options(tuning.dq),
         )  # fmt: skip
     return dq.to(q.dtype), dk, dv, dspan

@@ -30,6 +30,8 @@ class Tuning:
     dkv: Launch
     fuse_dq: bool = False
     """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
+    tma: bool = False
+    """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
 
     def __post_init__(self) -> None:
         assert self.forward.block_m == self.dq.block_m, (self.forward, self.dq)
