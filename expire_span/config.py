@@ -49,7 +49,7 @@ class ExpireSpanConfig:
     initial_memories: int = 0
     """Zero vectors that stand in the memory before the first token (the released code starts with a block of them)."""
     normalizer_eps: float = 0.0
-    """Added to the attention normaliser, as a share of the unmasked sum (the released code uses 1e-8)."""
+    """Added to the attention normaliser, as a share of the living memories' unmasked sum (the released code uses 1e-8)."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
 
@@ -285,7 +285,16 @@ class TrainConfig:
     """auto, cpu, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "block", "accumulate", "eval_every", "eval_batches", "checkpoint_every", "log_every"):
+        for name in (
+            "steps",
+            "batch",
+            "block",
+            "accumulate",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "log_every",
+        ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         require(
             self.batch % self.accumulate == 0,

@@ -19,9 +19,14 @@ from .mixer import MixerAux, build_mixer
 class DecoderAux:
     """What the blocks report, layer by layer."""
 
-    loss: Tensor
-    """Span loss summed over layers, averaged over the batch, unweighted."""
+    row_loss: Tensor
+    """Span loss of each row summed over layers, unweighted, [B]."""
     layers: list[MixerAux]
+
+    @property
+    def loss(self) -> Tensor:
+        """Span loss averaged over the batch."""
+        return self.row_loss.mean()
 
     @property
     def live(self) -> Tensor:
@@ -81,8 +86,16 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def initial_state(self, batch: int) -> Any:
-        zero = self.norm1.weight.new_zeros(self.norm1.weight.shape)
-        return self.mixer.initial_state(batch, self.norm1(zero) if self.pre_norm else zero)
+        return self.mixer.initial_state(batch, self._empty())
+
+    def reset_rows(self, state: Any, fresh: Tensor) -> Any:
+        return self.mixer.reset_rows(state, fresh, self._empty())
+
+    @torch.no_grad()
+    def _empty(self) -> Tensor:
+        """What a zero hidden state looks like at the mixer's input, [C]."""
+        zero = torch.zeros_like(self.norm1.weight)
+        return self.norm1(zero) if self.pre_norm else zero
 
     def forward(self, x: Tensor, state: Any, keep: Tensor | None = None) -> tuple[Tensor, Any, MixerAux]:
         """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds."""
@@ -128,7 +141,7 @@ class Decoder(nn.Module):
 
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
-        return [block.mixer.reset_rows(part, fresh) for block, part in zip(self.blocks, state)]
+        return [block.reset_rows(part, fresh) for block, part in zip(self.blocks, state)]
 
     def forward(self, tokens: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any], DecoderAux]:
         state = self.initial_state(tokens.shape[0]) if state is None else state
@@ -139,12 +152,12 @@ class Decoder(nn.Module):
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
-        loss = torch.stack(losses).sum() if losses else h.new_zeros(())
-        return self.head(self.norm(h)), states, DecoderAux(loss, auxes)
+        row_loss = torch.stack(losses).sum(0) if losses else h.new_zeros(len(h))
+        return self.head(self.norm(h)), states, DecoderAux(row_loss, auxes)
 
     def _layer_keep(self, h: Tensor) -> list[Tensor | None]:
         """LayerDrop: which blocks take part in this training forward."""
         if not self.training or self.config.layer_drop == 0:
             return [None] * len(self.blocks)
-        keep = (torch.rand(len(self.blocks)) >= self.config.layer_drop).to(h)
+        keep = (torch.rand(len(self.blocks), device=h.device) >= self.config.layer_drop).to(h.dtype)
         return list(keep.unbind())

@@ -20,7 +20,7 @@ class MixerAux:
     """What a mixer reports beside its output; tensors stay on their device."""
 
     loss: Tensor | None = None
-    """Span loss of this block, per row and then averaged over the batch; unweighted, with gradient."""
+    """Span loss of this block for each row, [B]; unweighted, with gradient."""
     span: Tensor | None = None
     """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
     live: Tensor | None = None
@@ -37,11 +37,15 @@ class MixerOutput:
 
 
 class Mixer(nn.Module):
-    """Base of every memory system. Subclasses define `forward` and `initial_state`."""
+    """Base of every memory system. Subclasses define all three methods."""
 
     def initial_state(self, batch: int, empty: Tensor | None = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input."""
         raise NotImplementedError(f"{type(self).__name__} must define initial_state")
+
+    def reset_rows(self, state: Any, fresh: Tensor, empty: Tensor | None = None) -> Any:
+        """The rows marked in `fresh` [B] (bool) begin again, the others keep their memory."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset_rows")
 
     def forward(self, x: Tensor, state: Any) -> MixerOutput:
         raise NotImplementedError(f"{type(self).__name__} must define forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def expire_attention(
         include_self: whether age 0 is seen.
         scale: of the scores; 1/sqrt(D) by default.
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores.
-        normalizer_eps: added to the normaliser as a share of the unmasked sum (the released code's 1e-8).
+        normalizer_eps: added to the normaliser as a share of the living memories' unmasked sum (the released code's 1e-8).
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
         check_values: look for NaN or negative spans and falling positions; by default on the CPU only, since it waits
             for the device.
@@ -80,6 +80,8 @@ def expire_attention(
 
 def resolve_impl(impl: Impl, device: torch.device, needs_pytorch: bool = False) -> Impl:
     """What "auto" means here: chunked everywhere until a GPU kernel serves the request."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
     if impl == "triton":
         raise ValueError("impl='triton' is not part of this version; use impl='chunked' or impl='auto'")
     return "chunked" if impl == "auto" else impl
@@ -89,7 +91,9 @@ def _cheap_to_check(q: Tensor) -> bool:
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float, rel) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float, rel
+) -> None:
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must have 4 dimensions [B, H, T, D], got {tuple(q.shape)} and {tuple(k.shape)}")
     (b, hq, t, d), (kv_heads, s) = q.shape, k.shape[1:3]
@@ -133,4 +137,6 @@ def _check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
             where = int(falls.reshape(-1, falls.shape[-1]).any(0).nonzero()[0, 0])
             row = pos.reshape(-1, pos.shape[-1])[falls.reshape(-1, falls.shape[-1])[:, where].nonzero()[0, 0]]
             pair = f"{int(row[where])} then {int(row[where + 1])}"
-            raise ValueError(f"{name} must not fall along a row, got {pair} at index {where}; sort the memories by position")
+            raise ValueError(
+                f"{name} must not fall along a row, got {pair} at index {where}; sort the memories by position"
+            )

@@ -6,6 +6,8 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
+With `normalizer_eps`, that share of the living memories' unmasked sum is added to the normaliser.
+
 Any float dtype, float64 included; memory grows as T x S.
 """
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
@@ -23,11 +24,12 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
 
 
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
-    """The soft mask m in [0, 1]. span [.., S], age [.., T, S] -> [.., T, S]."""
+    """The soft mask m in [0, 1]; gradient only strictly on the ramp. span [.., S], age [.., T, S] -> [.., T, S]."""
     remaining = span.unsqueeze(-2) - age.to(span.dtype)
-    mask = F.hardtanh(1 + remaining / ramp, 0.0, 1.0)  # a clamp without gradient at its edges, where m is 0 or 1
+    mask = 1 + remaining / ramp
+    on_ramp = (mask > 0) & (mask < 1)
     visible = age >= 0 if include_self else age > 0
-    return torch.where(visible, mask, torch.zeros_like(mask))
+    return torch.where(visible, torch.where(on_ramp, mask, (mask >= 1).to(mask.dtype)), 0)
 
 
 def relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
@@ -54,6 +56,8 @@ def reference_attention(
     normalizer_eps: float = 0.0,
 ) -> Tensor:
     """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S]."""
+    if k.shape[2] == 0:
+        return torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     k, v, span, q_pos, k_pos = (x.repeat_interleave(group, dim=1) for x in (k, v, span, q_pos, k_pos))
     age = ages(q_pos, k_pos, causal=causal)  # [B, H, T, S]
@@ -61,11 +65,9 @@ def reference_attention(
     scores = q @ k.transpose(-1, -2)
     if relative_keys is not None:
         scores = scores + relative_scores(q, age, relative_keys)
-    visible = age >= 0 if include_self else age > 0
-    scores = (scores * scale).masked_fill(~visible, -torch.inf)
-    peak_over = scores if normalizer_eps else scores.masked_fill(mask == 0, -torch.inf)
-    peak = peak_over.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-    weight = torch.exp(torch.where(visible, scores - peak, -torch.inf).clamp_max(0))
+    scores = (scores * scale).masked_fill(mask == 0, -torch.inf)
+    peak = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weight = torch.exp(scores - peak)  # [B, H, T, S], zero where dead
     faded = mask.to(weight.dtype) * weight
     total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
     share = faded / torch.where(total > 0, total, 1)

@@ -1,0 +1,258 @@
+"""ExpiringMemory: one layer's store of memories that are deleted for good when their span is over.
+
+A store holds, for each of its rows, memories sorted by birth: a position, a span, and any named fields (hidden states in
+training, keys and values in inference). Rows are independent: each keeps its own memories, and a row with fewer than the
+widest has dead padding in front (`position NEVER`, span 0), so that new memories always go to the end.
+
+Every operation returns a new store and leaves the old one valid. Appending writes into spare room of shared buffers and
+costs the size of what is appended; expired memories are squeezed out once they could fill half of the room, so that the
+copying is amortised and what is held stays within a constant factor of what lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEVER = -(2**40)
+"""Position of an empty slot: a memory born so long ago that it is dead for every query."""
+
+_SPARE = 32
+"""Fewest appended memories between two compactions."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpiringMemory:
+    """Memories of `rows` = (B,) or (B, Hkv) independent rows. Build one with `ExpiringMemory.empty`."""
+
+    rows: tuple[int, ...]
+    ramp: float
+    cap: int | None
+    slots: dict[str, Tensor]
+    """`pos` and `span` [*rows, capacity], and each field [*rows, capacity, ...]; the first `used` slots count."""
+    used: int = 0
+    packed: int = 0
+    """How many slots were used after the last compaction."""
+    now: int = NEVER
+    """The next query's position, as last told to `expire`: memories dead at it are gone."""
+    evicted: Tensor | None = None
+    """Living memories that the cap removed, per row: each is a departure from exactness."""
+    tail: list[int] = field(default_factory=lambda: [0])
+    """Slots taken in the shared buffers: only the store that ends there may append in place."""
+
+    @classmethod
+    def empty(
+        cls, rows: int | tuple[int, ...], *, ramp: float, cap: int | None = None, device: torch.device | str = "cpu"
+    ) -> ExpiringMemory:
+        if not ramp > 0:
+            raise ValueError(f"ramp must be greater than 0, got {ramp}")
+        if cap is not None and cap < 1:
+            raise ValueError(f"cap must be at least 1, got {cap}")
+        rows = (rows,) if isinstance(rows, int) else tuple(rows)
+        slots = {
+            "pos": torch.empty(*rows, 0, dtype=torch.int64, device=device),
+            "span": torch.empty(*rows, 0, device=device),
+        }
+        return cls(rows, ramp, cap, slots, evicted=torch.zeros(rows, dtype=torch.int64, device=device))
+
+    # Reading
+
+    def __len__(self) -> int:
+        """Slots in use by the widest row, dead padding included."""
+        return self.used
+
+    @property
+    def capacity(self) -> int:
+        return self.slots["pos"].shape[len(self.rows)]
+
+    @property
+    def pos(self) -> Tensor:
+        return self["pos"]
+
+    @property
+    def span(self) -> Tensor:
+        return self["span"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The used part of one field, [*rows, used, ...]: a view."""
+        return self.slots[name].narrow(len(self.rows), 0, self.used)
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        return {name: self[name] for name in self.slots if name not in ("pos", "span")}
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all buffers, spare room included."""
+        return sum(x.numel() * x.element_size() for x in self.slots.values())
+
+    def remaining(self, now: int) -> Tensor:
+        """Steps until each memory is dead, counted from a query at `now`; dead where <= 0. [*rows, used]."""
+        left = self.span + self.ramp - (now - self.pos).to(self.span.dtype)
+        return left.masked_fill(self.pos == NEVER, -torch.inf)
+
+    def live(self, now: int | None = None) -> Tensor:
+        """How many memories of each row are alive for a query at `now`, [*rows]."""
+        return (self.remaining(self.now if now is None else now) > 0).sum(-1)
+
+    # Changing
+
+    def append(self, pos: Tensor, span: Tensor, **fields: Tensor) -> ExpiringMemory:
+        """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...]."""
+        count = span.shape[-1]
+        new = {"pos": pos.expand(*self.rows, count), "span": span, **fields}
+        self._check_append(new, count)
+        store = self if self._has_room(new, count) else self._copy_with_room(new, count)
+        for name, x in new.items():
+            store.slots[name].narrow(len(self.rows), self.used, count).copy_(x.detach())
+        store.tail[0] = self.used + count
+        return replace(store, used=self.used + count)
+
+    def expire(self, now: int) -> ExpiringMemory:
+        """Delete what is dead for every query from position `now` on, and what the cap does not allow."""
+        store = replace(self, now=now)._evict() if self.cap is not None else replace(self, now=now)
+        due = store.used - store.packed >= max(store.packed // 2, _SPARE)
+        return store.compact() if due else store
+
+    def compact(self) -> ExpiringMemory:
+        """Squeeze out the dead now. Waits for the device: the widest row decides how many slots remain."""
+        alive = self.remaining(self.now) > 0
+        width = int(alive.sum(-1).max()) if alive.numel() else 0
+        order = alive.to(torch.uint8).argsort(dim=-1, stable=True)[..., self.used - width :]  # dead ones first
+        alive = alive.gather(-1, order)
+        spare = max(width // 2, _SPARE)
+        slots = {name: _gather_slots(self[name], order, alive, spare) for name in self.slots}
+        slots["pos"].narrow(-1, 0, width).masked_fill_(~alive, NEVER)
+        return replace(self, slots=slots, used=width, packed=width, tail=[width])
+
+    def with_span(self, span: Tensor) -> ExpiringMemory:
+        """The same memories with newly predicted spans [*rows, used]; empty slots stay empty."""
+        fresh = torch.where(self.pos == NEVER, 0, span.detach()).to(self.slots["span"].dtype)
+        room = self.slots["span"].new_zeros(*self.rows, self.capacity - self.used)
+        return replace(self, slots=self.slots | {"span": torch.cat([fresh, room], -1)})
+
+    def forget_rows(self, rows: Tensor) -> ExpiringMemory:
+        """Empty the batch rows marked in `rows` [B] (bool)."""
+        gone = rows.to(self.pos.device).reshape(-1, *(1 for _ in self.rows))
+        slots = {
+            name: torch.where(
+                gone.reshape(gone.shape + (1,) * (x.dim() - gone.dim())), NEVER if name == "pos" else 0, x
+            )
+            for name, x in self.slots.items()
+        }
+        return replace(self, slots=slots, tail=[self.used])
+
+    def join(self, later: ExpiringMemory) -> ExpiringMemory:
+        """Add all memories of another store with the same rows, born after this one's in every row."""
+        return self.append(later.pos, later.span, **later.fields)._dead_first()
+
+    def rebase(self, offset: int) -> ExpiringMemory:
+        """Count positions from `offset` on, so that an endless stream keeps small numbers."""
+        pos = self.slots["pos"]
+        slots = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
+        return replace(self, slots=slots, now=self.now - offset)
+
+    def fork(self) -> ExpiringMemory:
+        """An independent copy."""
+        return self.map_tensors(torch.Tensor.clone)
+
+    def select(self, rows: Tensor) -> ExpiringMemory:
+        """Keep, repeat or reorder batch rows by index."""
+        return self.map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> ExpiringMemory:
+        slots = {name: fn(x) for name, x in self.slots.items()}
+        rows = tuple(slots["pos"].shape[: len(self.rows)])
+        evicted = None if self.evicted is None else fn(self.evicted)
+        return replace(self, rows=rows, slots=slots, evicted=evicted, tail=[self.used])
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors (the used part) and plain numbers; `from_state_dict` restores the same store, spare room included."""
+        numbers = dict(rows=list(self.rows), ramp=self.ramp, cap=self.cap, used=self.used, packed=self.packed)
+        numbers.update(now=self.now, capacity=self.capacity)
+        return {**numbers, "evicted": self.evicted, "slots": {name: self[name].clone() for name in self.slots}}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> ExpiringMemory:
+        rows, used = tuple(state["rows"]), state["used"]
+        slots = {}
+        for name, x in state["slots"].items():
+            expected = (*rows, used)
+            if tuple(x.shape[: len(expected)]) != expected:
+                raise ValueError(f"{name} of a saved memory must begin with shape {expected}, got {tuple(x.shape)}")
+            slots[name] = _with_room(x, state["capacity"] - used, len(rows))
+        numbers = {key: state[key] for key in ("ramp", "cap", "used", "packed", "now", "evicted")}
+        return cls(rows=rows, slots=slots, tail=[used], **numbers)
+
+    # Inside
+
+    def _check_append(self, new: dict[str, Tensor], count: int) -> None:
+        if self.used and set(new) != set(self.slots):
+            raise ValueError(f"this memory holds the fields {sorted(self.slots)}, got {sorted(new)}")
+        for name, x in new.items():
+            expected = (*self.rows, count)
+            if tuple(x.shape[: len(expected)]) != expected:
+                raise ValueError(f"{name} must begin with shape {expected}, got {tuple(x.shape)}")
+
+    def _has_room(self, new: dict[str, Tensor], count: int) -> bool:
+        return set(new) == set(self.slots) and self.tail[0] == self.used and self.used + count <= self.capacity
+
+    def _copy_with_room(self, new: dict[str, Tensor], count: int) -> ExpiringMemory:
+        room = count + max((self.used + count) // 2, _SPARE)
+        slots = {}
+        for name, x in new.items():
+            old = self[name] if self.used else x.new_empty(*self.rows, 0, *x.shape[len(self.rows) + 1 :])
+            slots[name] = _with_room(old, room, len(self.rows))
+        return replace(self, slots=slots, tail=[self.used])
+
+    def _evict(self) -> ExpiringMemory:
+        """Hold every row to `cap` living memories: the smallest remaining span goes first, the older of equals."""
+        assert self.cap is not None
+        if self.used <= self.cap:
+            return self
+        remaining = self.remaining(self.now)
+        alive = remaining > 0
+        ranked = remaining.argsort(dim=-1, stable=True)[..., : self.used - self.cap]
+        gone = torch.zeros_like(alive).scatter_(-1, ranked, True)
+        lost = (gone & alive).sum(-1)
+        kept = torch.where(gone, NEVER, self.pos)
+        slots = dict(self.slots)
+        slots["pos"], slots["span"] = slots["pos"].clone(), slots["span"].clone()
+        slots["pos"].narrow(-1, 0, self.used).copy_(kept)
+        slots["span"].narrow(-1, 0, self.used).masked_fill_(gone, 0)
+        evicted = lost if self.evicted is None else self.evicted + lost
+        return replace(self, slots=slots, evicted=evicted)._dead_first()
+
+    def _dead_first(self) -> ExpiringMemory:
+        """Empty slots belong in front: bring them there, keeping the order of the rest."""
+        order = (self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True)
+        room = self.capacity - self.used
+        slots = {name: _with_room(_take(self[name], order), room, len(self.rows)) for name in self.slots}
+        return replace(self, slots=slots, tail=[self.used])
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Gather slots: x [*rows, n, ...], order [*rows, w] -> [*rows, w, ...]."""
+    index = order.reshape(order.shape + (1,) * (x.dim() - order.dim()))
+    return x.gather(order.dim() - 1, index.expand(*order.shape, *x.shape[order.dim() :]))
+
+
+def _gather_slots(x: Tensor, order: Tensor, alive: Tensor, spare: int) -> Tensor:
+    taken = _take(x, order)
+    dead = ~alive.reshape(alive.shape + (1,) * (x.dim() - alive.dim()))
+    return _with_room(taken.masked_fill_(dead, 0), spare, order.dim() - 1)
+
+
+def _with_room(x: Tensor, room: int, dim: int) -> Tensor:
+    """A copy of x with `room` more slots along `dim`, zero until written."""
+    shape = list(x.shape)
+    shape[dim] += room
+    out = x.new_zeros(shape)
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out

@@ -1,0 +1,221 @@
+"""The Expire-Span mixer: attention over memories whose lifetimes are predicted when they are written.
+
+    e_i = L sigmoid(w . h_i / tau + b),  m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
+
+In training the store holds hidden states, detached, and recomputes keys, values and spans from them in every block, so
+that all weights learn from old memories. In inference it holds keys and values. Both delete for good.
+
+Differences from the paper: spans per key/value head, a hard cap and the L1 form of the loss are options; dropout acts on
+the mixer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.config import DecoderConfig
+from expire_span.memory import ExpiringMemory
+from expire_span.ops import expire_attention
+from expire_span.ops.live import live_queries, ramp_loss
+
+from .mixer import Mixer, MixerAux, MixerOutput
+from .rotary import rotary_angles, rotate
+
+Cache = Literal["hidden", "kv"]
+
+
+class SpanPredictor(nn.Linear):
+    """Reads a hidden state, outputs spans in steps; always in float32, since a span needs more digits than bf16 has."""
+
+    def __init__(self, dim: int, outputs: int, max_span: int, initial_span: float, temperature: float) -> None:
+        super().__init__(dim, outputs)
+        self.max_span, self.temperature = max_span, temperature
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, math.log(initial_span / (1 - initial_span)))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """h [B, S, C] -> spans [B, outputs, S]."""
+        with torch.autocast(h.device.type, enabled=False):
+            h = h if h.dtype == torch.float64 else h.float()
+            logit = F.linear(h / self.temperature, self.weight, self.bias)
+        return self.max_span * torch.sigmoid(logit).transpose(1, 2)
+
+
+class ExpireSpan(Mixer):
+    """`mixer(x, state)`, with state {"memory": ExpiringMemory, "position": int, "cache": "hidden" or "kv"}."""
+
+    def __init__(self, config: DecoderConfig, relative_keys: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.config, self.mixer = config, config.mixer
+        dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        m = self.mixer
+        outputs = 1 if m.span_per == "layer" else config.num_kv_heads
+        self.span_predictor = SpanPredictor(dim, outputs, m.max_span, m.initial_span, m.temperature)
+        self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters
+
+    def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
+        """An empty memory (or `initial_memories` zero vectors); hidden states in training, keys and values otherwise."""
+        cache = cache or ("hidden" if self.training else "kv")
+        rows = (batch, self.config.num_kv_heads) if self._rows_per_head(cache) else (batch,)
+        device = self.query.weight.device
+        memory = ExpiringMemory.empty(rows, ramp=self.mixer.ramp, cap=self.mixer.cap, device=device)
+        count = self.mixer.initial_memories
+        if count:
+            zeros = empty if empty is not None else self.query.weight.new_zeros(self.config.dim)
+            h = zeros.detach().expand(batch, count, -1)
+            with torch.no_grad():
+                memory = self._store(memory, h, torch.arange(count, device=device), cache)
+        return {"memory": memory, "position": count, "cache": cache}
+
+    def reset_rows(self, state: dict[str, Any], fresh: Tensor, empty: Tensor | None = None) -> dict[str, Any]:
+        """The rows marked in `fresh` [B] begin again; positions go on."""
+        memory: ExpiringMemory = state["memory"].forget_rows(fresh)
+        if self.mixer.initial_memories:
+            start = self.initial_state(memory.rows[0], empty, state["cache"])["memory"].forget_rows(~fresh)
+            memory = memory.join(start.rebase(start.used - state["position"]))
+        return {**state, "memory": memory}
+
+    def forward(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        start, count = state["position"], x.shape[1]
+        pos = torch.arange(start, start + count, device=x.device)
+        if state["cache"] == "hidden":
+            keys, values, span, k_pos, memory = self._remember_hidden(x, pos, state["memory"])
+        else:
+            keys, values, span, k_pos, memory = self._remember_kv(x, pos, state["memory"])
+        y = self._attend(x, keys, values, self._noisy(span), pos, k_pos)
+        aux = self._report(span, k_pos, start, count, memory)
+        state = {"memory": memory.expire(start + count), "position": start + count, "cache": state["cache"]}
+        aux.bytes_held = state["memory"].bytes_held
+        return MixerOutput(y, state, aux)
+
+    def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
+        """Count positions from `offset` on; stored rotated keys are turned back by as much."""
+        memory = state["memory"].rebase(offset)
+        if state["cache"] == "kv" and self.config.positions == "rotary" and len(memory):
+            turn = rotary_angles(
+                torch.tensor(-offset, device=memory.pos.device), self.config.head_dim, self.config.rotary_base
+            )
+            memory.slots["k"] = rotate(memory.slots["k"], turn)
+        return {**state, "memory": memory, "position": state["position"] - offset}
+
+    # The two caches
+
+    def _rows_per_head(self, cache: Cache) -> bool:
+        """A key/value store with a span per head deletes per head; a hidden state lives while any head needs it."""
+        return cache == "kv" and self.mixer.span_per == "kv_head"
+
+    def _remember_hidden(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> tuple[Tensor, ...]:
+        """Keys, values and spans of stored and new hidden states, all from today's weights."""
+        batch, count = x.shape[:2]
+        h, k_pos = x, pos.expand(batch, -1)
+        if len(memory):
+            h = torch.cat([memory["hidden"].to(x.dtype), x], 1)  # [B, S, C]
+            k_pos = torch.cat([memory.pos, k_pos], 1)
+        keys, values = self._keys(h, k_pos), self._split(self.value(h))
+        span = self.span_predictor(h)  # [B, 1 or Hkv, S]
+        longest = span.detach().amax(1)
+        if len(memory):
+            memory = memory.with_span(longest[:, :-count])
+        memory = memory.append(pos, longest[:, -count:], hidden=x)
+        return keys, values, span, k_pos, memory  # type: ignore[return-value]
+
+    def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> tuple[Tensor, ...]:
+        """Keys and values are computed once; with gradients on, the new ones stay attached."""
+        span = self.span_predictor(x)
+        keys, values = self._keys(x, pos), self._split(self.value(x))
+        old = memory
+        memory = self._append_kv(memory, pos, span, keys, values)
+        if torch.is_grad_enabled() and keys.requires_grad:
+            stored = self._read_kv(old)
+            keys, values, span = (torch.cat([s.to(n.dtype), n], 2) for s, n in zip(stored[:3], (keys, values, span)))
+            k_pos = torch.cat([stored[3], pos.expand(*stored[3].shape[:-1], -1)], -1)
+            return keys, values, span, k_pos, memory  # type: ignore[return-value]
+        return *self._read_kv(memory), memory  # type: ignore[return-value]
+
+    def _append_kv(
+        self, memory: ExpiringMemory, pos: Tensor, span: Tensor, keys: Tensor, values: Tensor
+    ) -> ExpiringMemory:
+        if len(memory.rows) == 2:
+            return memory.append(pos, span, k=keys, v=values)
+        return memory.append(pos, span.squeeze(1), k=keys.transpose(1, 2), v=values.transpose(1, 2))
+
+    def _read_kv(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """k, v [B, Hkv, S, D], span [B, 1 or Hkv, S], k_pos [B, S] or [B, Hkv, S]."""
+        if not len(memory):
+            heads, outputs = self.config.num_kv_heads, self.span_predictor.out_features
+            none = memory.span.new_zeros(memory.rows[0], heads, 0, self.config.head_dim)
+            return none, none, memory.span.new_zeros(memory.rows[0], outputs, 0), memory.pos
+        if len(memory.rows) == 2:
+            return memory["k"], memory["v"], memory.span, memory.pos
+        return memory["k"].transpose(1, 2), memory["v"].transpose(1, 2), memory.span.unsqueeze(1), memory.pos
+
+    def _store(self, memory: ExpiringMemory, h: Tensor, pos: Tensor, cache: Cache) -> ExpiringMemory:
+        span = self.span_predictor(h)
+        if cache == "hidden":
+            return memory.append(pos, span.amax(1), hidden=h)
+        return self._append_kv(memory, pos, span, self._keys(h, pos), self._split(self.value(h)))
+
+    # The attention
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, S, H * D] -> [B, H, S, D]."""
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def _place(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Normalise and rotate queries or keys [B, H, S, D] at pos [S] or [B, S]."""
+        if self.config.qk_norm:
+            x = F.rms_norm(x, (self.config.head_dim,))
+        if self.config.positions == "rotary":
+            pos = pos.unsqueeze(-2) if pos.dim() == 2 else pos
+            x = rotate(x, rotary_angles(pos, self.config.head_dim, self.config.rotary_base))
+        return x
+
+    def _keys(self, h: Tensor, pos: Tensor) -> Tensor:
+        return self._place(self._split(self.key(h)), pos)
+
+    def _noisy(self, span: Tensor) -> Tensor:
+        """One random limit for all spans of a training forward; deletion keeps to the unclamped ones."""
+        if not (self.training and self.mixer.noisy):
+            return span
+        return torch.minimum(span, torch.rand((), device=span.device) * self.mixer.max_span)
+
+    def _attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
+        m = self.mixer
+        q = self._place(self._split(self.query(x)), pos)
+        y = expire_attention(
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            span.squeeze(1) if span.shape[1] == 1 else span,
+            pos,
+            k_pos,
+            ramp=m.ramp,
+            include_self=m.include_self,
+            relative_keys=self._shared[0],
+            normalizer_eps=m.normalizer_eps,
+            impl=m.impl,
+            check_values=False,
+        )
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int, memory: ExpiringMemory) -> MixerAux:
+        k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos
+        last = start + count - 1
+        fixed = span.detach()
+        alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)
+        live = alive.sum(-1).mean() / count
+        if self.mixer.span_loss == "ramp":
+            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean(-1) / count  # [B]
+        else:
+            loss = span[..., -count:].mean((1, 2))
+        new = fixed[..., -count:]
+        return MixerAux(loss=loss, span=new.squeeze(1), live=live)

@@ -1,0 +1,38 @@
+"""Which memories live, counted in closed form: no query-memory pair is ever looked at one by one.
+
+Memory i is alive for query t while `age < span + ramp`, and on the ramp while `span < age < span + ramp`. For queries at
+consecutive positions first..last these are ranges of whole ages, so counts and sums over pairs need O(S) work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _age_limits(span: Tensor, k_pos: Tensor, first: int, last: int, youngest: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest age that memory i has among the queries first..last."""
+    low = (first - k_pos).clamp_min(youngest).to(span.dtype)
+    high = (last - k_pos).to(span.dtype)
+    return low, high
+
+
+def live_queries(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float, include_self: bool) -> Tensor:
+    """For how many of the queries first..last each memory is alive. span, k_pos [.., S] -> [.., S]."""
+    low, high = _age_limits(span, k_pos, first, last, 0 if include_self else 1)
+    oldest = torch.ceil(span + ramp) - 1
+    return (torch.minimum(oldest, high) - low + 1).clamp_min(0)
+
+
+def ramp_loss(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float) -> Tensor:
+    """Sum of `(span - age) / ramp` over the pairs on the ramp, for queries first..last; gradient to span. [.., S] -> [..].
+
+    The released code's loss: a memory is charged only while it fades, so its gradient is 1/ramp for every query that sees
+    it on the ramp.
+    """
+    low, high = _age_limits(span, k_pos, first, last, 1)
+    fixed = span.detach()
+    youngest = torch.maximum(torch.floor(fixed) + 1, low)
+    oldest = torch.minimum(torch.ceil(fixed + ramp) - 1, high)
+    count = (oldest - youngest + 1).clamp_min(0)
+    return (count * (span - (youngest + oldest) / 2)).sum(-1, dtype=torch.float64).to(span.dtype) / ramp
