@@ -1,32 +1,46 @@
-"""Run the GPU kernels on the CPU: importing this before any kernel switches Triton's interpreter on.
+"""The GPU kernels for tests: on a GPU as they are; elsewhere in Triton's interpreter, on CPU tensors.
 
-With a GPU present nothing is switched, and the same tests run on it.
+Whether a kernel is interpreted is settled when it is defined, so this must be imported before any kernel is.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
+import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 
-def switch_on() -> None:
-    """Triton reads the variable when a kernel is defined; its interpreter needs help with NumPy 2.4, see below."""
+def _define_interpreted() -> None:
+    if "triton" in sys.modules:
+        pytest.skip("triton was imported before its interpreter could be switched on", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
+    try:
+        pytest.importorskip("triton", reason="the kernels' tests need triton")
+        from triton.runtime import interpreter
 
+        import expire_span.ops.triton  # noqa: F401
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    _accept_numpy_scalars(interpreter)
+
+
+def _accept_numpy_scalars(interpreter) -> None:
+    """Loop bounds are one-element arrays there, which NumPy 2.4 no longer turns into an int by itself."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope) -> None:
-        """Loop bounds are one-element arrays, which NumPy no longer turns into an int by itself."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
 
 
-if not ON_GPU:
-    switch_on()
+if ON_GPU:
+    pytest.importorskip("triton", reason="the kernels' tests need triton")
+else:
+    _define_interpreted()

@@ -6,27 +6,14 @@ dispatcher's normalised inputs: q [B, Hq, T, D], k and v [B, Hkv, S, D], span an
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from .attention import attention
 from .decode import triton_decode
-from .tuning import DTYPES, HEAD_DIMS
+from .tuning import dot_precision
 
-__all__ = ["DTYPES", "HEAD_DIMS", "interpreted", "triton_attention", "triton_decode"]
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """float32 products are exact unless PyTorch was told that TF32 will do."""
-    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact else "tf32"
+__all__ = ["triton_attention", "triton_decode"]
 
 
 def triton_attention(
@@ -38,7 +25,6 @@ def triton_attention(
     k_pos: Tensor,
     *,
     ramp: float,
-    causal: bool = True,
     include_self: bool = True,
     scale: float,
     documents: tuple[Tensor, Tensor] | None = None,
@@ -49,8 +35,6 @@ def triton_attention(
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
     """
-    if not causal:
-        raise ValueError("impl='triton' serves causal attention, got causal=False; use impl='chunked'")
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
     q, scale = _positive_scale(q, scale)

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -64,3 +61,9 @@ def override(tuning: Tuning | None) -> None:
     """Run everything with one choice (benchmarks and tests), or go back to the table with None."""
     global _override
     _override = tuning
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products are exact unless PyTorch was told that TF32 will do."""
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
