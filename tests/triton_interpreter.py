@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,10 +27,11 @@ def _define_interpreted() -> None:
         import expire_span.ops.triton  # noqa: F401
     finally:
         del os.environ["TRITON_INTERPRET"]
-    _accept_numpy_scalars(interpreter)
+    _mend_scalars(interpreter)
+    _mend_bfloat16(interpreter)
 
 
-def _accept_numpy_scalars(interpreter) -> None:
+def _mend_scalars(interpreter) -> None:
     """Loop bounds are one-element arrays there, which NumPy 2.4 no longer turns into an int by itself."""
     patch = interpreter._patch_lang_tensor
 
@@ -38,6 +40,23 @@ def _accept_numpy_scalars(interpreter) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _mend_bfloat16(interpreter) -> None:
+    """bfloat16 is held as its bits there, and `dot` multiplies the bits: widen them first."""
+    import triton.language as tl
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widen(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def mended(self, a, b, *rest):
+        return dot(self, widen(a), widen(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = mended
 
 
 if ON_GPU:

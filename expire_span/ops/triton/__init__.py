@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .attention import attention
 from .decode import triton_decode
-from .tuning import dot_precision
 
 __all__ = ["triton_attention", "triton_decode"]
 
@@ -42,9 +41,8 @@ def triton_attention(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    precision = dot_precision(q.dtype)
     return attention(
-        q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic, precision
+        q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic
     )[0]  # fmt: skip
 
 

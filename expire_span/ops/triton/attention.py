@@ -9,7 +9,7 @@ from torch import Tensor
 from .backward import run_backward
 from .forward import run_forward
 from .lists import NUM_CLASSES, RUN_WORDS, Plan, build_plan, num_slots
-from .tuning import choose
+from .tuning import choose, dot_precision
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -24,7 +24,7 @@ def readable(x: Tensor) -> Tensor:
 @torch.library.custom_op("expire_span::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Optional[Tensor],
-    k_doc: Optional[Tensor], ramp: float, include_self: bool, scale: float, deterministic: bool, precision: str,
+    k_doc: Optional[Tensor], ramp: float, include_self: bool, scale: float, deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again."""
     tuning = choose(q.shape[-1], q.dtype)
@@ -34,13 +34,13 @@ def attention(
         block_m=tuning.forward.block_m, block_n=tuning.block_n,
     )  # fmt: skip
     y, lse = run_forward(
-        q, q_pos, plan, ramp=ramp, scale=scale, has_docs=q_doc is not None, tuning=tuning, precision=precision
+        q, q_pos, plan, ramp=ramp, scale=scale, has_docs=q_doc is not None, tuning=tuning, precision=dot_precision(q.dtype)
     )
     return (y, lse, *(getattr(plan, name) for name in Plan.__dataclass_fields__))  # pyright: ignore
 
 
 @attention.register_fake
-def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic, precision):
+def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
     tuning = choose(q.shape[-1], q.dtype)
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
     rows, slots = batch * heads, num_slots(memories, int(queries), tuning.block_n)
@@ -67,14 +67,14 @@ def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, dete
 def attention_backward(
     dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
     tiles: Tensor, class_tiles: Tensor, runs: Tensor, k: Tensor, v: Tensor, memories: int, ramp: float, scale: float,
-    has_docs: bool, deterministic: bool, precision: str,
+    has_docs: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dy = readable(dy)
     q = readable(q)
     plan = Plan(order, keys, spans, tiles, class_tiles, runs, k, v)
     return run_backward(
         dy, q, y, lse, q_pos, plan, memories, ramp=ramp, scale=scale, has_docs=has_docs, deterministic=deterministic,
-        tuning=choose(q.shape[-1], q.dtype), precision=precision,
+        tuning=choose(q.shape[-1], q.dtype), precision=dot_precision(q.dtype),
     )  # fmt: skip
 
 
@@ -87,20 +87,20 @@ def _(dy, q, q_pos, y, lse, order, keys, spans, tiles, class_tiles, runs, k, v, 
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, _, span, q_pos, _, q_doc, _, ramp, _, scale, deterministic, precision = inputs
+    q, k, _, span, q_pos, _, q_doc, _, ramp, _, scale, deterministic = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, q_pos, *output)
-    ctx.options = (k.shape[2], ramp, scale, q_doc is not None, deterministic, precision)
+    ctx.options = (k.shape[2], ramp, scale, q_doc is not None, deterministic)
     ctx.span_heads, ctx.span_dtype = span.shape[1], span.dtype
 
 
 def _differentiate(ctx, dy, *_):
     if dy is None:
-        return (None,) * 13
+        return (None,) * 12
     dq, dk, dv, dspan = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
     if ctx.span_heads == 1:
         dspan = dspan.sum(1, keepdim=True)
-    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 9
+    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
