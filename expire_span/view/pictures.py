@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 INK = "#123456"
 """Placeholder colour, replaced by `currentColor`."""
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899")
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 10,
     "font.family": "sans-serif",
@@ -94,7 +95,7 @@ def draw_span_map(spans: np.ndarray, *, title: str, marks: dict[int, str], unit:
         axes = figure.add_subplot(title=title, xlabel=unit, ylabel="layer")
         norm = LogNorm(vmin=1, vmax=max(2.0, float(spans.max())))
         edges = (-0.5, length - 0.5, -0.5, layers - 0.5)
-        options = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
+        options: dict[str, Any] = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
         picture = axes.imshow(np.maximum(spans, 1), norm=norm, extent=edges, **options)
         axes.set_yticks(range(layers), [str(n + 1) for n in range(layers)])
         _mark_top(axes, marks, layers - 0.5)
