@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from expire_span.ops import expire_attention, resolve_impl
 
 from .operator_cases import GRADS, Case
-from .triton_interpreter import DEVICE, ON_GPU
+from .triton_interpreter import DEVICE, ON_GPU, lists, tuning
 
-from expire_span.ops.triton import lists, tuning
-from expire_span.ops.triton.tuning import Launch, Tuning
+Launch, Tuning = tuning.Launch, tuning.Tuning
 
 SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
 """Tiles small enough that short rows have many of them."""
@@ -224,7 +224,7 @@ def test_documents_do_not_see_each_other(impl):
     grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
     z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
     z = {n: t.requires_grad_(n in GRADS) for n, t in z.items()}
-    alone = [_one_document(z, slice(int(a), int(b))) for a, b in zip(bounds, bounds[1:])]
+    alone = [_one_document(z, slice(int(a), int(b))) for a, b in pairwise(bounds)]
     torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in GRADS])
     for got, want in zip(grads, wanted):
