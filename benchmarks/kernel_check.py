@@ -31,6 +31,7 @@ from expire_span.ops.triton.lists import Plan, build_plan
 from expire_span.ops.triton.tuning import Launch, Tuning
 
 START = time.monotonic()
+DEVICE = "cuda"
 SWEEP = {
     64: [Workload(4, 8, 16384, 64), Workload(1, 8, 65536, 64, 0.02, 128.0), Workload(1, 8, 65536, 64, 0.2, 256.0)],
     128: [Workload(4, 8, 16384, 128), Workload(4, 8, 16384, 128, 0.02, 128.0)],
@@ -157,12 +158,12 @@ class Problem:
 
 def small_problem(dim: int) -> Problem:
     """1008 queries over 1120 memories of mixed spans: awkward for every block size, and quick in float64."""
-    g = torch.Generator("cuda").manual_seed(1)
-    like = dict(device="cuda", dtype=torch.bfloat16, generator=g)
+    g = torch.Generator(DEVICE).manual_seed(1)
+    like = dict(device=DEVICE, dtype=torch.bfloat16, generator=g)
     q = torch.randn(2, 8, 1008, dim, **like)
     k, v = (torch.randn(2, 8, 1120, dim, **like) for _ in range(2))
-    span = torch.rand(2, 1120, device="cuda", generator=g) ** 4 * 1500
-    pos = torch.arange(1120, device="cuda")
+    span = torch.rand(2, 1120, device=DEVICE, generator=g) ** 4 * 1500
+    pos = torch.arange(1120, device=DEVICE)
     return Problem.of(dict(q=q, k=k, v=v, span=span, q_pos=pos[112:], k_pos=pos), 16.0)
 
 
@@ -234,7 +235,7 @@ def check_all(report: dict, deadline: float) -> list[Candidate]:
 def time_all(report: dict, good: list[Candidate], deadline: float) -> None:
     for dim, workloads in SWEEP.items():
         for w in workloads:
-            p = Problem.of(w.tensors(), RAMP)
+            p = Problem.of(w.tensors(DEVICE), RAMP)
             splits = 4 if w.queries > 16384 else 1
             for c in (c for c in good if c.dim == dim and time.monotonic() < deadline):
                 counts = (splits, 1) if splits > 1 and c.kernel.startswith("dkv") else (1,)
@@ -283,7 +284,7 @@ def pick(report: dict, dim: int) -> Tuning:
 
 
 def dense_ms(w: Workload) -> dict[str, float]:
-    x = w.tensors()
+    x = w.tensors(DEVICE)
     q, k, v = (x[n].requires_grad_() for n in ("q", "k", "v"))
     dy = torch.randn_like(q)
 
@@ -297,7 +298,7 @@ def dense_ms(w: Workload) -> dict[str, float]:
 
 def ours_ms(w: Workload, chosen: Tuning) -> dict[str, Any]:
     tuning.override(chosen)
-    x = w.tensors()
+    x = w.tensors(DEVICE)
     names = ("q", "k", "v", "span")
     dy = torch.randn_like(x["q"])
 

@@ -172,5 +172,5 @@ def test_bad_input_is_named():
     memory = fill(ExpiringMemory.empty(2, ramp=RAMP), torch.ones(2, 3), 3)
     with pytest.raises(ValueError, match=r"token must begin with shape \(2, 1\), got \(2, 2\)"):
         memory.append(torch.tensor([3]), torch.ones(2, 1), token=torch.ones(2, 2))
-    with pytest.raises(ValueError, match="holds the fields .*'token'.* got .*'other'"):
+    with pytest.raises(ValueError, match=r"holds the fields .*'token'.* got .*'other'"):
         memory.append(torch.tensor([3]), torch.ones(2, 1), other=torch.ones(2, 1))

@@ -15,6 +15,9 @@ from .triton_interpreter import DEVICE, ON_GPU, lists, tuning
 
 Launch, Tuning = tuning.Launch, tuning.Tuning
 
+if ON_GPU:
+    pytestmark = pytest.mark.gpu
+
 SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
 """Tiles small enough that short rows have many of them."""
 FACTOR = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}

@@ -37,7 +37,9 @@ class MixerOutput:
 
 
 class Mixer(nn.Module):
-    """Base of every memory system. Subclasses define all three methods."""
+    """Base of every memory system. Subclasses define all three methods, and end in the projection `out`."""
+
+    out: nn.Linear
 
     def initial_state(self, batch: int, empty: Tensor | None = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input."""

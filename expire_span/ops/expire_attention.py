@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def expire_attention(
     if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
         span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = dict(ramp=float(ramp), include_self=include_self, scale=scale)
+    options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=scale)
     if chosen == "triton":
         return _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic, options)
     if ids is not None:

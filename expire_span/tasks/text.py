@@ -1,0 +1,154 @@
+"""Next-byte prediction over the raw bytes of a file or a folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expire_span.config import TextTask
+
+from .task import Batch, Score, Split, bits
+
+
+class Text:
+    """Bytes as they are, cut into training, validation and test bytes from front to back."""
+
+    vocab = 256
+    score = Score("bpb", higher_is_better=False)
+
+    def __init__(self, config: TextTask) -> None:
+        self.config = config
+        self.data = read_bytes(config.path)
+        valid, test = (int(len(self.data) * share) for share in (config.valid_share, config.test_share))
+        train = len(self.data) - valid - test
+        self.bounds = {"train": (0, train), "valid": (train, train + valid), "test": (train + valid, len(self.data))}
+
+    def split(self, split: Split) -> np.ndarray:
+        """The bytes of one split."""
+        start, end = self.bounds[split]
+        return self.data[start:end]
+
+    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
+        """Rows run forward through the bytes, so the data needs no seed."""
+        self._check_length(split, batch, block)
+        return (TrainRows if split == "train" else EvalRows)(self.split(split), batch=batch, block=block)
+
+    def _check_length(self, split: Split, batch: int, block: int) -> None:
+        have, total = len(self.split(split)), len(self.data)
+        need = batch * block + 1 if split == "train" else 2
+        if have < need:
+            what = f"a batch of {batch} rows of {block} bytes" if split == "train" else "one prediction"
+            share = {"valid": self.config.valid_share, "test": self.config.test_share}
+            own = share.get(split, 1 - sum(share.values()))
+            raise ValueError(
+                f"{self.config.path} is too short: its {total} bytes leave {have} for {split}, "
+                f"but {what} needs {need}; "
+                f"give about {math.ceil((need + 1) / own)} bytes or more, or a smaller batch or block"
+            )
+
+    def score_of(self, nll: float, correct: float, count: float) -> float:
+        return bits(nll, count)
+
+    def show(self, tokens: Tensor) -> list[str]:
+        return [label(byte) for byte in tokens.tolist()]
+
+
+def label(byte: int) -> str:
+    """One byte as a visible character; what cannot be shown alone is written as hexadecimal."""
+    named = {10: "⏎", 9: "⇥", 32: "␣"}
+    return named.get(byte) or (chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}")
+
+
+def read_bytes(path: str) -> np.ndarray:
+    """The bytes of a file (memory-mapped), or of all files below a folder in sorted order, joined."""
+    if not path:
+        raise ValueError("text needs a file or a folder, got an empty path; give one with --task.path")
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(p for p in place.rglob("*") if p.is_file())
+        data = np.concatenate([np.zeros(0, np.uint8), *(np.fromfile(p, np.uint8) for p in files)])
+    elif place.is_file():
+        size = place.stat().st_size
+        data = np.memmap(place, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+    else:
+        raise ValueError(f"{path} is neither a file nor a folder; give an existing one with --task.path")
+    if not len(data):
+        raise ValueError(f"{path} holds 0 bytes, but text needs at least 2; give a file or folder with text")
+    return data
+
+
+class TrainRows:
+    """Endless: row r starts at r * n // batch, goes on block by block, and begins again at the front after the end."""
+
+    def __init__(self, data: np.ndarray, *, batch: int, block: int) -> None:
+        self.data, self.block = data, block
+        self.starts = [row * len(data) // batch for row in range(batch)]
+        self.fresh = [True] * batch
+
+    def __iter__(self) -> TrainRows:
+        return self
+
+    def __next__(self) -> Batch:
+        ends = [min(start + self.block, len(self.data) - 1) for start in self.starts]
+        out = cut_rows(self.data, self.starts, ends, self.block, self.fresh)
+        self.fresh = [end >= len(self.data) - 1 for end in ends]
+        self.starts = [0 if wraps else end for end, wraps in zip(ends, self.fresh)]
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"starts": list(self.starts), "fresh": list(self.fresh)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_rows(len(state["starts"]), len(self.starts))
+        self.starts, self.fresh = list(state["starts"]), list(state["fresh"])
+
+
+class EvalRows:
+    """Finite: the bytes in `batch` contiguous rows, every byte after the first predicted once."""
+
+    def __init__(self, data: np.ndarray, *, batch: int, block: int) -> None:
+        self.data, self.block = data, block
+        self.edges = [row * (len(data) - 1) // batch for row in range(batch + 1)]
+        self.longest = max(end - start for start, end in zip(self.edges, self.edges[1:]))
+        self.offset = 0
+
+    def __iter__(self) -> EvalRows:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.offset >= self.longest:
+            raise StopIteration
+        width = min(self.block, self.longest - self.offset)
+        starts = [min(start + self.offset, end) for start, end in zip(self.edges, self.edges[1:])]
+        ends = [min(start + width, end) for start, end in zip(starts, self.edges[1:])]
+        out = cut_rows(self.data, starts, ends, width, [self.offset == 0] * len(starts))
+        self.offset += width
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"offset": self.offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.offset = state["offset"]
+
+
+def cut_rows(data: np.ndarray, starts: list[int], ends: list[int], width: int, fresh: list[bool]) -> Batch:
+    """Rows of `width` bytes from each start; what lies beyond a row's end is zero and not scored."""
+    x, y = np.zeros((len(starts), width), np.int64), np.zeros((len(starts), width), np.int64)
+    for row, (start, end) in enumerate(zip(starts, ends)):
+        x[row, : end - start], y[row, : end - start] = data[start:end], data[start + 1 : end + 1]
+    lengths = np.subtract(ends, starts)
+    mask = np.arange(width) < lengths[:, None]
+    return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.tensor(fresh))
+
+
+def check_rows(saved: int, now: int) -> None:
+    if saved != now:
+        raise ValueError(
+            f"the saved place in the data has {saved} rows but the batch is {now}; resume with batch {saved}"
+        )

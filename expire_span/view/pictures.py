@@ -1,0 +1,177 @@
+"""The report's pictures. Each function draws one matplotlib figure; `to_svg` makes it part of a page.
+
+Text and axes are drawn in `INK`, which becomes the page's own text colour, so that one picture suits light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+INK = "#123456"
+"""Placeholder colour, replaced by `currentColor`."""
+PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+}
+Points = Sequence[tuple[float, float]]
+MOST_BARS = 1500
+"""Lifelines drawn at most; longer samples are cut."""
+
+
+def to_svg(figure: Figure, salt: str) -> str:
+    """The figure as an inline SVG element that names nothing outside the page; `salt` keeps ids apart."""
+    out = io.StringIO()
+    with rc_context({**STYLE, "svg.hashsalt": salt}):
+        figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%" role="img"', svg, count=1)
+    return svg.replace(INK, "currentColor")
+
+
+def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool = False) -> Figure:
+    """Lines over training steps; a series of one point is drawn as a dot."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 2.9))
+        axes = figure.add_subplot(title=title, xlabel="training step", ylabel=ylabel)
+        for colour, (name, points) in zip(PALETTE * (1 + len(series) // len(PALETTE)), series.items()):
+            kept = [(x, y) for x, y in points if not log or y > 0]
+            if kept:
+                marker = "o" if len(kept) < 30 else ""
+                axes.plot(*zip(*kept), color=colour, label=name, lw=1.6, marker=marker, ms=3)
+        _log_scale(axes, log and bool(axes.lines))
+        axes.grid(alpha=0.15)
+        if len(axes.lines) > 1:
+            axes.legend(loc="best", ncols=1 + len(axes.lines) // 6)
+    return figure
+
+
+def _log_scale(axes: Axes, wanted: bool) -> None:
+    """Plain numbers on the axes; between powers of ten only where the range holds few of them."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if not wanted:
+        return
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if high / low < 20:
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if high / low > 3 else range(1, 10)))
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_span_map(spans: np.ndarray, *, title: str, marks: dict[int, str], unit: str) -> Figure:
+    """Heat map of spans [layers, T]: one column a token, one row a layer, colour on a logarithmic scale."""
+    layers, length = spans.shape
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11.5, 1.5 + 0.35 * layers))
+        axes = figure.add_subplot(title=title, xlabel=unit, ylabel="layer")
+        norm = LogNorm(vmin=1, vmax=max(2.0, float(spans.max())))
+        edges = (-0.5, length - 0.5, -0.5, layers - 0.5)
+        options: dict[str, Any] = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
+        picture = axes.imshow(np.maximum(spans, 1), norm=norm, extent=edges, **options)
+        axes.set_yticks(range(layers), [str(n + 1) for n in range(layers)])
+        _mark_top(axes, marks, layers - 0.5)
+        bar = figure.colorbar(picture, ax=axes, pad=0.01)
+        bar.set_label("span (steps)")
+    return figure
+
+
+def _mark_top(axes: Axes, marks: dict[int, str], top: float) -> None:
+    """Name single tokens above the picture."""
+    for place, name in marks.items():
+        axes.annotate(
+            name,
+            (place, top),
+            xytext=(0, 13),
+            textcoords="offset points",
+            ha="right" if place > axes.get_xlim()[1] / 2 else "left",
+            arrowprops={"arrowstyle": "-", "color": INK, "lw": 1},
+        )
+    if marks:
+        axes.set_title(axes.get_title(loc="left"), loc="left", pad=30)
+
+
+def draw_lifelines(
+    lifetimes: np.ndarray, *, kinds: Sequence[str], marks: dict[int, str], title: str, unit: str
+) -> Figure:
+    """Each memory a horizontal bar from birth to deletion, oldest at the top; below it, how many are alive.
+
+    lifetimes [T]: steps for which each memory can be read. kinds [T]: what each memory is, one colour a kind.
+    """
+    lifetimes, kinds = lifetimes[:MOST_BARS], list(kinds)[:MOST_BARS]
+    length = len(lifetimes)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11.5, 5.6))
+        bars, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        births = np.arange(length)
+        ends = np.minimum(births + np.maximum(lifetimes, 1), length)
+        for colour, kind in zip(PALETTE * length, dict.fromkeys(kinds)):
+            rows = np.array([k == kind for k in kinds])
+            _draw_bars(bars, births[rows], ends[rows], colour, kind, width=1.2 if rows.sum() > 3 else 3.0)
+        bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 12))
+        _mark_bars(bars, marks, ends)
+        if len(set(kinds)) > 1:
+            bars.legend(loc="lower left")
+        _draw_alive(count, births, ends, unit)
+    return figure
+
+
+def _draw_bars(axes: Axes, births: np.ndarray, ends: np.ndarray, colour: str, kind: str, width: float) -> None:
+    lines = [[(b, b), (e, b)] for b, e in zip(births, ends)]
+    axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, label=kind))
+
+
+def _mark_bars(axes: Axes, marks: dict[int, str], ends: np.ndarray) -> None:
+    for place, name in marks.items():
+        if place < len(ends):
+            late = place > len(ends) / 2
+            offset, side = ((-8, 0), "right") if late else ((4, 5), "left")
+            axes.annotate(name, (place, place), xytext=offset, textcoords="offset points", ha=side, weight="bold")
+
+
+def _draw_alive(axes: Axes, births: np.ndarray, ends: np.ndarray, unit: str) -> None:
+    """How many memories are alive at each step, beside what a model that never forgets would hold."""
+    length = len(births)
+    alive = count_alive(births, ends)
+    axes.fill_between(births, alive, step="mid", color=PALETTE[0], alpha=0.35, lw=0)
+    axes.step(births, alive, where="mid", color=PALETTE[0], lw=1.2, label="alive")
+    axes.plot(births, births + 1, color=INK, lw=0.8, ls=":", label="never forgetting")
+    axes.set(xlabel=unit, ylabel="memories alive", ylim=(0, max(4.0, min(length, 3 * float(alive.max())))))
+    axes.legend(loc="upper right", ncols=2)
+    axes.grid(alpha=0.15)
+
+
+def count_alive(births: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Memories alive at each step: born at or before it, and ending after it."""
+    change = np.zeros(len(births) + 1, np.int64)
+    np.add.at(change, births, 1)
+    np.add.at(change, np.minimum(ends, len(births)), -1)
+    return np.cumsum(change)[:-1]

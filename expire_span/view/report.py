@@ -1,0 +1,160 @@
+"""`expire-span report RUN`: one self-contained page about a run, from its folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from expire_span import __version__
+from expire_span.config import to_dict
+from expire_span.runs import RunFolder, write_atomic
+
+from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
+from .sample import Sample, find_keepsakes, marks_of, read_sample
+
+MAP_TOKENS = 400
+"""Tokens of a text sample shown in its heat map and lifelines; an episode is shown whole."""
+
+
+def write_report(run: RunFolder) -> Path:
+    """Write `report.html` into the run folder and return its path."""
+    metrics = run.read_metrics()
+    page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "note": ""}
+    page["curves"] = draw_training(metrics)
+    page["tables"] = {"Result": run.read_result() or {}, **flatten(to_dict(run.config)), "Environment": run.environment}
+    page["tables"] = {name: show_values(table) for name, table in page["tables"].items() if table}
+    weights, sample, page["note"] = look_inside(run)
+    page["facts"] = collect_facts(run, metrics, weights)
+    page["memory"] = draw_memory(run, sample) if sample is not None else []
+    page["keepsakes"] = find_keepsakes(sample, run.config) if sample is not None else []
+    loader = PackageLoader("expire_span", "view")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    path = run.path / "report.html"
+    write_atomic(path, environment.get_template("report.html").render(page).encode())
+    return path
+
+
+def look_inside(run: RunFolder) -> tuple[int | None, Sample | None, str]:
+    """Weights of the newest sound checkpoint and a sample read by it; or a note that says why there is none."""
+    from expire_span.tasks.task import build_task
+    from expire_span.train.checkpoint import list_checkpoints, load_model
+
+    if not list_checkpoints(run):
+        return None, None, "This run has no checkpoint yet, so there is no model to look into."
+    decoder, config = load_model(run)
+    weights = sum(p.numel() for p in decoder.parameters())
+    try:
+        return weights, read_sample(decoder, build_task(config.task), config), ""
+    except ValueError as error:  # the data has moved: the rest of the report still stands
+        return weights, None, f"No sample could be read: {error}."
+
+
+def series_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> Points:
+    """(step, value) of one metric, where it was written."""
+    return [(m["step"], m[key]) for m in metrics if m.get("split") == split and m.get(key) is not None]
+
+
+def layers_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> dict[str, Points]:
+    """The same for a metric with one value a layer."""
+    points = series_of(metrics, key, split)
+    layers = max((len(values) for _, values in points), default=0)  # type: ignore[arg-type]
+    return {f"layer {n + 1}": [(step, values[n]) for step, values in points] for n in range(layers)}  # type: ignore[index]
+
+
+def draw_training(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Captioned curves over the training steps."""
+    both = lambda key: {split: series_of(metrics, key, split) for split in ("train", "valid")}  # noqa: E731
+    drawn = [
+        ("Loss of the task, nats per scored token.", draw_curves(both("loss"), title="Loss", ylabel="nats", log=True)),
+        ("The task's own score.", draw_curves(both("score"), title="Score", ylabel="score")),
+        (
+            "How many memories a query finds alive, on average, in each layer.",
+            draw_curves(layers_of(metrics, "live", "train"), title="Live memories", ylabel="memories", log=True),
+        ),
+        (
+            "How hard training presses on the spans: the weight of the span loss.",
+            draw_curves(
+                {"weight": series_of(metrics, "span_weight", "train")}, title="Span pressure", ylabel="weight", log=True
+            ),
+        ),
+    ]
+    return [(caption, to_svg(figure, f"curve{n}")) for n, (caption, figure) in enumerate(drawn)]
+
+
+def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
+    """Heading, caption and picture of the spans and of the lifelines."""
+    marks = marks_of(sample, run.config)
+    width = len(sample.labels) if marks else MAP_TOKENS
+    unit = "step of the episode" if marks else "byte of the sample"
+    layer = sample.longest_layer
+    heat = draw_span_map(sample.spans[:, :width], title="Span given to each token", marks=marks, unit=unit)
+    title = f"Lifelines in layer {layer + 1}, which keeps longest"
+    lines = draw_lifelines(
+        sample.lifetimes(layer)[:width], kinds=sample.kinds[:width], marks=marks, title=title, unit=unit
+    )
+    about_heat = "One column a token, one row a layer. Bright tokens are kept long, dark ones are dropped at once."
+    about_lines = (
+        "Each bar is one memory: it starts where the token is read and ends where the memory is deleted. "
+        "Below: memories alive at each step; the dotted line is a model that never forgets."
+    )
+    return [
+        ("What gets a long span", about_heat, to_svg(heat, "heat")),
+        ("Birth and expiry", about_lines, to_svg(lines, "lines")),
+    ]
+
+
+def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: int | None) -> list[tuple[str, str]]:
+    """The few numbers at the head of the page: from the final result, or else from the last lines of metrics."""
+    newest: dict[str, Any] = {}
+    for line in metrics:
+        newest |= {key: value for key, value in line.items() if value is not None}
+    values = newest | (run.read_result() or {})
+    facts = [("step", f"{values.get('step', 0):,} of {run.config.train.steps:,}")]
+    if "score" in values:
+        name = values.get("score_name", "score")
+        facts.append((name, f"{values['score']:.1%}" if name == "success" else f"{values['score']:.4f}"))
+    if values.get("live"):
+        facts.append(("live memories per layer", f"{sum(values['live']) / len(values['live']):.1f}"))
+    if "live_share" in values:
+        facts.append(("of the memories seen", f"{values['live_share']:.1%}"))
+    if values.get("full_bytes"):
+        facts.append(("bytes held", f"{show_bytes(values['mean_bytes'])} of {show_bytes(values['full_bytes'])}"))
+    speed = run.read_speed()
+    if speed:
+        facts.append(("training time", f"{speed[-1]['seconds']:,.0f} s"))
+    return facts + ([("weights", f"{weights:,}")] if weights is not None else [])
+
+
+def show_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
+    """A nested config as one table per part: {"Model": {"dim": ..}, "Model · mixer": {..}}."""
+    tables: dict[str, dict[str, Any]] = {}
+    own = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    if own:
+        tables[prefix or "Run"] = own
+    for name, value in config.items():
+        if isinstance(value, dict):
+            tables |= flatten(value, f"{prefix} · {name}" if prefix else name.capitalize())
+    return tables
+
+
+def show_values(table: dict[str, Any]) -> dict[str, str]:
+    return {name: show_value(value) for name, value in table.items()}
+
+
+def show_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(show_value(v) for v in value)
+    return "—" if value is None else str(value)

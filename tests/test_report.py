@@ -1,0 +1,166 @@
+"""The report page: self-contained, escaped, honest about numbers, and there from the first line of metrics on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expire_span.config import DecoderConfig, ExpireSpanConfig, RecallTask, RunConfig, TextTask, TrainConfig
+from expire_span.runs import RunFolder
+from expire_span.train.supervised import train
+from expire_span.view.pictures import count_alive, draw_curves, draw_lifelines, draw_span_map, to_svg
+from expire_span.view.report import flatten, series_of, show_bytes, show_value, write_report
+from expire_span.view.sample import Sample, find_keepsakes
+
+MODEL = DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=ExpireSpanConfig(max_span=32, ramp=4))
+TRAIN = TrainConfig(steps=2, batch=2, block=32, eval_every=1, log_every=1, checkpoint_every=2, eval_batches=1, warmup=0)
+RECALL = RunConfig(RecallTask(min_length=5, max_length=20), MODEL, replace(TRAIN, batch=32, carry=False, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def recall_page(tmp_path_factory) -> tuple[RunFolder, str]:
+    run = train(RECALL, tmp_path_factory.mktemp("runs") / "corridor<b>", recipe="recall", shown=False)
+    return run, write_report(run).read_text()
+
+
+@pytest.fixture(scope="module")
+def text_page(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "data.txt").write_bytes(b"<script>alert(1)</script> & more words\n" * 60)
+    config = RunConfig(TextTask(path=str(folder / "data.txt")), MODEL, replace(TRAIN, device="cpu"))
+    return write_report(train(config, folder / "text", shown=False)).read_text()
+
+
+def test_page_names_nothing_outside_itself(recall_page, text_page):
+    for page in (recall_page[1], text_page):
+        assert "http" not in page.replace("&lt;", "")
+        assert not re.search(r"<(script|link|iframe|img)\b", page)
+        assert not re.search(r"(src|href)=\"(?!#|data:)", page)
+        assert "<svg" in page and "prefers-color-scheme: dark" in page
+
+
+def test_page_mentions_the_numbers(recall_page):
+    run, page = recall_page
+    result = run.read_result()
+    assert f"{result['score']:.1%}" in page
+    assert f"{result['live_share']:.1%}" in page
+    assert f"{sum(result['live']) / 2:.1f}" in page
+    assert "2 of 2" in page and ">max_length</th><td>20<" in page
+    weights = re.search(r"<b>([\d,]+)</b><span>weights", page)
+    assert weights and int(weights[1].replace(",", "")) > 1000
+
+
+def test_episode_is_marked(recall_page):
+    page = recall_page[1]
+    assert re.search(r">cue (red|blue|green|yellow)<", page) and ">which?<" in page
+    assert "Lifelines in layer" in page
+
+
+def test_names_and_text_are_escaped(recall_page, text_page):
+    assert "corridor&lt;b&gt;" in recall_page[1] and "corridor<b>" not in recall_page[1]
+    assert "<script" not in text_page and "&lt;script&gt;" in text_page
+
+
+def test_text_page_lists_bytes_and_words(text_page):
+    for heading in ("Bytes kept longest", "Bytes kept shortest", "Words kept longest", "Words kept shortest"):
+        assert text_page.count(heading) == MODEL.layers
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_unfinished_run_without_a_checkpoint(tmp_path, lines):
+    run = RunFolder.create(tmp_path / "young", RECALL, recipe="recall", environment={})
+    line = {"step": 1, "split": "train", "loss": 2.5, "score": 0.25, "span_weight": 0.0, "live": [3.0, 4.0]}
+    for _ in range(lines):
+        run.append_metrics(line)
+    page = write_report(run).read_text()
+    assert "no checkpoint yet" in page and "<svg" in page
+    assert ("<b>3.5</b>" in page) == bool(lines)
+
+
+def test_missing_data_leaves_a_note(tmp_path):
+    (tmp_path / "data.txt").write_bytes(b"some words to learn\n" * 60)
+    config = RunConfig(TextTask(path=str(tmp_path / "data.txt")), MODEL, replace(TRAIN, device="cpu"))
+    run = train(config, tmp_path / "text", shown=False)
+    (tmp_path / "data.txt").unlink()
+    page = write_report(run).read_text()
+    assert "No sample could be read" in page and "<span>weights</span>" in page
+
+
+def test_report_is_replaced_at_once(recall_page):
+    run, page = recall_page
+    assert write_report(run).read_text() == page, "the same run gives the same page"
+    assert not [p for p in run.path.iterdir() if p.suffix == ".tmp"]
+
+
+# Pictures
+
+
+def test_count_alive_against_the_definition():
+    lifetimes = np.random.default_rng(0).integers(1, 30, 50)
+    births, ends = np.arange(50), np.minimum(np.arange(50) + lifetimes, 50)
+    slow = [sum(b <= t < b + life for b, life in zip(births, lifetimes)) for t in range(50)]
+    assert count_alive(births, ends).tolist() == slow
+
+
+def test_lifetimes_follow_the_mask():
+    """A memory can be read while 1 + (span - age) / ramp > 0."""
+    spans = np.array([[0.0, 0.5, 3.0, 7.25]])
+    sample = Sample(np.arange(4), list("abcd"), spans, ramp=4)
+    slow = [sum(1 + (span - age) / 4 > 0 for age in range(50)) for span in spans[0]]
+    assert sample.lifetimes(0).tolist() == slow
+
+
+def test_lifelines_show_a_survivor_longer_than_the_rest():
+    lifetimes = np.array([40] + [3] * 39)
+    figure = draw_lifelines(lifetimes, kinds=["cue"] + ["wall"] * 39, marks={0: "cue red"}, title="t", unit="step")
+    cue, wall = figure.axes[0].collections
+    length = lambda bars: [float(x[1, 0] - x[0, 0]) for x in bars.get_segments()]  # noqa: E731
+    assert length(cue) == [40.0] and max(length(wall)) == 3.0
+    alive = figure.axes[1].lines[0].get_ydata()
+    assert alive[20] == 4
+
+
+@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, 0.0), (2, 0.0)], [(1, 1.0), (2, 3.0)]])
+@pytest.mark.parametrize("log", [False, True])
+def test_curves_of_any_length(points, log):
+    svg = to_svg(draw_curves({"train": points, "valid": []}, title="Loss", ylabel="nats", log=log), "x")
+    assert svg.startswith("<svg") and "Loss" in svg and "http" not in svg and "currentColor" in svg
+
+
+def test_span_map_takes_zero_spans():
+    svg = to_svg(draw_span_map(np.zeros((1, 3)), title="Spans", marks={}, unit="step"), "x")
+    assert "data:image/png;base64" in svg
+
+
+def test_keepsakes_are_ordered():
+    text = b"alpha beta gamma delta\n" * 3
+    spans = np.arange(len(text), dtype=float)[None]
+    sample = Sample(np.frombuffer(text, np.uint8), [chr(c) for c in text], spans, ramp=4)
+    (keeps,) = find_keepsakes(sample, RunConfig(TextTask(path="x"), MODEL, TRAIN), count=2)
+    assert [k.text for k in keeps.longest_words] == ["delta", "gamma"]
+    assert [k.text for k in keeps.shortest_words] == ["alpha", "beta"]
+    assert keeps.longest_bytes[0].span >= keeps.longest_bytes[1].span > keeps.shortest_bytes[0].span
+    assert keeps.longest_words[0].before.endswith("gamma ") and keeps.longest_words[0].after.startswith("⏎")
+
+
+def test_small_helpers():
+    assert show_bytes(999) == "999 B" and show_bytes(1_234_000) == "1.23 MB"
+    assert show_value([1.0, None, True]) == "1, —, True"
+    assert flatten({"seed": 1, "model": {"dim": 2, "mixer": {"ramp": 3}}}) == {
+        "Run": {"seed": 1},
+        "Model": {"dim": 2},
+        "Model · mixer": {"ramp": 3},
+    }
+    assert (
+        series_of([{"step": 1, "split": "train", "loss": None}, {"step": 2, "split": "train"}], "loss", "train") == []
+    )
+
+
+def test_template_is_in_the_package():
+    import expire_span.view
+
+    assert (Path(expire_span.view.__file__).parent / "report.html").is_file()
