@@ -1,19 +1,22 @@
 """The fused kernels against the definition: in Triton's interpreter on the CPU, and as they are where there is a GPU."""
 
-import itertools
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from expire_span.ops import expire_attention, resolve_impl
-from expire_span.ops.triton import lists, tuning
-from expire_span.ops.triton.tuning import Launch, Tuning
 
 from .operator_cases import GRADS, Case
-from .triton_interpreter import DEVICE, ON_GPU
+from .triton_interpreter import DEVICE, ON_GPU, lists, tuning
+
+Launch, Tuning = tuning.Launch, tuning.Tuning
+
+if ON_GPU:
+    pytestmark = pytest.mark.gpu
 
 SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
 """Tiles small enough that short rows have many of them."""
@@ -224,7 +227,7 @@ def test_documents_do_not_see_each_other(impl):
     grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
     z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
     z = {n: t.requires_grad_(n in GRADS) for n, t in z.items()}
-    alone = [_one_document(z, slice(int(a), int(b))) for a, b in itertools.pairwise(bounds)]
+    alone = [_one_document(z, slice(int(a), int(b))) for a, b in pairwise(bounds)]
     torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in GRADS])
     for got, want in zip(grads, wanted):

@@ -29,6 +29,12 @@ class Tuning:
     """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
     tma: bool = False
     """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
+    split_at: int = 16384
+    """Rows of more queries than this share a memory tile among several programs, lest the longest-lived hold up all."""
+
+    def splits(self, queries: int) -> int:
+        """Programs per memory tile in the dkv kernel."""
+        return max(1, min(8, -(-queries // self.split_at)))
 
     def __post_init__(self) -> None:
         assert self.forward.block_m == self.dq.block_m, (self.forward, self.dq)
