@@ -27,10 +27,10 @@ from .mixer import Mixer, MixerAux, MixerOutput
 from .rotary import rotary_angles, rotate
 
 Cache = Literal["hidden", "kv"]
-REBASE_AFTER = 2**16
-"""Positions are counted anew once they reach this: float32 rotary angles lose digits far from zero."""
 Remembered = tuple[Tensor, Tensor, Tensor, Tensor, ExpiringMemory]
 """Keys, values, spans and positions that the block attends to, and the store with the block in it."""
+REBASE_AFTER = 2**30
+"""Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
 
 
 class SpanPredictor(nn.Linear):

@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 INK = "#123456"
 """Placeholder colour, replaced by `currentColor`."""
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899")
-STYLE: Any = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
     "font.family": "sans-serif",
@@ -136,7 +136,7 @@ def draw_lifelines(
         for colour, kind in zip(PALETTE * length, dict.fromkeys(kinds)):
             rows = np.array([k == kind for k in kinds])
             _draw_bars(bars, births[rows], ends[rows], colour, kind, width=1.2 if rows.sum() > 3 else 3.0)
-        bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 50))
+        bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 12))
         _mark_bars(bars, marks, ends)
         if len(set(kinds)) > 1:
             bars.legend(loc="lower left")
@@ -153,7 +153,7 @@ def _mark_bars(axes: Axes, marks: dict[int, str], ends: np.ndarray) -> None:
     for place, name in marks.items():
         if place < len(ends):
             late = place > len(ends) / 2
-            offset, side = ((-8, 0), "right") if late else ((4, -12), "left")
+            offset, side = ((-8, 0), "right") if late else ((4, 5), "left")
             axes.annotate(name, (place, place), xytext=offset, textcoords="offset points", ha=side, weight="bold")
 
 
