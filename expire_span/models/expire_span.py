@@ -105,9 +105,7 @@ class ExpireSpan(Mixer):
         """Count positions from `offset` on; stored rotated keys are turned back by as much."""
         memory = state["memory"].rebase(offset)
         if state["cache"] == "kv" and self.config.positions == "rotary" and len(memory):
-            turn = rotary_angles(
-                torch.tensor(-offset, device=memory.pos.device), self.config.head_dim, self.config.rotary_base
-            )
+            turn = self._angles(torch.tensor(-offset, device=memory.pos.device), memory.slots["k"].dtype)
             memory.slots["k"] = rotate(memory.slots["k"], turn)
         return {**state, "memory": memory, "position": state["position"] - offset}
 
@@ -187,8 +185,12 @@ class ExpireSpan(Mixer):
             x = F.rms_norm(x, (self.config.head_dim,))
         if self.config.positions == "rotary":
             pos = pos.unsqueeze(-2) if pos.dim() == 2 else pos
-            x = rotate(x, rotary_angles(pos, self.config.head_dim, self.config.rotary_base))
+            x = rotate(x, self._angles(pos, x.dtype))
         return x
+
+    def _angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(dtype, torch.float32)
+        return rotary_angles(pos, self.config.head_dim, self.config.rotary_base, precise)
 
     def _keys(self, h: Tensor, pos: Tensor) -> Tensor:
         return self._place(self._split(self.key(h)), pos)
