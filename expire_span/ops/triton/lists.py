@@ -190,7 +190,7 @@ def _gather(
     if h < heads:
         first = tl.load(ranges + (row * 3) * S + at, mask=used, other=NEVER)
         end = tl.load(ranges + (row * 3 + 1) * S + at, mask=used, other=0)
-        fades = tl.load(ranges + (row * 3 + 2) * S + at, mask=used, other=0)
+        fades = tl.load(ranges + (row * 3 + 2) * S + at, mask=used, other=NEVER)  # padding hides no full tile
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)

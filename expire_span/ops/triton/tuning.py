@@ -48,9 +48,9 @@ _HALF = {
 }
 _SINGLE = {
     32: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
-    64: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
-    128: Tuning(32, Launch(32, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
-    256: Tuning(16, Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)),
+    64: Tuning(32, Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1)),
+    128: Tuning(32, Launch(32, 8, 1), Launch(32, 8, 1), Launch(16, 8, 1)),
+    256: Tuning(16, Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1)),
 }
 _override: Tuning | None = None
 
