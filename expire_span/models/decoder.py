@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -103,6 +104,7 @@ class Block(nn.Module):
         self.conv = ShortConv(config.dim, config.short_conv) if config.short_conv else None
         self.ff = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.compiled: Callable[..., Any] | None = None  # set by Decoder.compile_blocks
 
     def initial_state(self, batch: int, remember: bool = True) -> Any:
         """The mixer's state, beside the convolution's where there is one."""
@@ -174,10 +176,14 @@ class Decoder(nn.Module):
     def compile_blocks(self, *, carry: bool) -> None:
         """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
 
-        With carried memory the mixer's shapes change from block to block, so only the feed-forward parts are compiled.
+        Sequences that stand alone run whole compiled blocks. With carried memory the mixer's shapes change from block to
+        block, so only the feed-forward parts are compiled.
         """
         for block in self.layers():
-            (block.ff if carry else block).compile()
+            if carry:
+                block.ff.compile()
+            else:
+                block.compiled = torch.compile(block.forward)
 
     def _initialise(self) -> None:
         """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
@@ -205,8 +211,9 @@ class Decoder(nn.Module):
         state = [None] * len(self.blocks) if state is None else state
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
-        for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
-            h, part, aux = block(h, part, keep, fresh, remember)
+        for block, part, keep in zip(self.layers(), state, self._layer_keep(h)):
+            run = block if remember or block.compiled is None else block.compiled
+            h, part, aux = run(h, part, keep, fresh, remember)
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
