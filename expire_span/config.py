@@ -13,57 +13,10 @@ import typing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from expire_span.mixer_configs import ExpireSpanConfig, MixerConfig, require
+
 FORMAT_VERSION = 1
 """Version of the run folder's layout and of config.json."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-@dataclass(frozen=True)
-class ExpireSpanConfig:
-    """Learned expiry: each memory gets, at birth, a span after which it fades out and is deleted."""
-
-    kind: Literal["expire_span"] = "expire_span"
-    max_span: int = 1024
-    """Longest span a memory can be given, in steps (L)."""
-    ramp: int = 32
-    """Soft edge of the mask, in steps (R). Only memories on the ramp send gradient to the span predictor."""
-    initial_span: float = 0.1
-    """Share of max_span that every memory gets before training (p)."""
-    temperature: float = 1.0
-    """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
-    span_per: Literal["layer", "kv_head"] = "layer"
-    """One span per memory shared by all heads of the layer, or one for each key/value head."""
-    span_loss: Literal["ramp", "l1"] = "ramp"
-    """How long spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
-    noisy: bool = False
-    """In training, clamp all spans to one random share of max_span per forward pass; deletion still uses the unclamped."""
-    include_self: bool = True
-    """Whether a token attends to itself (the paper's does not)."""
-    cap: int | None = None
-    """Hard limit on stored memories per row; the smallest remaining span goes first. Such evictions are counted."""
-    initial_memories: int = 0
-    """Zero vectors that stand in the memory before the first token (the released code starts with a block of them)."""
-    normalizer_eps: float = 0.0
-    """Added to the attention normaliser, as a share of the living memories' unmasked sum (the released code uses 1e-8)."""
-    impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
-    """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
-
-    def __post_init__(self) -> None:
-        require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
-        require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
-        require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")
-        require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
-        require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
-        require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")
-
-
-MixerConfig = ExpireSpanConfig
-"""Any memory system's config; each has a literal `kind`."""
 
 
 @dataclass(frozen=True)

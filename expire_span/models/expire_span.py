@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.config import DecoderConfig
+from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memory import ExpiringMemory
 from expire_span.ops import expire_attention
 from expire_span.ops.live import live_queries, ramp_loss
 
-from .mixer import Mixer, MixerAux, MixerOutput
-from .rotary import rotary_angles, rotate
+from .attention import AttentionMixer
+from .mixer import MixerAux, MixerOutput
+from .rotary import rotate
 
 Cache = Literal["hidden", "kv", "none"]
 """What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""
@@ -51,21 +52,27 @@ class SpanPredictor(nn.Linear):
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
-class ExpireSpan(Mixer):
-    """`mixer(x, state)`, with state {"memory": ExpiringMemory, "position": int, "cache": "hidden" or "kv"}."""
+class ExpireSpan(AttentionMixer):
+    """`mixer(x, state)`, with state {"memory": ExpiringMemory, "position": int, "cache": "hidden" or "kv"}.
 
-    def __init__(self, config: DecoderConfig, relative_keys: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.config, self.mixer = config, config.mixer
-        dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, kv_dim, bias=False)
-        self.value = nn.Linear(dim, kv_dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+    Systems whose memories live for a span that something else decides are subclasses: they say by `rules` how such
+    lifetimes are expressed, and give their own `build_predictor`.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
+        super().__init__(config, layer, relative_keys)
+        self.mixer = self.rules()
+        self.span_outputs = 1 if self.mixer.span_per == "layer" else config.num_kv_heads
+        self.span_predictor = self.build_predictor()
+
+    def rules(self) -> ExpireSpanConfig:
+        assert isinstance(self.config.mixer, ExpireSpanConfig)
+        return self.config.mixer
+
+    def build_predictor(self) -> nn.Module:
+        """A module that gives hidden states [B, S, C] spans [B, outputs, S]."""
         m = self.mixer
-        outputs = 1 if m.span_per == "layer" else config.num_kv_heads
-        self.span_predictor = SpanPredictor(dim, outputs, m.max_span, m.initial_span, m.temperature)
-        self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters
+        return SpanPredictor(self.config.dim, self.span_outputs, m.max_span, m.initial_span, m.temperature)
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
         """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""
@@ -160,7 +167,7 @@ class ExpireSpan(Mixer):
     def _read_kv(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """k, v [B, Hkv, S, D], span [B, 1 or Hkv, S], k_pos [B, S] or [B, Hkv, S]."""
         if not len(memory):
-            heads, outputs = self.config.num_kv_heads, self.span_predictor.out_features
+            heads, outputs = self.config.num_kv_heads, self.span_outputs
             none = memory.span.new_zeros(memory.rows[0], heads, 0, self.config.head_dim)
             return none, none, memory.span.new_zeros(memory.rows[0], outputs, 0), memory.pos
         if len(memory.rows) == 2:
@@ -174,26 +181,6 @@ class ExpireSpan(Mixer):
         return self._append_kv(memory, pos, span, self._keys(h, pos), self._split(self.value(h)))
 
     # The attention
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, S, H * D] -> [B, H, S, D]."""
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-    def _place(self, x: Tensor, pos: Tensor) -> Tensor:
-        """Normalise and rotate queries or keys [B, H, S, D] at pos [S] or [B, S]."""
-        if self.config.qk_norm:
-            x = F.rms_norm(x, (self.config.head_dim,))
-        if self.config.positions == "rotary":
-            pos = pos.unsqueeze(-2) if pos.dim() == 2 else pos
-            x = rotate(x, self._angles(pos, x.dtype))
-        return x
-
-    def _angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        precise = torch.promote_types(dtype, torch.float32)
-        return rotary_angles(pos, self.config.head_dim, self.config.rotary_base, precise)
-
-    def _keys(self, h: Tensor, pos: Tensor) -> Tensor:
-        return self._place(self._split(self.key(h)), pos)
 
     def _noisy(self, span: Tensor) -> Tensor:
         """One random limit for all spans of a training forward; deletion keeps to the unclamped ones."""
@@ -226,9 +213,11 @@ class ExpireSpan(Mixer):
         fixed = span.detach()
         alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)
         live = alive.sum(-1).mean() / count
-        if self.mixer.span_loss == "ramp":
-            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean(-1) / count  # [B]
-        else:
-            loss = span[..., -count:].mean((1, 2))
         new = fixed[..., -count:]
-        return MixerAux(loss=loss, span=new.squeeze(1), live=live)
+        return MixerAux(loss=self._span_loss(span, k_pos, start, count), span=new.squeeze(1), live=live)
+
+    def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
+        """The price of this block's lifetimes for each row, [B]."""
+        if self.mixer.span_loss == "l1":
+            return span[..., -count:].mean((1, 2))
+        return ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp).mean(-1) / count

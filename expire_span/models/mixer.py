@@ -7,6 +7,7 @@ reorders it.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,33 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
 
-def build_mixer(config: DecoderConfig, layer: int, relative_keys: nn.Parameter | None) -> Mixer:
-    """The registry: one line per memory system."""
-    kind = config.mixer.kind
-    if kind == "expire_span":
-        from .expire_span import ExpireSpan
+MIXERS = {
+    "expire_span": ("expire_span", "ExpireSpan"),
+    "full": ("full", "Full"),
+    "transformer_xl": ("transformer_xl", "TransformerXL"),
+    "adaptive_span": ("adaptive_span", "AdaptiveSpan"),
+    "compressive": ("compressive", "Compressive"),
+    "sliding_window": ("sliding_window", "SlidingWindow"),
+    "longformer": ("longformer", "Longformer"),
+    "bigbird": ("bigbird", "BigBird"),
+    "linear": ("linear", "Linear"),
+    "performer": ("performer", "Performer"),
+    "routing": ("routing", "Routing"),
+    "reformer": ("reformer", "Reformer"),
+    "tanh_rnn": ("recurrent", "TanhRNN"),
+    "gru": ("gru", "GRU"),
+    "gru_torch": ("recurrent", "TorchGRU"),
+    "lstm": ("recurrent", "LSTM"),
+    "forgetting": ("forgetting", "Forgetting"),
+    "streaming_sinks": ("streaming_sinks", "StreamingSinks"),
+}
+"""The registry: kind -> (file, class); a file is imported when its mixer is first built."""
 
-        return ExpireSpan(config, relative_keys)
-    raise ValueError(f"unknown mixer {kind!r}, known are: expire_span")
+
+def build_mixer(config: DecoderConfig, layer: int, relative_keys: nn.Parameter | None) -> Mixer:
+    """The mixer that a decoder's config asks for, for one layer."""
+    kind = config.mixer.kind
+    if kind not in MIXERS:
+        raise ValueError(f"unknown mixer {kind!r}, known are: {', '.join(MIXERS)}")
+    file, name = MIXERS[kind]
+    return getattr(importlib.import_module(f"{__package__}.{file}"), name)(config, layer, relative_keys)

@@ -1,0 +1,106 @@
+"""What the attention mixers share: projections, heads, positions, and attention under an explicit mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.config import DecoderConfig
+
+from .mixer import Mixer
+from .rotary import rotary_angles, rotate
+
+
+class AttentionMixer(Mixer):
+    """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
+
+    def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters
+
+    @property
+    def relative_keys(self) -> nn.Parameter | None:
+        return self._shared[0]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, S, H * D] -> [B, H, S, D]."""
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def _place(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Normalise and rotate queries or keys [B, H, S, D] at pos [S] or [B, S]."""
+        if self.config.qk_norm:
+            x = F.rms_norm(x, (self.config.head_dim,))
+        return self._turn(x, pos.unsqueeze(-2) if pos.dim() == 2 else pos)
+
+    def _turn(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Rotate x [.., S, D] at pos, which broadcasts against [.., S]."""
+        return rotate(x, self._angles(pos, x.dtype)) if self.config.positions == "rotary" else x
+
+    def _angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(dtype, torch.float32)
+        return rotary_angles(pos, self.config.head_dim, self.config.rotary_base, precise)
+
+    def _keys(self, h: Tensor, pos: Tensor) -> Tensor:
+        return self._place(self._split(self.key(h)), pos)
+
+    def _project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [B, Hq, T, D], k and v [B, Hkv, T, D], and the positions [T] of x from `start` on."""
+        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        q = self._place(self._split(self.query(x)), pos)
+        return q, self._keys(x, pos), self._split(self.value(x)), pos
+
+    def _finish(self, y: Tensor) -> Tensor:
+        """[B, H, T, D] -> [B, T, C]."""
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def share_heads(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads [B, Hkv, ..] repeated for `heads` query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def relative_scores(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
+    """q . relative_keys[age - 1] / sqrt(D) where 1 <= age <= M, else 0. q [.., T, D], age [.., T, S]."""
+    scores = q @ relative_keys.to(q.dtype).T * q.shape[-1] ** -0.5  # [.., T, M]
+    count = relative_keys.shape[0]
+    index = (age - 1).clamp(0, count - 1).expand(*scores.shape[:-1], age.shape[-1])
+    return torch.where((age >= 1) & (age <= count), scores.gather(-1, index), 0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_keys: Tensor | None) -> Tensor:
+    """Softmax attention where `seen` [.., T, S] allows it; q [N, H, T, D], k and v [N, H, S, D], age [.., T, S]."""
+    mask = seen
+    if relative_keys is not None:
+        mask = relative_scores(q, relative_keys, age).masked_fill(~seen, -torch.inf)
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes that the tensors of a state occupy."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(bytes_of(x) for x in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(bytes_of(x) for x in state)
+    return getattr(state, "bytes_held", 0)
+
+
+def empty_rows(state: Any, fresh: Tensor, blank: Any) -> Any:
+    """The rows marked in `fresh` [B] taken from the state `blank`, the others from `state`."""
+    if isinstance(state, Tensor):
+        return torch.where(fresh.to(state.device).reshape(-1, *(1,) * (state.dim() - 1)), blank.to(state.dtype), state)
+    if isinstance(state, dict):
+        return {name: empty_rows(x, fresh, blank[name]) for name, x in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [empty_rows(x, fresh, y) for x, y in zip(state, blank)]
+    return state
