@@ -343,6 +343,12 @@ MIXER_CONFIGS: dict[str, Any] = {cls.kind: cls for cls in MixerConfig.__args__}
 """Every memory system's config class by kind."""
 
 
+POSITION_FREE = frozenset({"linear", "performer", "tanh_rnn", "gru", "gru_torch", "lstm"})
+"""Systems without a score for each pair of tokens, which learned relative positions would add to."""
+LIFETIMES = frozenset({"expire_span", "full", "transformer_xl", "adaptive_span"})
+"""Systems that run on the expiring-attention operator."""
+
+
 def mixer_config(kind: str, **fields: Any) -> Any:
     """The config of a kind; an unknown one lists those there are."""
     require(kind in MIXER_CONFIGS, f"unknown mixer {kind!r}, known are: {', '.join(MIXER_CONFIGS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ from .rotary import rotary_angles, rotate
 class AttentionMixer(Mixer):
     """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
 
+    separate_keys: ClassVar[bool] = True
+    """Off where queries serve as keys."""
+
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False) if self.separate_keys else nn.Identity()
         self.value = nn.Linear(dim, kv_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
+from expire_span.mixer_configs import POSITION_FREE
 
 from .mixer import MixerAux, MixerOutput, build_mixer
 
@@ -162,7 +163,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.relative_keys = None
-        if config.positions == "relative":
+        if config.positions == "relative" and config.mixer.kind not in POSITION_FREE:
             self.relative_keys = nn.Parameter(torch.randn(config.relative_window, config.head_dim))
         self.blocks = nn.ModuleList(Block(config, n, self.relative_keys) for n in range(config.layers))
         self.norm = build_norm(config) if config.norm == "pre" else nn.Identity()

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from expire_span.config import RunConfig
+from expire_span.mixer_configs import LIFETIMES
 from expire_span.ops import resolve_impl
 
 
@@ -71,8 +72,7 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
 
 def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
     """What config.json records about where the run was started."""
-    device, mixer = accelerator.device, config.model.mixer
-    needs_pytorch = config.model.positions == "relative" or mixer.normalizer_eps > 0
+    device = accelerator.device
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -82,5 +82,14 @@ def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[st
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
         "distributed": accelerator.distributed_type.value,
-        "impl": resolve_impl(mixer.impl, device, needs_pytorch),
+        "impl": _impl(config, device),
     }
+
+
+def _impl(config: RunConfig, device: torch.device) -> str:
+    """Which implementation of the operator will run; systems that do without it are plain torch."""
+    mixer = config.model.mixer
+    if mixer.kind not in LIFETIMES:
+        return "torch"
+    needs_pytorch = config.model.positions == "relative" or getattr(mixer, "normalizer_eps", 0) > 0
+    return resolve_impl(getattr(mixer, "impl", "auto"), device, needs_pytorch)

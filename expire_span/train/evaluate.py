@@ -30,7 +30,7 @@ class Result:
     peak_live: list[float]
     """The largest block mean of it, one number per layer."""
     span: list[float]
-    """Mean span given, one number per layer."""
+    """Mean span given, one number per layer; zero for systems that give none."""
     live_share: float
     """Living memories over all memories that a row had seen since its last reset, summed over queries and layers."""
     mean_bytes: float
@@ -99,7 +99,7 @@ class _Totals:
         before = torch.zeros(rows)
         if self.seen is not None and not bool(batch.fresh.all()):
             before = torch.where(batch.fresh, 0, self.seen)
-        own = 1 if self.config.mixer.include_self else 0
+        own = 1 if getattr(self.config.mixer, "include_self", True) else 0
         self.weights.append((rows * length, float(before.mean()) + (length - 1) / 2 + own))
         self.seen = before + length
         self.full.append(float(self.seen.sum()) * memory_bytes(self.config) * self.config.layers)

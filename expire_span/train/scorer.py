@@ -38,8 +38,13 @@ class Scorer(nn.Module):
         with torch.no_grad():
             sums["correct"] = ((logits.argmax(-1) == y) & mask).sum()
             sums["live"] = aux.live.float()
-            sums["span"] = torch.stack([part.span.float().mean() for part in aux.layers if part.span is not None])
+            sums["span"] = torch.stack([_mean_span(part.span, sums["live"]) for part in aux.layers])
         return sums, state, aux.bytes_held
+
+
+def _mean_span(span: Tensor | None, like: Tensor) -> Tensor:
+    """Zero for systems that give tokens no span."""
+    return like.new_zeros(()) if span is None else span.float().mean()
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> Batch:

@@ -51,14 +51,15 @@ def read_sample(decoder: Decoder, task: Task, config: RunConfig) -> Sample:
     state, parts = None, []
     for block in tokens.split(max(config.train.block, 64)):
         _, state, aux = decoder(block[None], state)
-        parts.append(torch.stack([_widest(layer.span) for layer in aux.layers]))
+        parts.append(torch.stack([_widest(layer.span, config) for layer in aux.layers]))
     spans = torch.cat(parts, 1).float().numpy()
-    return Sample(tokens.numpy(), task.show(tokens), spans, config.model.mixer.ramp)
+    return Sample(tokens.numpy(), task.show(tokens), spans, getattr(config.model.mixer, "ramp", 1))
 
 
-def _widest(span: torch.Tensor | None) -> torch.Tensor:
+def _widest(span: torch.Tensor | None, config: RunConfig) -> torch.Tensor:
     """[1, T] or [1, Hkv, T] -> [T]."""
-    assert span is not None, "every layer of an expire_span decoder reports its spans"
+    if span is None:
+        raise ValueError(f"the memory system {config.model.mixer.kind} gives tokens no spans")
     return span[0] if span.dim() == 2 else span[0].amax(0)
 
 

@@ -1,0 +1,22 @@
+"""Longformer, causal: a window that grows with depth, some dilated heads, and global first tokens.
+
+A global token is read by every later query. That it also reads everything before it needs no rule of its own here: before
+the first tokens there is nothing else.
+"""
+
+from __future__ import annotations
+
+from expire_span.mixer_configs import LongformerConfig
+
+from .window import Band, WindowMixer
+
+
+class Longformer(WindowMixer):
+    def rules(self) -> tuple[list[Band], int]:
+        m, heads = self.config.mixer, self.config.num_kv_heads
+        assert isinstance(m, LongformerConfig)
+        if m.dilated_heads > heads:
+            raise ValueError(f"dilated_heads must be at most the {heads} key/value heads, got {m.dilated_heads}")
+        window = min(round(m.window * m.growth**self.layer), m.max_window)
+        bands = [Band(heads - m.dilated_heads, window), Band(m.dilated_heads, window, m.dilation)]
+        return [band for band in bands if band.heads], m.global_tokens

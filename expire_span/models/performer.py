@@ -1,0 +1,60 @@
+"""Performer: linear attention whose features estimate exp(q . k / sqrt(D)) without bias.
+
+    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(M),  x' = x / D^(1/4)
+
+The rows of W are blocks of orthogonal directions with the lengths of normal vectors.
+
+The features are drawn once from a seed and saved with the weights. A query's features are scaled by their largest, which
+leaves the quotient as it is. Rotary positions, counted from a row's
+first token, act on q and k before the features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.config import DecoderConfig
+from expire_span.mixer_configs import PerformerConfig
+
+from .linear import Linear
+
+
+def draw_features(count: int, dim: int, seed: int) -> Tensor:
+    """[count, dim]: blocks of orthogonal directions, each as long as a normal vector would be."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [
+        torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0].T
+        for _ in range(-(-count // dim))
+    ]
+    lengths = torch.randn(count, dim, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+    return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
+
+
+def positive_features(x: Tensor, draws: Tensor, *, rescale: bool) -> Tensor:
+    """x [.., D] -> [.., M]; `rescale` divides each row by its largest feature."""
+    x = x * x.shape[-1] ** -0.25
+    exponent = x @ draws.to(x.dtype).T - x.square().sum(-1, keepdim=True) / 2
+    if rescale:
+        exponent = exponent - exponent.detach().amax(-1, keepdim=True)
+    return exponent.exp() * draws.shape[0] ** -0.5
+
+
+class Performer(Linear):
+    draws: Tensor
+
+    def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
+        super().__init__(config, layer, relative_keys)
+        assert isinstance(config.mixer, PerformerConfig)
+        seed = config.mixer.seed * 1000 + layer
+        self.register_buffer("draws", draw_features(config.mixer.features, config.head_dim, seed))
+
+    @property
+    def num_features(self) -> int:
+        return self.draws.shape[0]
+
+    def features(self, x: Tensor, *, of_query: bool) -> Tensor:
+        return positive_features(x, self.draws, rescale=of_query)
+
+    def _queries_and_keys(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self._place(self._split(self.query(x)), pos), self._keys(x, pos)

@@ -1,0 +1,67 @@
+"""Recurrent memories: torch's own tanh RNN, GRU and LSTM as mixers. The state is one vector per row (two for the LSTM).
+
+tanh:  h = tanh(W x + b + U h' + b')
+GRU:   h = z h' + (1 - z) c,  c = tanh(W x + b + r (U h' + b'))
+LSTM:  s = f s' + i g,  h = o tanh(s)
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.config import DecoderConfig
+
+from .attention import bytes_of, empty_rows
+from .mixer import Mixer, MixerAux, MixerOutput
+
+
+class Recurrent(Mixer):
+    """State {"h": [B, hidden]} and whatever else `parts` names."""
+
+    parts: ClassVar[tuple[str, ...]] = ("h",)
+    cell: ClassVar[Any] = None
+
+    def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.hidden: int = getattr(config.mixer, "hidden", None) or config.dim
+        self.rnn = self.build_cell(config.dim)
+        self.out = nn.Linear(self.hidden, config.dim, bias=False)
+
+    def build_cell(self, dim: int) -> nn.Module:
+        return self.cell(dim, self.hidden, batch_first=True)
+
+    def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> dict[str, Tensor]:
+        return {name: self.out.weight.detach().new_zeros(batch, self.hidden) for name in self.parts}
+
+    def reset_rows(self, state: dict[str, Tensor], fresh: Tensor, empty: Tensor | None = None) -> dict[str, Tensor]:
+        return empty_rows(state, fresh, self.initial_state(len(fresh)))
+
+    def run(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """x [B, T, C] -> hidden states [B, T, hidden] and the state after the last."""
+        given = tuple(state[name].unsqueeze(0).contiguous() for name in self.parts)
+        y, after = self.rnn(x, given if len(given) > 1 else given[0])
+        after = after if isinstance(after, tuple) else (after,)
+        return y, {name: part.squeeze(0) for name, part in zip(self.parts, after)}
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> MixerOutput:
+        with torch.autocast(x.device.type, enabled=False):
+            y, after = self.run(x.to(self.out.weight.dtype), state)
+        after = {name: part.detach().clone() for name, part in after.items()}
+        aux = MixerAux(live=torch.ones((), device=x.device), bytes_held=bytes_of(after))
+        return MixerOutput(self.out(y), after, aux)
+
+
+class TanhRNN(Recurrent):
+    cell = nn.RNN
+
+
+class TorchGRU(Recurrent):
+    cell = nn.GRU
+
+
+class LSTM(Recurrent):
+    parts = ("h", "c")
+    cell = nn.LSTM
