@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ import tyro
 
 from expire_span import __version__
 from expire_span.config import RunConfig
+from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe, summary
 from expire_span.runs import RunError, UserError, check_name, check_new, find_run
 
@@ -31,6 +32,8 @@ class Train:
     """Name of the run folder; the recipe's name by default."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
+    mixer: str | None = None
+    """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,14 @@ class Demo:
 
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
+
+
+@dataclass(frozen=True)
+class Memories:
+    """List the memory systems that a decoder can have: rule and state, one each."""
+
+    json: bool = False
+    """Print all that is known of each as JSON."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,8 @@ def _train(args: list[str]) -> int:
             return 0
         raise UserError(f"train needs a recipe before its options; known are: {', '.join(RECIPES)}")
     recipe, rest = args[0], args[1:]
-    command = _parse(Train, rest, f"{PROGRAM} train {recipe}", Train(get_recipe(recipe)()))
+    config = _with_mixer(get_recipe(recipe)(), rest)
+    command = _parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config))
     name = command.name or recipe
     check_name(name)
     path = command.runs_dir / name
@@ -205,6 +217,15 @@ def _train(args: list[str]) -> int:
     from expire_span.train.supervised import train
 
     return _finish(train(command.config, path, recipe=recipe))
+
+
+def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
+    """The recipe with the memory system that --mixer names, so that its own fields become options."""
+    text = " ".join(args)
+    named = re.search(r"(?:^| )--mixer[ =](\S+)", text)
+    if not named or named[1] == config.model.mixer.kind:
+        return config
+    return replace(config, model=replace(config.model, mixer=mixer_config(named[1])))
 
 
 def _is_first_process() -> bool:
@@ -324,6 +345,19 @@ def _demo(args: list[str]) -> int:
     return 0
 
 
+def _memories(args: list[str]) -> int:
+    from expire_span.memories import MEMORIES, describe
+
+    command = _parse(Memories, args, f"{PROGRAM} memories")
+    if command.json:
+        print(json.dumps([describe(kind) for kind in MEMORIES], indent=2))
+        return 0
+    for kind, memory in MEMORIES.items():
+        print(f"  {kind:<17}{memory.rule}\n{'':<19}state: {memory.state}")
+    print("\nn steps so far, H heads, Hkv key/value heads, D head dim, e bytes of a number; per row and layer")
+    return 0
+
+
 def _recipes(args: list[str]) -> int:
     from expire_span.config import to_dict
 
@@ -352,4 +386,5 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", _report),
     "demo": ("train the recall recipe and show what it remembers", _demo),
     "recipes": ("list the recipes", _recipes),
+    "memories": ("list the memory systems", _memories),
 }

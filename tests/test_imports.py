@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "expire_span"
-ROWS = {"mixer_configs": 1, "config": 1, "runs": 1, "recipes": 1, "ops": 2, "memory": 3, "models": 4, "tasks": 4}
+ROWS = {
+    "mixer_configs": 1,
+    "memories": 1,
+    "config": 1,
+    "runs": 1,
+    "recipes": 1,
+    "ops": 2,
+    "memory": 3,
+    "models": 4,
+    "tasks": 4,
+}
 ROWS |= {"hf": 5, "generate": 5, "train": 6, "view": 7, "cli": 8, "__main__": 9, "__init__": 9}
-STANDARD_ONLY = {"mixer_configs", "config", "runs", "recipes"}
+STANDARD_ONLY = {"mixer_configs", "memories", "config", "runs", "recipes"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

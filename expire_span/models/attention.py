@@ -25,7 +25,8 @@ class AttentionMixer(Mixer):
         self.config, self.layer = config, layer
         dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, kv_dim, bias=False) if self.separate_keys else nn.Identity()
+        if self.separate_keys:
+            self.key = nn.Linear(dim, kv_dim, bias=False)
         self.value = nn.Linear(dim, kv_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters

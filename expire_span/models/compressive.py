@@ -148,12 +148,13 @@ class Compressive(AttentionMixer):
     def _reconstruct(self, q: Tensor, raw: dict[str, Tensor], hidden: Tensor, block: int) -> Tensor:
         """Mean squared difference [B] between what a block's queries read from its finished groups, raw and pooled.
 
-        Everything but the pooling is held fixed; positions are left out of the keys' part by taking them as they lie.
+        Everything but the pooling is held fixed.
         """
         pos = raw["pos"][:, self.raw :]
         whole = (pos.unflatten(1, (-1, self.rate)) != NEVER).all(-1)  # [B, groups]
         h = self._pool(hidden.detach().unflatten(1, (-1, self.rate)))
-        keys = self._place(self._split(F.linear(h, self.key.weight.detach())), pos[:, self.rate - 1 :: self.rate])
+        places = pos[:, self.rate - 1 :: self.rate].clamp_min(0)
+        keys = self._place(self._split(F.linear(h, self.key.weight.detach())), places)
         values = self._split(F.linear(h, self.value.weight.detach()))
         pooled = (keys.transpose(1, 2), values.transpose(1, 2))
         given = (raw["k"][:, self.raw :].detach(), raw["v"][:, self.raw :].detach())

@@ -23,12 +23,11 @@ from .linear import Linear
 def draw_features(count: int, dim: int, seed: int) -> Tensor:
     """[count, dim]: blocks of orthogonal directions, each as long as a normal vector would be."""
     generator = torch.Generator().manual_seed(seed)
-    blocks = [
-        torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0].T
-        for _ in range(-(-count // dim))
-    ]
+    normal = torch.randn(-(-count // dim), dim, dim, generator=generator, dtype=torch.float64)
+    turns, upper = torch.linalg.qr(normal)
+    turns = turns * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # else directions are not uniform: a bias
     lengths = torch.randn(count, dim, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
-    return (torch.cat(blocks)[:count] * lengths).to(torch.get_default_dtype())
+    return (turns.transpose(1, 2).flatten(0, 1)[:count] * lengths).to(torch.get_default_dtype())
 
 
 def positive_features(x: Tensor, draws: Tensor, *, rescale: bool) -> Tensor:

@@ -41,8 +41,8 @@ class Recurrent(Mixer):
 
     def run(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """x [B, T, C] -> hidden states [B, T, hidden] and the state after the last."""
-        given = tuple(state[name].unsqueeze(0).contiguous() for name in self.parts)
-        y, after = self.rnn(x, given if len(given) > 1 else given[0])
+        given = [state[name].unsqueeze(0).contiguous() for name in self.parts]
+        y, after = self.rnn(x, tuple(given) if len(given) > 1 else given[0])
         after = after if isinstance(after, tuple) else (after,)
         return y, {name: part.squeeze(0) for name, part in zip(self.parts, after)}
 

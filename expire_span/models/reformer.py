@@ -72,10 +72,10 @@ class Reformer(AttentionMixer):
         unit = F.rms_norm(plain, (self.config.head_dim,))  # length sqrt(D): the scale of the scores divides by it
         q, k = self._turn(unit if self.config.qk_norm else plain, pos), self._turn(unit, pos)
         v = share_heads(self._split(self.value(x)), plain.shape[1])
-        repeated = (part.repeat(1, rounds, 1, 1) for part in (q, k, v))
+        q, k, v = (part.repeat(1, rounds, 1, 1) for part in (q, k, v))
         options: dict[str, Any] = {"members": self.rule.members, "relative_keys": self.relative_keys}
         options |= {"chunks": self.training and self.rule.selection == "chunks", "core": attend_with_weight}
-        both, slots, live = grouped_attention(*repeated, pos, self._buckets(plain), state["slots"], **options)
+        both, slots, live = grouped_attention(q, k, v, pos, self._buckets(plain), state["slots"], **options)
         both = both.unflatten(1, (rounds, -1))  # [B, rounds, H, T, D + 1]
         share = both[..., -1:].softmax(1)
         y = (both[..., :-1] * share).sum(1).to(x.dtype)

@@ -33,10 +33,10 @@ class Band:
         return self.window * self.dilation
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, extra: Extra | None, relative_keys: Tensor | None
+        self, q: Tensor, stretch: dict[str, Tensor], extra: Extra | None, relative_keys: Tensor | None
     ) -> Tensor:
-        """q [B, Hq, T, D]; k, v [B, H, reach + T, D]; pos [B, reach + T] -> y [B, Hq, T, D]."""
-        k, v = share_heads(k, q.shape[1]), share_heads(v, q.shape[1])
+        """q [B, Hq, T, D]; stretch of k, v [B, H, reach + T, D] and pos [B, reach + T] -> y [B, Hq, T, D]."""
+        k, v, pos = share_heads(stretch["k"], q.shape[1]), share_heads(stretch["v"], q.shape[1]), stretch["pos"]
         options: dict[str, Any] = {"window": self.window, "dilation": self.dilation, "relative_keys": relative_keys}
         if extra is not None:
             extra = Extra(share_heads(extra.k, q.shape[1]), share_heads(extra.v, q.shape[1]), extra.pos)
@@ -116,7 +116,7 @@ class WindowMixer(AttentionMixer):
             queries = q[:, heads.start * share : heads.stop * share]
             stretch = ring.extend(old, k[:, heads], v[:, heads], pos)
             extra = Extra(sinks["k"][:, heads], sinks["v"][:, heads], sinks["pos"].unsqueeze(1)) if self.sinks else None
-            parts.append(ring.band.attend(queries, *stretch.values(), extra, self.relative_keys))
+            parts.append(ring.band.attend(queries, stretch, extra, self.relative_keys))
             rings.append(old if state["cache"] == "none" else ring.cut(stretch))
             first = heads.stop
         kept = {name: x.detach() for name, x in sinks.items()}

@@ -1,0 +1,336 @@
+"""Each memory system in the limit where it must equal something known."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from expire_span.config import DecoderConfig
+from expire_span.mixer_configs import mixer_config
+from expire_span.models.compressive import Compressive
+from expire_span.models.decoder import Decoder
+from expire_span.models.gru import GatedCell
+from expire_span.models.linear import running_attention
+from expire_span.models.mixer import build_mixer
+from expire_span.models.performer import draw_features, positive_features
+
+BASE = DecoderConfig.modern(vocab=30, dim=32, layers=2, heads=4, kv_heads=2, ff_dim=48)
+
+
+def decoder(kind, positions="rotary", **fields):
+    torch.manual_seed(0)
+    config = replace(BASE, positions=positions, relative_window=6, mixer=mixer_config(kind, **fields))
+    return Decoder(config).double().eval()
+
+
+def mixer(kind, base=BASE, **fields):
+    torch.manual_seed(0)
+    return build_mixer(replace(base, mixer=mixer_config(kind, **fields)), 0, None).double().eval()
+
+
+def same_weights(a, b):
+    """Give b the weights that it shares with a."""
+    missing = b.load_state_dict(a.state_dict(), strict=False).missing_keys
+    assert all(name.split(".")[3] in ("span_predictor", "gate", "pool") for name in missing), missing
+    return b
+
+
+def tokens(count=50, rows=2):
+    return torch.randint(0, 30, (rows, count), generator=torch.Generator().manual_seed(3))
+
+
+def outputs(model, sizes=50):
+    state, parts = None, []
+    with torch.no_grad():
+        for part in tokens().split(sizes, 1):
+            y, state, _ = model(part, state)
+            parts.append(y)
+    return torch.cat(parts, 1)
+
+
+WIDE = {
+    "transformer_xl": {"span": 50},
+    "sliding_window": {"window": 50},
+    "longformer": {"window": 50, "max_window": 99},
+    "longformer, sinks only": {"window": 1, "growth": 1, "global_tokens": 50},
+    "bigbird": {"block": 8, "window_blocks": 7},
+    "bigbird, first blocks only": {"block": 8, "window_blocks": 1, "global_blocks": 7},
+    "streaming_sinks": {"sinks": 4, "window": 46},
+    "streaming_sinks, sinks only": {"sinks": 50, "window": 1},
+    "compressive": {"window": 50, "rate": 4},
+    "compressive, rate 1": {"window": 9, "compressed": 41, "rate": 1},
+    "compressive, rate 1, convolution": {"window": 9, "compressed": 41, "rate": 1, "pooling": "conv"},
+    "adaptive_span": {"max_span": 100, "initial_span": 1.0},
+    "expire_span": {"max_span": 10_000, "initial_span": 0.99},
+    "forgetting": {},
+}
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+@pytest.mark.parametrize("name", WIDE)
+def test_what_holds_everything_equals_full_attention(name, positions):
+    full = decoder("full", positions)
+    other = same_weights(full, decoder(name.split(",")[0], positions, **WIDE[name]))
+    if name == "forgetting":  # a gate that never closes
+        for block in other.blocks:
+            block.mixer.gate.weight.data.zero_()
+            block.mixer.gate.bias.data.fill_(50.0)
+    torch.testing.assert_close(outputs(other), outputs(full), rtol=0, atol=1e-10)
+    torch.testing.assert_close(outputs(other, 13), outputs(full), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+def test_windows_agree(positions):
+    """Two independent implementations of the same rule, and two systems without their specialities."""
+    fixed = decoder("transformer_xl", positions, span=9)
+    want = outputs(fixed)
+    for kind, fields in {
+        "sliding_window": {"window": 9},
+        "streaming_sinks": {"sinks": 0, "window": 9},
+        "longformer": {"window": 9, "growth": 1, "global_tokens": 0, "dilation": 1, "dilated_heads": 1},
+        "compressive": {"window": 5, "compressed": 4, "rate": 1},
+    }.items():
+        other = same_weights(fixed, decoder(kind, positions, **fields))
+        torch.testing.assert_close(outputs(other), want, rtol=0, atol=1e-10)
+    assert (want - outputs(same_weights(fixed, decoder("full", positions)))).abs().max() > 1e-3
+
+
+def test_adaptive_span_with_ratio_one_and_a_hard_edge_equals_the_fixed_span():
+    fixed = decoder("transformer_xl", span=9)
+    other = same_weights(fixed, decoder("adaptive_span", max_span=8, ramp=1, initial_span=1.0))
+    torch.testing.assert_close(outputs(other), outputs(fixed), rtol=0, atol=1e-12)
+
+
+def test_adaptive_span_is_its_formula():
+    """Two heads with different spans, against the dense soft mask."""
+    model = mixer("adaptive_span", max_span=20, ramp=4)
+    model.span_predictor.ratio.data = torch.tensor([0.2, 0.7], dtype=torch.float64)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    pos = torch.arange(40)
+    q = model._place(model._split(model.query(x)), pos)
+    k, v = (h.repeat_interleave(2, 1) for h in (model._keys(x, pos), model._split(model.value(x))))
+    distance = pos[:, None] - pos
+    span = (20 * model.span_predictor.ratio).repeat_interleave(2)[:, None, None]
+    mask = ((4 + span - distance) / 4).clamp(0, 1) * (distance >= 0)
+    weight = mask * (q @ k.transpose(-1, -2) / 8**0.5).exp()
+    want = model._finish(weight / weight.sum(-1, keepdim=True) @ v)
+    out = model(x, model.initial_state(2))
+    torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out.aux.loss, torch.full((2,), 20 * 0.45, dtype=torch.float64))
+
+
+def test_dilated_heads_read_every_third_token():
+    model = decoder("longformer", window=4, growth=1, dilation=3, dilated_heads=2, global_tokens=0)
+    x = tokens(rows=1)
+    with torch.no_grad():
+        base = model.blocks[0](model.embed(x), None)[0][0, 40]
+        read = []
+        for n in range(41):
+            other = x.clone()
+            other[0, n] = (other[0, n] + 1) % 30
+            if (model.blocks[0](model.embed(other), None)[0][0, 40] - base).abs().max() > 1e-9:
+                read.append(n)
+    assert read == [31, 34, 37, 40]
+
+
+def test_bigbird_reads_its_random_blocks():
+    model = mixer("bigbird", block=4, window_blocks=1, global_blocks=0, random_blocks=2)
+    own = torch.arange(40)[None]
+    chosen = model._blocks(own)[0]
+    assert torch.equal(chosen, model._blocks(own)[0]) and bool((chosen[:, 0] == own[0]).all())
+    drawn = chosen[5:, 1:]
+    assert bool((drawn < own[0, 5:, None]).all()) and len(set(drawn[drawn >= 0].tolist())) > 10
+    others = mixer("bigbird", block=4, window_blocks=1, global_blocks=0, random_blocks=2, seed=1)._blocks(own)
+    assert not torch.equal(others[0], chosen)
+
+
+# Pooling
+
+
+def test_compressive_pools_groups_that_left_the_window():
+    """One layer against a dense definition: raw keys inside the border, pooled ones before it."""
+    for pooling in ("mean", "max"):
+        model = mixer("compressive", window=6, compressed=3, rate=4, pooling=pooling)
+        assert isinstance(model, Compressive)
+        x = torch.randn(1, 40, 32, dtype=torch.float64)
+        y = model(x, model.initial_state(1)).y
+        pos = torch.arange(40)
+        groups = x.unflatten(1, (10, 4))
+        h = groups.mean(2) if pooling == "mean" else groups.amax(2)
+        keys = torch.cat([model._keys(x, pos), model._keys(h, pos[3::4])], 2)
+        values = torch.cat([model._split(model.value(x)), model._split(model.value(h))], 2)
+        seen = torch.zeros(40, 50, dtype=torch.bool)
+        for n in range(40):
+            border = max(0, (n + 1 - 6) // 4 * 4)
+            seen[n, border : n + 1] = True
+            seen[n, 40 + max(0, border // 4 - 3) : 40 + border // 4] = True
+        q = model._place(model._split(model.query(x)), pos)
+        k, v = (part.repeat_interleave(2, 1) for part in (keys, values))
+        want = model._finish(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
+
+
+def test_reconstruction_trains_the_pooling_alone_and_vanishes_where_nothing_is_lost():
+    model = mixer("compressive", window=4, rate=1, pooling="conv", reconstruction=True).train()
+    x = torch.randn(2, 20, 32, dtype=torch.float64)
+    assert float(model(x, model.initial_state(2)).aux.loss.detach().max()) < 1e-20
+    model = mixer("compressive", window=4, rate=4, pooling="conv", reconstruction=True).train()
+    loss = model(x, model.initial_state(2)).aux.loss
+    assert loss.shape == (2,) and float(loss.detach().min()) > 0
+    loss.sum().backward()
+    touched = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert touched == ["pool.taps"]
+
+
+# Running sums
+
+
+def test_linear_attention_equals_its_quadratic_form():
+    model = mixer("linear", chunk=7)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    q, k = (F.elu(part) + 1 for part in model._queries_and_keys(x, torch.arange(40)))
+    k, v = (part.repeat_interleave(2, 1) for part in (k, model._split(model.value(x))))
+    weight = (q @ k.transpose(-1, -2)).tril()
+    want = model._finish(weight / weight.sum(-1, keepdim=True) @ v)
+    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_the_chunk_changes_nothing(chunk):
+    q, k, v = (torch.rand(2, 3, 23, 4, dtype=torch.float64) for _ in range(3))
+    sums = torch.rand(2, 3, 4, 5, dtype=torch.float64)
+    y, after = running_attention(q, k, v, {"sums": sums}, chunk)
+    want, last = running_attention(q, k, v, {"sums": sums}, 8)
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(after["sums"], last["sums"], rtol=0, atol=1e-12)
+
+
+def test_performers_estimate_has_no_bias_and_converges():
+    generator = torch.Generator().manual_seed(5)
+    q, k = (0.7 * torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact = (q @ k.T / 8**0.5).exp()
+
+    def estimate(features, seed):
+        draws = draw_features(features, 8, seed).double()
+        return positive_features(q, draws, rescale=False) @ positive_features(k, draws, rescale=False).T
+
+    errors = {m: torch.stack([estimate(m, seed) / exact - 1 for seed in range(200)]) for m in (16, 256)}
+    spread = errors[256].std(0) / 200**0.5
+    assert bool((errors[256].mean(0).abs() < 5 * spread).all()), "biased"
+    ratio = errors[16].square().mean() / errors[256].square().mean()
+    assert 8 < ratio < 32, "the squared error must fall like 1 / features"
+
+
+def test_performer_with_many_features_is_close_to_full_attention():
+    short = replace(BASE, qk_norm=False)  # the variance grows with the exponential of the lengths
+    full, other = mixer("full", short), mixer("performer", short, features=20_000)
+    other.load_state_dict({**full.state_dict(), "draws": other.draws})
+    x = torch.randn(1, 12, 32, dtype=torch.float64)
+    a, b = (m(x, m.initial_state(1)).y for m in (full, other))
+    assert (a - b).norm() / a.norm() < 0.05
+
+
+# Hashing and clustering
+
+
+def shared_attention(model, x, *, alone):
+    """Dense causal attention over shared queries and keys; `alone`: a token reads itself only where it must."""
+    pos = torch.arange(x.shape[1])
+    q = model._turn(F.rms_norm(model._split(model.query(x)), (8,)), pos)
+    v = model._split(model.value(x)).repeat_interleave(2, 1)
+    mask = torch.zeros(len(pos), len(pos), dtype=torch.float64).masked_fill(pos[:, None] < pos, -torch.inf)
+    if alone:
+        mask = mask.masked_fill(pos[:, None] == pos, -1e5)
+    return model._finish(F.scaled_dot_product_attention(q, q, v, attn_mask=mask))
+
+
+@pytest.mark.parametrize("selection", ["recent", "chunks"])
+@pytest.mark.parametrize("training", [True, False])
+def test_reformer_with_one_bucket_equals_full_attention_over_shared_keys(selection, training):
+    model = mixer("reformer", buckets=1, rounds=2, members=40, selection=selection).train(training)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    y = model(x, model.initial_state(2)).y
+    torch.testing.assert_close(y, shared_attention(model, x, alone=True), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["recent", "top"])
+@pytest.mark.parametrize("training", [True, False])
+def test_routing_with_one_cluster_equals_full_attention_over_shared_keys(selection, training):
+    model = mixer("routing", clusters=1, members=40, window=40, selection=selection).train(training)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    y = model(x, model.initial_state(2)).y
+    torch.testing.assert_close(y, shared_attention(model, x, alone=False), rtol=0, atol=1e-12)
+
+
+def test_a_routed_query_reads_the_last_members_of_its_own_cluster():
+    model = mixer("routing", clusters=3, members=4, local_heads=0)
+    x = torch.randn(1, 40, 32, dtype=torch.float64)
+    pos = torch.arange(40)
+    plain = F.rms_norm(model._split(model.query(x)), (8,))
+    q, v = model._turn(plain, pos), model._split(model.value(x)).repeat_interleave(2, 1)
+    cluster = torch.einsum("bhtd,hgd->bhtg", plain, model.centroids).argmax(-1)
+    same = (cluster.unsqueeze(3) == cluster.unsqueeze(2)) & (pos[:, None] >= pos)
+    later = same.flip(3).cumsum(3).flip(3)  # members from each one up to the query
+    want = model._finish(F.scaled_dot_product_attention(q, q, v, attn_mask=same & (later <= 4)))
+    out = model(x, model.initial_state(1))
+    torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
+    assert float(out.aux.live) == pytest.approx(float((same & (later <= 4)).sum(-1).double().mean()))
+
+
+def test_centroids_follow_their_members_in_training_only():
+    model = mixer("routing", clusters=3, members=4, decay=0.5)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    before = model.centroids.clone()
+    model(x, model.initial_state(2))
+    assert torch.equal(model.centroids, before)
+    model.train()(x, model.initial_state(2))
+    assert not torch.equal(model.centroids, before)
+    torch.testing.assert_close(model.centroids.norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
+
+
+# Gates
+
+
+def test_forgetting_is_its_formula():
+    model = mixer("forgetting", initial_gate=0.7, chunk=9)
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    pos = torch.arange(30)
+    q = model._place(model._split(model.query(x)), pos)
+    k, v = (h.repeat_interleave(2, 1) for h in (model._keys(x, pos), model._split(model.value(x))))
+    gate = torch.sigmoid(model.gate(x)).transpose(1, 2)  # [B, H, T]
+    fade = torch.ones(2, 4, 30, 30, dtype=torch.float64)
+    for t in range(30):
+        for i in range(t):
+            fade[:, :, t, i] = gate[:, :, i + 1 : t + 1].prod(-1)
+    weight = (fade * (q @ k.transpose(-1, -2) / 8**0.5).exp()).tril()
+    want = model._finish(weight / weight.sum(-1, keepdim=True) @ v)
+    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
+
+
+def test_the_two_grus_differ_where_z_and_r_act():
+    """With r = 1 and torch's update gate read the other way round they are one; with r in between they are not."""
+    torch.manual_seed(0)
+    ours, theirs = GatedCell(5, 3).double(), torch.nn.GRU(5, 3, batch_first=True).double()
+    w_r, w_z, w_n = theirs.weight_ih_l0.data.chunk(3)
+    u_r, u_z, u_n = theirs.weight_hh_l0.data.chunk(3)
+    theirs.bias_hh_l0.data.zero_()
+    b_r, b_z, b_n = theirs.bias_ih_l0.data.chunk(3)
+    ours.input.weight.data = torch.cat([-w_z, w_r, w_n])
+    ours.input.bias.data = torch.cat([-b_z, b_r, b_n])
+    ours.gates.weight.data = torch.cat([-u_z, u_r])
+    ours.candidate.weight.data = u_n.clone()
+    x, h = torch.randn(2, 9, 5, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)
+    assert (ours(x, h)[0] - theirs(x, h[None])[0]).abs().max() > 1e-3, "r acts before U in ours, after it in torch's"
+    theirs.bias_ih_l0.data[:3] = 60.0
+    ours.input.bias.data[3:6] = 60.0
+    torch.testing.assert_close(ours(x, h)[0], theirs(x, h[None])[0], rtol=0, atol=1e-12)
+
+
+def test_a_shut_gate_keeps_a_value_bit_for_bit():
+    cell = GatedCell(5, 3).double()
+    cell.input.bias.data[:3] = -1e4
+    h = torch.rand(2, 3, dtype=torch.float64)
+    assert torch.equal(cell(torch.randn(2, 50, 5, dtype=torch.float64), h)[1], h)
+    cell.input.bias.data[:3] = 1e4
+    assert not torch.equal(cell(torch.randn(2, 50, 5, dtype=torch.float64), h)[1], h)
