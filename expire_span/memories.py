@@ -104,6 +104,7 @@ MEMORIES = {
             "living memories x (2 Hkv D e + 12), at most max_span + ramp of them",
             lambda s, n: min(n, s.rule.max_span + s.rule.ramp, s.rule.cap or n) * (s.pair + 12),
             "O(T x living)",
+            streaming="exact; under a cap, evictions are counted",
             training="with a cap, memories that the cap would have evicted",
         ),
         Memory("full", "n x (2 Hkv D e + 12)", lambda s, n: n * (s.pair + 12), "O(T^2)", bounded=False),
