@@ -85,8 +85,8 @@ class Block(nn.Module):
         self.ff = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def initial_state(self, batch: int) -> Any:
-        return self.mixer.initial_state(batch, self._empty())
+    def initial_state(self, batch: int, remember: bool = True) -> Any:
+        return self.mixer.initial_state(batch, self._empty(), None if remember else "none")
 
     def reset_rows(self, state: Any, fresh: Tensor) -> Any:
         return self.mixer.reset_rows(state, fresh, self._empty())
@@ -98,14 +98,14 @@ class Block(nn.Module):
         return self.norm1(zero) if self.pre_norm else zero
 
     def forward(
-        self, x: Tensor, state: Any, keep: Tensor | None = None, fresh: Tensor | None = None
+        self, x: Tensor, state: Any, keep: Tensor | None = None, fresh: Tensor | None = None, remember: bool = True
     ) -> tuple[Tensor, Any, MixerAux]:
         """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds.
 
         A state of None starts here, and `fresh` rows are emptied here, so that all use of weights lies within forward.
         """
         if state is None:
-            state = self.initial_state(x.shape[0])
+            state = self.initial_state(x.shape[0], remember)
         elif fresh is not None:
             state = self.reset_rows(state, fresh)
         out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
@@ -140,6 +140,14 @@ class Decoder(nn.Module):
         """The blocks, typed."""
         return cast(list[Block], list(self.blocks))
 
+    def compile_blocks(self, *, carry: bool) -> None:
+        """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
+
+        With carried memory the mixer's shapes change from block to block, so only the feed-forward parts are compiled.
+        """
+        for block in self.layers():
+            (block.ff if carry else block).compile()
+
     def _initialise(self) -> None:
         """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
         nn.init.normal_(self.embed.weight, std=1.0 if self.config.norm_kind == "layer" else 0.5)
@@ -157,14 +165,17 @@ class Decoder(nn.Module):
         return [block.reset_rows(part, fresh) for block, part in zip(self.layers(), state)]
 
     def forward(
-        self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None
+        self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, remember: bool = True
     ) -> tuple[Tensor, list[Any], DecoderAux]:
-        """`fresh` [B] (bool) marks rows whose memory is emptied first."""
+        """`fresh` [B] (bool) marks rows whose memory is emptied first.
+
+        With no state, `remember=False` skips storing what nobody will read: training on sequences that stand alone.
+        """
         state = [None] * len(self.blocks) if state is None else state
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
         for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
-            h, part, aux = block(h, part, keep, fresh)
+            h, part, aux = block(h, part, keep, fresh, remember)
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
