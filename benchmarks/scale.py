@@ -156,12 +156,18 @@ class Model:
 
 
 def fit(rows: list[dict[str, Any]]) -> Model:
-    """Least squares of the relative error."""
+    """Least squares of the relative error; a chunk cost that comes out negative (too small to see) is taken as zero."""
     terms, seconds = terms_of(rows), np.array([r["seconds"] for r in rows])
+    costs = solve(terms, seconds)
+    if costs[2] < 0:
+        costs = [*solve(terms[:, :2], seconds), 0.0]
+    return Model(1 / costs[0], 1 / costs[1], costs[2])
+
+
+def solve(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
     scale = terms.max(0)
-    found, *_ = np.linalg.lstsq(terms / scale / seconds[:, None], np.ones(len(rows)), rcond=None)
-    a, b, c = found / scale
-    return Model(1 / a, 1 / b, c)
+    found, *_ = np.linalg.lstsq(terms / scale / seconds[:, None], np.ones(len(seconds)), rcond=None)
+    return (found / scale).tolist()
 
 
 def residuals_of(model: Model, rows: list[dict[str, Any]]) -> list[float]:
