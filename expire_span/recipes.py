@@ -47,7 +47,7 @@ def text_small() -> RunConfig:
 def enwik8() -> RunConfig:
     """enwik8 (--task.path): 12 layers of 512 (38M weights), parallel training on windows of 8192; minutes on one H200."""
     mixer = ExpireSpanConfig(max_span=8192, ramp=128, initial_span=0.05, temperature=8.0, span_loss="l1")
-    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, short_conv=4, dropout=0.1, mixer=mixer)
+    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, dropout=0.1, mixer=mixer)
     train = TrainConfig(
         steps=6500, batch=8, block=8192, carry=False, optimizer="muon", lr=3e-3, muon_lr=2e-2, warmup=200
     )
