@@ -17,7 +17,16 @@ _PUBLIC = {
     "TrainConfig": "config",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "ExpireSpanConfig",
+    "ExpiringMemory",
+    "RunConfig",
+    "TrainConfig",
+    "__version__",
+    "expire_attention",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,9 @@ copying is amortised and what is held stays within a constant factor of what liv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,14 @@ from .mixer import MixerAux, build_mixer
 class DecoderAux:
     """What the blocks report, layer by layer."""
 
-    loss: Tensor
-    """Span loss summed over layers, averaged over the batch, unweighted."""
+    row_loss: Tensor
+    """Span loss of each row summed over layers, unweighted, [B]."""
     layers: list[MixerAux]
+
+    @property
+    def loss(self) -> Tensor:
+        """Span loss averaged over the batch."""
+        return self.row_loss.mean()
 
     @property
     def live(self) -> Tensor:
@@ -89,11 +94,20 @@ class Block(nn.Module):
     @torch.no_grad()
     def _empty(self) -> Tensor:
         """What a zero hidden state looks like at the mixer's input, [C]."""
-        zero = torch.zeros_like(self.norm1.weight)
+        zero = self.ff.down.weight.new_zeros(self.ff.down.out_features)
         return self.norm1(zero) if self.pre_norm else zero
 
-    def forward(self, x: Tensor, state: Any, keep: Tensor | None = None) -> tuple[Tensor, Any, MixerAux]:
-        """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds."""
+    def forward(
+        self, x: Tensor, state: Any, keep: Tensor | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Any, MixerAux]:
+        """`keep` is None, or a 0/1 scalar by which LayerDrop scales what this block adds.
+
+        A state of None starts here, and `fresh` rows are emptied here, so that all use of weights lies within forward.
+        """
+        if state is None:
+            state = self.initial_state(x.shape[0])
+        elif fresh is not None:
+            state = self.reset_rows(state, fresh)
         out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
         mixed = self.dropout(out.y)
         if self.pre_norm:
@@ -122,33 +136,40 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab, bias=config.norm_kind == "layer")
         self._initialise()
 
+    def layers(self) -> list[Block]:
+        """The blocks, typed."""
+        return cast(list[Block], list(self.blocks))
+
     def _initialise(self) -> None:
         """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
         nn.init.normal_(self.embed.weight, std=1.0 if self.config.norm_kind == "layer" else 0.5)
         if self.config.norm == "pre":
             with torch.no_grad():
-                for block in self.blocks:
+                for block in self.layers():
                     block.mixer.out.weight.div_(math.sqrt(2 * self.config.layers))
                     block.ff.down.weight.div_(math.sqrt(2 * self.config.layers))
 
     def initial_state(self, batch: int) -> list[Any]:
-        return [block.initial_state(batch) for block in self.blocks]
+        return [block.initial_state(batch) for block in self.layers()]
 
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
-        return [block.reset_rows(part, fresh) for block, part in zip(self.blocks, state)]
+        return [block.reset_rows(part, fresh) for block, part in zip(self.layers(), state)]
 
-    def forward(self, tokens: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any], DecoderAux]:
-        state = self.initial_state(tokens.shape[0]) if state is None else state
+    def forward(
+        self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, list[Any], DecoderAux]:
+        """`fresh` [B] (bool) marks rows whose memory is emptied first."""
+        state = [None] * len(self.blocks) if state is None else state
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
         for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
-            h, part, aux = block(h, part, keep)
+            h, part, aux = block(h, part, keep, fresh)
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
-        loss = torch.stack(losses).sum() if losses else h.new_zeros(())
-        return self.head(self.norm(h)), states, DecoderAux(loss, auxes)
+        row_loss = torch.stack(losses).sum(0) if losses else h.new_zeros(len(h))
+        return self.head(self.norm(h)), states, DecoderAux(row_loss, auxes)
 
     def _layer_keep(self, h: Tensor) -> list[Tensor | None]:
         """LayerDrop: which blocks take part in this training forward."""

@@ -27,6 +27,8 @@ from .mixer import Mixer, MixerAux, MixerOutput
 from .rotary import rotary_angles, rotate
 
 Cache = Literal["hidden", "kv"]
+Remembered = tuple[Tensor, Tensor, Tensor, Tensor, ExpiringMemory]
+"""Keys, values, spans and positions that the block attends to, and the store with the block in it."""
 
 
 class SpanPredictor(nn.Linear):
@@ -113,7 +115,7 @@ class ExpireSpan(Mixer):
         """A key/value store with a span per head deletes per head; a hidden state lives while any head needs it."""
         return cache == "kv" and self.mixer.span_per == "kv_head"
 
-    def _remember_hidden(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> tuple[Tensor, ...]:
+    def _remember_hidden(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys, values and spans of stored and new hidden states, all from today's weights."""
         batch, count = x.shape[:2]
         h, k_pos = x, pos.expand(batch, -1)
@@ -126,9 +128,9 @@ class ExpireSpan(Mixer):
         if len(memory):
             memory = memory.with_span(longest[:, :-count])
         memory = memory.append(pos, longest[:, -count:], hidden=x)
-        return keys, values, span, k_pos, memory  # type: ignore[return-value]
+        return keys, values, span, k_pos, memory
 
-    def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> tuple[Tensor, ...]:
+    def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys and values are computed once; with gradients on, the new ones stay attached."""
         span = self.span_predictor(x)
         keys, values = self._keys(x, pos), self._split(self.value(x))
@@ -138,8 +140,8 @@ class ExpireSpan(Mixer):
             stored = self._read_kv(old)
             keys, values, span = (torch.cat([s.to(n.dtype), n], 2) for s, n in zip(stored[:3], (keys, values, span)))
             k_pos = torch.cat([stored[3], pos.expand(*stored[3].shape[:-1], -1)], -1)
-            return keys, values, span, k_pos, memory  # type: ignore[return-value]
-        return *self._read_kv(memory), memory  # type: ignore[return-value]
+            return keys, values, span, k_pos, memory
+        return *self._read_kv(memory), memory
 
     def _append_kv(
         self, memory: ExpiringMemory, pos: Tensor, span: Tensor, keys: Tensor, values: Tensor
@@ -214,8 +216,8 @@ class ExpireSpan(Mixer):
         alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)
         live = alive.sum(-1).mean() / count
         if self.mixer.span_loss == "ramp":
-            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean() / count
+            loss = ramp_loss(span, k_pos, start, last, ramp=self.mixer.ramp).mean(-1) / count  # [B]
         else:
-            loss = span[..., -count:].mean()
+            loss = span[..., -count:].mean((1, 2))
         new = fixed[..., -count:]
         return MixerAux(loss=loss, span=new.squeeze(1), live=live)

@@ -20,7 +20,7 @@ class MixerAux:
     """What a mixer reports beside its output; tensors stay on their device."""
 
     loss: Tensor | None = None
-    """Span loss of this block, per row and then averaged over the batch; unweighted, with gradient."""
+    """Span loss of this block for each row, [B]; unweighted, with gradient."""
     span: Tensor | None = None
     """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
     live: Tensor | None = None
@@ -37,7 +37,9 @@ class MixerOutput:
 
 
 class Mixer(nn.Module):
-    """Base of every memory system. Subclasses define all three methods."""
+    """Base of every memory system. Subclasses define all three methods, and end in the projection `out`."""
+
+    out: nn.Linear
 
     def initial_state(self, batch: int, empty: Tensor | None = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input."""

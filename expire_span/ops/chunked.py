@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .lists import LiveList, live_lists
 
-_CHUNK = 256
+_CHUNK = 128
 """Queries per chunk: long enough for the matrix products, short beside the spans that matter."""
 
 
@@ -44,7 +44,7 @@ def chunked_attention(
 class _Problem:
     """The inputs laid out for gathering: N rows share one live list; K key heads a row, G query heads a key head."""
 
-    q: Tensor  # [N, K, G, T, D], scaled
+    q: Tensor  # [N, K, G, T, D]
     k: Tensor  # [N, S, K, D]
     v: Tensor  # [N, S, K, D]
     span: Tensor  # [N, S]
@@ -54,6 +54,7 @@ class _Problem:
     ramp: float
     causal: bool
     include_self: bool
+    scale: float
     eps: float
     chunk: int
 
@@ -73,7 +74,7 @@ def _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_s
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
     return _Problem(
-        _rows_of_queries(q.to(work) * scale, kv_heads, parts),
+        _rows_of_queries(q.to(work), kv_heads, parts),
         _rows_of_memories(k.to(work), parts),
         _rows_of_memories(v.to(work), parts),
         span.to(torch.promote_types(span.dtype, torch.float32)).flatten(0, 1),
@@ -83,6 +84,7 @@ def _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_s
         ramp,
         causal,
         include_self,
+        scale,
         eps,
         chunk,
     )
@@ -100,15 +102,15 @@ def _rows_of_memories(x: Tensor, parts: int) -> Tensor:
 
 
 def _memories_of_rows(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `_rows_of_memories`."""
-    return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2).contiguous()
+    """The inverse of `_rows_of_memories`, as a view where it can be."""
+    return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)
 
 
 @dataclass
 class _Chunk:
     """One chunk's gathered inputs and attention weights."""
 
-    q: Tensor  # [N, K, G*C, D]
+    q: Tensor  # [N, K, G*C, D], scaled
     k: Tensor  # [N, K, n, D]
     v: Tensor
     weight: Tensor  # [N, K, G, C, n]
@@ -123,21 +125,26 @@ def _attend(p: _Problem, live: LiveList) -> _Chunk:
     rows, heads, group, _, dim = p.q.shape
     q = p.q[:, :, :, live.start : live.stop]
     size = live.stop - live.start
-    q = q.reshape(rows, heads, group * size, dim)
+    q = q.reshape(rows, heads, group * size, dim) * p.scale
     k, v = (live.take(x).transpose(1, 2) for x in (p.k, p.v))  # [N, K, n, D]
-    scores = (q @ k.transpose(-1, -2)).unflatten(2, (group, size))  # [N, K, G, C, n]
+    scores = (q @ _turned(k)).unflatten(2, (group, size))  # [N, K, G, C, n]
     mask, age = _mask(p, live)
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
     if p.eps == 0:
         scores[..., live.full :] += mask.log()
-        return _Chunk(q, k, v, _softmax(scores), mask, None, None, age)
+        return _Chunk(q, k, v, _softmax(scores, live, mask), mask, None, None, age)
     scores[..., live.full :].masked_fill_(mask == 0, -torch.inf)
-    softmax = _softmax(scores)
+    softmax = _softmax(scores, live, mask)
     weight = softmax.clone()
     weight[..., live.full :] *= mask
     total = weight.sum(-1, keepdim=True) + p.eps
     return _Chunk(q, k, v, weight / total, mask, softmax, total, age)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[N, K, n, D] -> [N, K, D, n], copied: CPU matrix products run up to twice as fast with rows in order."""
+    return x.transpose(-1, -2).contiguous()
 
 
 def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
@@ -157,10 +164,12 @@ def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     return mask[:, None, None], every
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last dimension; zero where every score is -inf."""
+def _softmax(scores: Tensor, live: LiveList, mask: Tensor) -> Tensor:
+    """Softmax over the last dimension; zero for a query that sees nothing alive."""
     weight = torch.softmax(scores, -1)
-    return weight.nan_to_num_(0.0) if scores.shape[-1] else weight
+    if live.full == 0:
+        weight.masked_fill_(mask.sum(-1, keepdim=True) == 0, 0)
+    return weight
 
 
 def _relative_index(p: _Problem, age: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -228,33 +237,31 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     p = _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
-    dys = _rows_of_queries(dy.to(p.q.dtype), kv_heads, parts)
-    delta = (dys * _rows_of_queries(y.to(p.q.dtype), kv_heads, parts)).sum(-1, keepdim=True)  # [N, K, G, T, 1]
+    dys, ys = (_rows_of_queries(x.to(p.q.dtype), kv_heads, parts) for x in (dy, y))
     dq = torch.zeros_like(p.q)
     dk, dv, dspan = torch.zeros_like(p.k), torch.zeros_like(p.v), torch.zeros_like(p.span)
     drel = torch.zeros_like(p.relative_keys)
     for live in p.lists():
-        _chunk_backward(p, live, dys, delta, (dq, dk, dv, dspan, drel))
+        _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel))
     dq = dq.mul_(scale).unflatten(0, (q.shape[0], -1)).flatten(1, 3)
     dk, dv = (_memories_of_rows(x, q.shape[0]) for x in (dk, dv))
     dspan = dspan.unflatten(0, (q.shape[0], -1))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dspan.to(span.dtype), drel.to(relative_keys.dtype)
 
 
-def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, delta: Tensor, grads: tuple[Tensor, ...]) -> None:
+def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
     dq, dk, dv, dspan, drel = grads
     group = p.q.shape[2]
     span = slice(live.start, live.stop)
     c = _attend(p, live)
-    dy = dys[:, :, :, span].flatten(2, 3)  # [N, K, G*C, D]
+    dy, y = dys[:, :, :, span].flatten(2, 3), ys[:, :, :, span].flatten(2, 3)  # [N, K, G*C, D]
+    delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
     live.add(dv, (c.weight.flatten(2, 3).transpose(-1, -2) @ dy).transpose(1, 2))
-    ds = (dy @ c.v.transpose(-1, -2)).unflatten(2, (group, -1)).sub_(delta[:, :, :, span])
-    dmask = _score_gradient(p, live, c, ds)
+    ds = (dy @ _turned(c.v)).unflatten(2, (group, -1)).sub_(delta)
+    dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
     on_ramp = (c.mask > 0) & (c.mask < 1)
-    fade = torch.where(on_ramp, dmask, 0).sum((1, 2, 3)) / p.ramp  # [N, n - full]
-    if live.full:
-        fade = torch.cat([fade.new_zeros(fade.shape[0], live.full), fade], 1)
-    live.add(dspan, fade.to(dspan.dtype))
+    fade = torch.where(on_ramp[:, 0, 0], dmask, 0).sum(1) / p.ramp
+    live.add(dspan, torch.nn.functional.pad(fade, (live.full, 0)).to(dspan.dtype))
     flat = ds.flatten(2, 3)
     live.add(dk, (flat.transpose(-1, -2) @ c.q).transpose(1, 2))
     into_q = flat @ c.k
@@ -264,13 +271,13 @@ def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, delta: Tensor, gra
 
 
 def _score_gradient(p: _Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:
-    """Turn ds, holding dw - delta, into the gradient of the scores in place; return that of the mask."""
+    """Turn ds, holding dw - delta, into the gradient of the scores in place; return that of the mask, over all heads."""
     if c.softmax is None:
         ds.mul_(c.weight)
-        return ds[..., live.full :] / torch.where(c.mask > 0, c.mask, 1)
+        return ds[..., live.full :].sum((1, 2)) / torch.where(c.mask > 0, c.mask, 1)[:, 0, 0]
     assert c.total is not None
     ds.div_(c.total)
-    dmask = ds[..., live.full :] * c.softmax[..., live.full :]
+    dmask = (ds[..., live.full :] * c.softmax[..., live.full :]).sum((1, 2))
     ds[..., live.full :] *= c.mask
     ds.sub_((ds * c.softmax).sum(-1, keepdim=True)).mul_(c.softmax)
     return dmask
@@ -288,7 +295,11 @@ def _relative_backward(p: _Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tens
 
 @_backward_op.register_fake
 def _(dy, y, q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, span, relative_keys))
+    parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
+    rows = (batch * parts, memories, kv_heads // parts, dim)
+    dk, dv = (_memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
+    dq, dspan, drel = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, span, relative_keys))
+    return dq, dk, dv, dspan, drel
 
 
 def _save(ctx, inputs, output) -> None:

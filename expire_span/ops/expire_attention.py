@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def expire_attention(
     if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
         span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = dict(ramp=float(ramp), causal=causal, include_self=include_self, scale=scale)
+    options: dict[str, Any] = dict(ramp=float(ramp), causal=causal, include_self=include_self, scale=scale)
     if chosen == "triton":
         from .triton import triton_attention
 
@@ -80,6 +80,8 @@ def expire_attention(
 
 def resolve_impl(impl: Impl, device: torch.device, needs_pytorch: bool = False) -> Impl:
     """What "auto" means here: chunked everywhere until a GPU kernel serves the request."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
     if impl == "triton":
         raise ValueError("impl='triton' is not part of this version; use impl='chunked' or impl='auto'")
     return "chunked" if impl == "auto" else impl

@@ -35,4 +35,4 @@ def ramp_loss(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float
     youngest = torch.maximum(torch.floor(fixed) + 1, low)
     oldest = torch.minimum(torch.ceil(fixed + ramp) - 1, high)
     count = (oldest - youngest + 1).clamp_min(0)
-    return (count * (span - (youngest + oldest) / 2)).sum(-1) / ramp
+    return (count * (span - (youngest + oldest) / 2)).sum(-1, dtype=torch.float64).to(span.dtype) / ramp

@@ -24,11 +24,12 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
 
 
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
-    """The soft mask m in [0, 1]. span [.., S], age [.., T, S] -> [.., T, S]."""
+    """The soft mask m in [0, 1]; gradient only strictly on the ramp. span [.., S], age [.., T, S] -> [.., T, S]."""
     remaining = span.unsqueeze(-2) - age.to(span.dtype)
-    mask = (1 + remaining / ramp).clamp(0, 1)
+    mask = 1 + remaining / ramp
+    on_ramp = (mask > 0) & (mask < 1)
     visible = age >= 0 if include_self else age > 0
-    return torch.where(visible, mask, torch.zeros_like(mask))
+    return torch.where(visible, torch.where(on_ramp, mask, (mask >= 1).to(mask.dtype)), 0)
 
 
 def relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
@@ -55,6 +56,8 @@ def reference_attention(
     normalizer_eps: float = 0.0,
 ) -> Tensor:
     """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S]."""
+    if k.shape[2] == 0:
+        return torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     k, v, span, q_pos, k_pos = (x.repeat_interleave(group, dim=1) for x in (k, v, span, q_pos, k_pos))
     age = ages(q_pos, k_pos, causal=causal)  # [B, H, T, S]

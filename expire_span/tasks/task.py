@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 

@@ -1,0 +1,32 @@
+# `make demo` and `make test` each set up their own .venv, install pinned dependencies, and do their job.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-gpu lint bench clean
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/.ready  ## train a model that learns what to forget, and show it (about two minutes)
+	$(BIN)/expire-span demo
+
+test: .venv/.ready  ## the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: .venv/.ready  ## the operator's tests on a real GPU
+	$(BIN)/python -m pytest -m gpu tests
+
+lint: .venv/.ready  ## style, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/.ready  ## the operator on the CPU against dense attention
+	$(BIN)/python -m benchmarks.cpu
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,122 @@
+"""Checkpoints of the paper's released code as our `paper` decoder, so that their users can move over.
+
+The streaming function is the same: blocks of M tokens, M zero vectors before the first, no attention from a token to
+itself, a learned key embedding for distances 1..M, `+1e-8` in the normaliser. `aux.row_loss` is their auxiliary loss before
+its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from expire_span.config import DecoderConfig, ExpireSpanConfig
+
+from .decoder import Decoder
+
+_LAYER_NAMES = {
+    "attn.proj_query.weight": "mixer.query.weight",
+    "attn.proj_key.weight": "mixer.key.weight",
+    "attn.proj_val.weight": "mixer.value.weight",
+    "attn.proj_out.weight": "mixer.out.weight",
+    "attn.attn.expire_span.span_predictor.weight": "mixer.span_predictor.weight",
+    "attn.attn.expire_span.span_predictor.bias": "mixer.span_predictor.bias",
+    "ff.fc1.weight": "ff.up.weight",
+    "ff.fc1.bias": "ff.up.bias",
+    "ff.fc2.weight": "ff.down.weight",
+    "ff.fc2.bias": "ff.down.bias",
+    "norm1.weight": "norm1.weight",
+    "norm1.bias": "norm1.bias",
+    "norm2.weight": "norm2.weight",
+    "norm2.bias": "norm2.bias",
+}
+_KEY_PE = "attn.attn.key_pe"
+
+
+def load(
+    state_dict: Mapping[str, Tensor],
+    *,
+    heads: int,
+    block: int,
+    max_span: int,
+    ramp: int,
+    pre_norm: bool,
+    temperature: float,
+    layers: int,
+) -> Decoder:
+    """Our `paper` decoder with the weights of a released-code checkpoint, in eval mode.
+
+    Args:
+        state_dict: the checkpoint's tensors, keys with or without the prefix `module.`.
+        heads, block, max_span, ramp, pre_norm, temperature, layers: as the checkpoint was trained; widths are read off it.
+    """
+    theirs = {name.removeprefix("module."): x for name, x in state_dict.items()}
+    ours = _rename(theirs, layers, pre_norm)
+    window = theirs[f"layers.0.{_KEY_PE}"].shape[-1]
+    if window != block:
+        raise ValueError(
+            f"key_pe covers {window} distances but block is {block}; give the block the model was trained with"
+        )
+    decoder = Decoder(_config(theirs, heads, block, max_span, ramp, pre_norm, temperature, layers))
+    _check_shapes(ours, decoder.state_dict())
+    decoder.load_state_dict(ours)
+    return decoder.eval()
+
+
+def _config(theirs, heads, block, max_span, ramp, pre_norm, temperature, layers) -> DecoderConfig:
+    vocab, dim = theirs["in_emb.weight"].shape
+    mixer = ExpireSpanConfig(
+        max_span=max_span,
+        ramp=ramp,
+        temperature=temperature,
+        include_self=False,
+        normalizer_eps=1e-8,
+        initial_memories=block,
+    )
+    return DecoderConfig.paper(
+        vocab=vocab,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        ff_dim=theirs["layers.0.ff.fc1.weight"].shape[0],
+        norm="pre" if pre_norm else "post",
+        relative_window=block,
+        mixer=mixer,
+    )
+
+
+def _rename(theirs: dict[str, Tensor], layers: int, pre_norm: bool) -> dict[str, Tensor]:
+    names = {"in_emb.weight": "embed.weight", "out.out_emb.weight": "head.weight", "out.out_emb.bias": "head.bias"}
+    if pre_norm:
+        names |= {"out_norm.weight": "norm.weight", "out_norm.bias": "norm.bias"}
+    for n in range(layers):
+        names |= {f"layers.{n}.{a}": f"blocks.{n}.{b}" for a, b in _LAYER_NAMES.items()}
+    key_pe = [f"layers.{n}.{_KEY_PE}" for n in range(layers)]
+    _check_names(theirs, [*names, *key_pe])
+    ours = {ours: theirs[name] for name, ours in names.items()}
+    ours["relative_keys"] = _relative_keys([theirs[name] for name in key_pe])
+    return ours
+
+
+def _relative_keys(tensors: list[Tensor]) -> Tensor:
+    """Theirs (1, D, M): entry p belongs to distance M - p. Ours [M, D]: row d - 1 belongs to distance d."""
+    if any(not torch.equal(x, tensors[0]) for x in tensors[1:]):
+        raise ValueError("key_pe differs between layers; the released code shares one tensor")
+    return tensors[0][0].T.flip(0).contiguous()
+
+
+def _check_names(theirs: dict[str, Tensor], wanted: list[str]) -> None:
+    missing = [name for name in wanted if name not in theirs]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}")
+    extra = sorted(set(theirs) - set(wanted))
+    if extra:
+        raise ValueError(f"the checkpoint has {len(extra)} tensors this model has no place for, first {extra[0]}")
+
+
+def _check_shapes(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, x in wanted.items():
+        if given[name].shape != x.shape:
+            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(given[name].shape)}")

@@ -1,0 +1,92 @@
+"""Runs by name: each recipe is a function that returns a `RunConfig`. Standard library only.
+
+A new experiment is a function that takes a recipe and changes fields: `replace(text(), seed=1)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from typing import Callable
+
+from expire_span.config import (
+    DecoderConfig,
+    ExpireSpanConfig,
+    RecallTask,
+    RunConfig,
+    TextTask,
+    TrainConfig,
+)
+
+
+def recall() -> RunConfig:
+    """Remember a colour through a long corridor and forget the corridor: the demo, minutes on a CPU."""
+    mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.9)
+    model = DecoderConfig.modern(dim=64, layers=2, heads=2, ff_dim=128, mixer=mixer)
+    train = TrainConfig(steps=600, batch=16, block=304, carry=False, lr=3e-3, warmup=20, span_weight=1e-4)
+    return RunConfig(RecallTask(), model, train)
+
+
+def text() -> RunConfig:
+    """Predict the bytes of any file or folder (--task.path): 6 layers of 256, for one GPU."""
+    mixer = ExpireSpanConfig(max_span=4096, ramp=64, initial_span=0.1, temperature=4.0)
+    model = DecoderConfig.modern(dim=256, layers=6, heads=4, ff_dim=1024, mixer=mixer)
+    train = TrainConfig(steps=5000, batch=32, block=512, lr=1e-3, warmup=200, weight_decay=0.01)
+    return RunConfig(TextTask(), model, train)
+
+
+def text_small() -> RunConfig:
+    """Predict the bytes of any file or folder (--task.path): 2 layers of 128, minutes on a CPU."""
+    base = text()
+    mixer = replace(base.model.mixer, max_span=1024, ramp=32)
+    model = replace(base.model, dim=128, layers=2, heads=2, ff_dim=256, mixer=mixer)
+    train = replace(base.train, steps=1000, batch=16, block=128, lr=2e-3, warmup=50)
+    return replace(base, model=model, train=train)
+
+
+def enwik8_small() -> RunConfig:
+    """The paper's small enwik8 model (8 layers of 256, spans up to 4096), trained in blocks of 256."""
+    return _enwik8(
+        DecoderConfig.paper(dim=256, layers=8, heads=4, ff_dim=1024, relative_window=256, dropout=0.0),
+        ExpireSpanConfig(max_span=4096, ramp=64, initial_span=0.1, temperature=64.0, initial_memories=256),
+        TrainConfig(steps=100_000, batch=64, block=256, lr=3e-4, warmup=8000, clip=0.3),
+    )
+
+
+def enwik8_12l() -> RunConfig:
+    """The paper's 12-layer enwik8 model (38M weights, spans up to 16384), trained in blocks of 512."""
+    return _enwik8(
+        DecoderConfig.paper(dim=512, layers=12, heads=8, ff_dim=2048, relative_window=512, dropout=0.3),
+        ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.1, noisy=True, initial_memories=512),
+        TrainConfig(steps=100_000, batch=512, block=512, lr=7e-4, warmup=8000, clip=0.3),
+    )
+
+
+def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -> RunConfig:
+    """What the paper's two enwik8 models share: raw bytes split 90/5/5, block training, Adam at a constant rate."""
+    mixer = replace(mixer, include_self=False, normalizer_eps=1e-8)
+    train = replace(train, carry=True, schedule="constant", span_weight=1e-6, betas=(0.9, 0.999), eval_every=1000)
+    train = replace(train, checkpoint_every=1000, log_every=50)
+    return RunConfig(TextTask(path="data/enwik8"), replace(model, mixer=mixer), train)
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "recall": recall,
+    "text": text,
+    "text_small": text_small,
+    "enwik8_small": enwik8_small,
+    "enwik8_12l": enwik8_12l,
+}
+
+
+def summary(recipe: Callable[[], RunConfig]) -> str:
+    """One line about a recipe: the first of its docstring."""
+    return (recipe.__doc__ or "").strip().splitlines()[0]
+
+
+def get_recipe(name: str) -> Callable[[], RunConfig]:
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"known are: {', '.join(RECIPES)}"
+    raise ValueError(f"unknown recipe {name!r}; {advice}")

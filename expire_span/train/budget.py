@@ -1,0 +1,68 @@
+"""The budget controller: the user names a mean number of live memories, the span loss weight follows by itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from expire_span.config import BudgetConfig
+
+LOSS_MEMORY = 20.0
+"""Steps over which the running mean of the task loss looks back."""
+LARGEST_ERROR = 2.0
+"""Limit of one step's log error, so that an empty or overfull start does not throw the weight."""
+FLOOR_SHARE = 1e-2
+"""The weight never falls below this share of initial_weight, so that it can come back soon."""
+
+
+class BudgetController:
+    """Integral control in log space: `log w += gain * log(live / target)`.
+
+    Why this form: the right weight is unknown to several orders of magnitude, so it is moved by shares; and an integral
+    has no steady error, so the mean number of live memories settles on the target itself. The state stays on the device:
+    no step waits for it.
+    """
+
+    def __init__(self, config: BudgetConfig, *, layers: int, bytes_per_memory: int, device: torch.device | str = "cpu"):
+        if not config.active:
+            raise ValueError(f"a budget needs a target: give live or bytes, got {config.live} and {config.bytes}")
+        self.config = config
+        self.target = config.live if config.live is not None else (config.bytes or 0) / (layers * bytes_per_memory)
+        self._low = math.log(config.initial_weight * FLOOR_SHARE)
+        self._high = math.log(config.max_weight)
+        started = 0.0 if config.start_loss is not None else 1.0
+        start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started]
+        # log weight, discounted loss sum, discounted step count, whether pressure has started
+        self._state = torch.tensor(start, dtype=torch.float64, device=device)
+
+    @property
+    def weight(self) -> Tensor:
+        """The span loss weight of the coming step (scalar); zero until start_loss has been reached."""
+        return (self._state[0].exp() * self._state[3]).float()
+
+    @property
+    def running_loss(self) -> Tensor:
+        return self._state[1] / self._state[2].clamp_min(1e-12)
+
+    @torch.no_grad()
+    def update(self, live: Tensor, loss: Tensor) -> None:
+        """Take in one step's mean live memories per query and layer, and its task loss."""
+        log_weight, total, count, started = self._state.unbind()
+        keep = 1 - 1 / LOSS_MEMORY
+        total, count = total * keep + loss.double(), count * keep + 1
+        running = total / count
+        if self.config.start_loss is not None:
+            started = torch.maximum(started, (running < self.config.start_loss).double())
+        error = (live.double().clamp_min(1e-9) / self.target).log().clamp(-LARGEST_ERROR, LARGEST_ERROR)
+        if self.config.patience_loss is not None:
+            error = torch.where(running > self.config.patience_loss, error.clamp_max(-1), error)
+        log_weight = (log_weight + self.config.gain * error * started).clamp(self._low, self._high)
+        self._state = torch.stack([log_weight, total, count, started])
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"state": self._state.tolist()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self._state = torch.tensor(state["state"], dtype=torch.float64, device=self._state.device)

@@ -1,0 +1,83 @@
+"""Where training runs: the device, and the processes that `accelerate launch` may have started."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from expire_span.config import RunConfig
+from expire_span.ops import resolve_impl
+
+
+def check_device(device: str) -> torch.device:
+    """The device that a config's words mean here; a GPU that is not there is refused."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
+    count = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise ValueError(f"device {device} needs a GPU, got {count} here; use --train.device cpu or auto")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    return chosen
+
+
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """An Accelerator on the wanted device. Autocast is ours (in `Scorer`): accelerate's would also cast the memories."""
+    device = check_device(config.train.device)
+    if not torch.distributed.is_initialized():
+        # Accelerate remembers the first device of the process; a later run in it may want another.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    if device.type == "cuda" and device.index is not None and "LOCAL_RANK" not in os.environ:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
+    check_processes(config, accelerator)
+    return accelerator
+
+
+def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
+    """Refuse what several processes cannot do."""
+    train, processes = config.train, accelerator.num_processes
+    if train.batch % (processes * train.accumulate):
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate, got batch {train.batch}, "
+            f"{processes} processes and accumulate {train.accumulate}"
+        )
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if accelerator.distributed_type != DistributedType.FSDP:
+        if asked:  # accelerate would go on with DDP and say nothing
+            raise ValueError(f"FSDP needs several GPUs, got device {accelerator.device}; launch without FSDP")
+        return
+    if train.optimizer == "muon":
+        raise ValueError(
+            "optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP"
+        )
+    if config.model.positions == "relative":
+        raise ValueError("positions relative shares one weight between layers, which FSDP cannot shard; use DDP")
+
+
+def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
+    """What config.json records about where the run was started."""
+    device, mixer = accelerator.device, config.model.mixer
+    needs_pytorch = config.model.positions == "relative" or mixer.normalizer_eps > 0
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "device": str(device.type),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value,
+        "impl": resolve_impl(mixer.impl, device, needs_pytorch),
+    }

@@ -1,0 +1,133 @@
+"""Evaluation: loss, score, and what the memory costs, with memory carried through the whole split."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.config import DecoderConfig
+from expire_span.models.decoder import Decoder
+from expire_span.tasks.task import Batch, Split, Task
+
+from .scorer import Scorer, score
+
+
+@dataclass(frozen=True)
+class Result:
+    split: str
+    loss: float
+    """Mean negative log-likelihood of the scored positions, in nats."""
+    score: float
+    score_name: str
+    tokens: int
+    """Tokens read, over all rows."""
+    live: list[float]
+    """Mean living memories per query, one number per layer."""
+    peak_live: list[float]
+    """The largest block mean of it, one number per layer."""
+    span: list[float]
+    """Mean span given, one number per layer."""
+    live_share: float
+    """Living memories over all memories that a row had seen since its last reset, summed over queries and layers."""
+    mean_bytes: float
+    """Mean bytes that the state of all rows and layers occupied after a block."""
+    peak_bytes: int
+    full_bytes: float
+    """Mean bytes that the keys and values of every memory seen would occupy: the price of never forgetting."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def memory_bytes(config: DecoderConfig, element: int = 4) -> int:
+    """Bytes of one memory's key and value in one layer."""
+    return 2 * config.num_kv_heads * config.head_dim * element
+
+
+def evaluate(
+    decoder: Decoder,
+    task: Task,
+    split: Split = "valid",
+    *,
+    batch: int,
+    block: int,
+    batches: int | None = None,
+    seed: int = 0,
+    precision: str = "fp32",
+) -> Result:
+    """Score a decoder on a split (or its first `batches` batches), memory carried from block to block."""
+    scorer = Scorer(decoder, precision)
+    stream = task.stream(split, batch=batch, block=block, seed=seed)
+    return evaluate_stream(scorer, decoder.config, task, split, itertools.islice(stream, batches))
+
+
+@torch.no_grad()
+def evaluate_stream(scorer: nn.Module, config: DecoderConfig, task: Task, split: str, stream: Any) -> Result:
+    """The same for a scorer that may be wrapped for several processes, and batches from anywhere."""
+    was_training = scorer.training
+    scorer.eval()
+    device = next(scorer.parameters()).device
+    totals = _Totals(config)
+    state = None
+    try:
+        for batch in stream:
+            sums, state, held = score(scorer, batch, state, device)
+            totals.add(batch, sums, held)
+    finally:
+        scorer.train(was_training)
+    return totals.result(task, split)
+
+
+class _Totals:
+    """Running sums on the device; the host waits for them once, at the end."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self.sums: list[Tensor] = []
+        self.weights: list[tuple[int, float]] = []  # tokens and mean memories seen, per block
+        self.held: list[int] = []
+        self.full: list[float] = []
+        self.scored = 0
+        self.seen: Tensor | None = None  # tokens since the last reset, per row
+
+    def add(self, batch: Batch, sums: dict[str, Tensor], held: int) -> None:
+        rows, length = batch.x.shape
+        before = torch.zeros(rows)
+        if self.seen is not None and not bool(batch.fresh.all()):
+            before = torch.where(batch.fresh, 0, self.seen)
+        own = 1 if self.config.mixer.include_self else 0
+        self.weights.append((rows * length, float(before.mean()) + (length - 1) / 2 + own))
+        self.seen = before + length
+        self.full.append(float(self.seen.sum()) * memory_bytes(self.config) * self.config.layers)
+        self.sums.append(torch.cat([sums["nll"].view(1), sums["correct"].view(1), sums["live"], sums["span"]]))
+        self.held.append(held)
+        self.scored += int(batch.mask.sum())
+
+    def result(self, task: Task, split: str) -> Result:
+        if not self.sums:
+            raise ValueError(f"the {split} split gave no batch; use a smaller batch or block")
+        table = torch.stack(self.sums).double().cpu()
+        tokens = torch.tensor([float(n) for n, _ in self.weights], dtype=torch.float64)
+        seen = torch.tensor([mean for _, mean in self.weights], dtype=torch.float64)
+        layers = (table.shape[1] - 2) // 2
+        live, span = table[:, 2 : 2 + layers], table[:, 2 + layers :]
+        share = tokens / tokens.sum()
+        nll, correct = float(table[:, 0].sum()), float(table[:, 1].sum())
+        return Result(
+            split=split,
+            loss=nll / max(self.scored, 1),
+            score=task.score_of(nll, correct, self.scored),
+            score_name=task.score.name,
+            tokens=int(tokens.sum()),
+            live=(share @ live).tolist(),
+            peak_live=live.amax(0).tolist(),
+            span=(share @ span).tolist(),
+            live_share=float((share @ live).mean() / max(float(share @ seen), 1e-9)),
+            mean_bytes=sum(self.held) / len(self.held),
+            peak_bytes=max(self.held),
+            full_bytes=sum(self.full) / len(self.full),
+        )

@@ -1,0 +1,58 @@
+"""Optimizers and learning rates."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from expire_span.config import TrainConfig
+
+
+def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; each group knows its peak rate."""
+    matrices, spans, decayed, plain = [], [], [], []
+    for name, p in model.named_parameters():
+        if "span_predictor" in name:
+            spans.append(p)
+        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name:
+            matrices.append(p)
+        else:
+            (decayed if p.dim() >= 2 else plain).append(p)
+    groups = [
+        {"params": decayed, "peak": config.lr, "weight_decay": config.weight_decay},
+        {"params": plain, "peak": config.lr, "weight_decay": 0.0},
+        {"params": spans, "peak": config.lr * config.span_lr_scale, "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).device.type == "cuda"
+    optimizers: list[Optimizer] = [AdamW([g for g in groups if g["params"]], lr=0.0, betas=config.betas, fused=fused)]
+    if matrices:
+        # Muon multiplies in bf16; on a CPU without it torch says so at length and goes on in another way.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        group = {"params": matrices, "peak": config.muon_lr}
+        optimizers.append(torch.optim.Muon([group], lr=0.0, weight_decay=config.weight_decay))
+    return optimizers
+
+
+def rate_factor(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at optimizer step `step` (0, 1, ...): warm-up, then the schedule."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    if config.schedule == "constant":
+        return 1.0
+    start = config.warmup
+    if config.schedule == "linear":
+        start = max(start, round(config.steps * (1 - config.decay_share)))
+    progress = min(max(step - start, 0) / max(config.steps - 1 - start, 1), 1.0)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.final_lr + (1 - config.final_lr) * shape
+
+
+def set_rates(optimizers: Iterable[Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor

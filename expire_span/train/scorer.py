@@ -1,0 +1,57 @@
+"""The decoder with its loss: the module that is trained, wrapped for several processes, and evaluated."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.models.decoder import Decoder
+from expire_span.tasks.task import Batch
+
+
+class Scorer(nn.Module):
+    """`scorer(x, y, mask, state, fresh) -> (sums, state, bytes held)`.
+
+    `sums` holds device scalars: nll (summed over scored positions), correct, span_loss, and live and span per layer. The
+    reset of fresh rows happens inside, so that every use of a weight lies in the forward pass that DDP and FSDP watch.
+    """
+
+    _no_split_modules = ("Block",)  # the unit in which FSDP shards the model
+    decoder: Decoder
+
+    def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
+        super().__init__()
+        self.decoder, self.precision = decoder, precision
+
+    def forward(
+        self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any, int]:
+        if state is not None and fresh is not None:
+            state = self.decoder.reset_rows(state, fresh)
+        with torch.autocast(x.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
+            logits, state, aux = self.decoder(x, state)
+        logits = logits.float()  # [B, T, V]
+        nll = F.cross_entropy(logits.flatten(0, 1), y.masked_fill(~mask, 0).flatten(), reduction="none").view_as(mask)
+        sums = {"nll": torch.where(mask, nll, 0).sum(), "span_loss": aux.loss.float()}
+        with torch.no_grad():
+            sums["correct"] = ((logits.argmax(-1) == y) & mask).sum()
+            sums["live"] = aux.live.float()
+            sums["span"] = torch.stack([part.span.float().mean() for part in aux.layers if part.span is not None])
+        return sums, state, aux.bytes_held
+
+
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    return Batch(batch.x[start:stop], batch.y[start:stop], batch.mask[start:stop], batch.fresh[start:stop])
+
+
+def score(scorer: nn.Module, batch: Batch, state: Any, device: torch.device) -> tuple[dict[str, Tensor], Any, int]:
+    """Send one batch (on the CPU, as streams give it) through a scorer. Rows that are all fresh start with no state."""
+    fresh = None
+    if state is not None and bool(batch.fresh.any()):
+        state, fresh = (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))
+    x, y, mask = (part.to(device, non_blocking=True) for part in (batch.x, batch.y, batch.mask))
+    return scorer(x, y, mask, state, fresh)

@@ -1,0 +1,75 @@
+"""Inputs for the operator's tests, shared by every implementation."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from expire_span.ops import expire_attention
+
+GRADS = ("q", "k", "v", "span")
+
+
+@dataclass
+class Case:
+    """A problem and its options; `stored` memories lie before the T queries' own."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 63
+    stored: int = 0
+    dim: int = 16
+    per_head: bool = False
+    spans: str = "mixed"
+    start: int = 0
+    gaps: bool = False
+    relative: int = 0
+    options: dict = field(default_factory=dict)
+
+    def tensors(self, dtype=torch.float64, seed=0) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        total = self.stored + self.queries
+        shape = (self.batch, self.kv_heads, total) if self.per_head else (self.batch, total)
+        out = {
+            "q": torch.randn(self.batch, self.heads, self.queries, self.dim, generator=g),
+            "k": torch.randn(self.batch, self.kv_heads, total, self.dim, generator=g),
+            "v": torch.randn(self.batch, self.kv_heads, total, self.dim, generator=g),
+            "span": make_spans(self.spans, shape, g),
+        }
+        if self.relative:
+            out["relative_keys"] = torch.randn(self.relative, self.dim, generator=g)
+        out = {name: x.to(dtype).requires_grad_() for name, x in out.items()}
+        steps = torch.randint(1, 4, (total,), generator=g) if self.gaps else torch.ones(total, dtype=torch.int64)
+        pos = steps.cumsum(0) + self.start
+        return out | {"q_pos": pos[self.stored :], "k_pos": pos}
+
+    def run(self, impl: str, dtype=torch.float64, ramp: float = 7.0, seed=0) -> dict[str, Tensor]:
+        """The output and the gradient of every differentiable input, for a fixed random direction."""
+        inputs = self.tensors(dtype, seed)
+        y = expire_attention(**inputs, ramp=ramp, impl=impl, **self.options)
+        names = [n for n in (*GRADS, "relative_keys") if n in inputs]
+        direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + 1)).to(y)
+        grads = torch.autograd.grad(y, [inputs[n] for n in names], direction)
+        return {"y": y.detach()} | {f"d{n}": x for n, x in zip(names, grads)}
+
+
+def make_spans(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    if kind == "mixed":
+        return torch.rand(shape, generator=g) ** 4 * 200
+    if kind == "alive":
+        return torch.full(shape, 1e6)
+    if kind == "expired":
+        return torch.zeros(shape)
+    if kind == "scattered":
+        return torch.where(torch.rand(shape, generator=g) < 0.05, 1e6, 3.5)
+    if kind == "edges":  # spans that end exactly where the ramp begins or ends for some query
+        return torch.randint(0, 30, shape, generator=g).float()
+    raise ValueError(kind)
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    for name, expected in want.items():
+        error = (got[name].double() - expected.double()).abs().max() if expected.numel() else torch.zeros(())
+        size = expected.abs().max() if expected.numel() else torch.ones(())
+        assert error <= tolerance * max(float(size), 1.0), f"{name}: error {float(error):.3g} at size {float(size):.3g}"

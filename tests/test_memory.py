@@ -1,0 +1,176 @@
+"""ExpiringMemory: what is alive stays and in order, what is dead goes, rows never wait for each other."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expire_span.memory import NEVER, ExpiringMemory
+from expire_span.ops import expire_attention
+
+RAMP = 4.0
+
+
+def fill(memory: ExpiringMemory, spans: torch.Tensor, block: int, start: int = 0) -> ExpiringMemory:
+    """Append tokens start, start + 1, ... with the given spans [*rows, n] in blocks, expiring after each."""
+    for first in range(0, spans.shape[-1], block):
+        part = spans[..., first : first + block]
+        pos = torch.arange(start + first, start + first + part.shape[-1])
+        memory = memory.append(pos, part, token=pos.expand(part.shape).clone())
+        memory = memory.expire(int(pos[-1]) + 1)
+    return memory
+
+
+def living(memory: ExpiringMemory, now: int) -> list[list[int]]:
+    alive = memory.remaining(now) > 0
+    return [row[mask].tolist() for row, mask in zip(memory["token"].flatten(0, -2), alive.flatten(0, -2))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.sampled_from([(1,), (3,), (2, 2)]),
+    count=st.integers(1, 150),
+    block=st.integers(1, 50),
+)
+def test_holds_exactly_the_living_in_order(seed, rows, count, block):
+    g = torch.Generator().manual_seed(seed)
+    spans = torch.rand(*rows, count, generator=g) ** 4 * 100
+    memory = fill(ExpiringMemory.empty(rows, ramp=RAMP), spans, block)
+    steps = torch.arange(count)
+    want = [steps[row + RAMP > count - steps].tolist() for row in spans.reshape(-1, count)]
+    assert living(memory, count) == want
+    assert memory.live().tolist() == torch.tensor([len(w) for w in want]).reshape(rows).tolist()
+    assert (memory.pos[..., 1:] >= memory.pos[..., :-1]).all(), "positions fall along a row"
+    assert living(memory.compact(), count) == want
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), per_head=st.booleans())
+def test_deleted_equals_undeleted(seed, per_head):
+    """Attention over the store is attention over everything that ever was, outputs and gradients alike."""
+    g = torch.Generator().manual_seed(seed)
+    batch, heads, count, dim = 2, 2, 120, 8
+    shape = (batch, heads, count) if per_head else (batch, count)
+    spans = (torch.rand(shape, generator=g) ** 6 * 150).double()
+    k, v, q = (torch.randn(batch, heads, count, dim, generator=g).double() for _ in range(3))
+    memory = ExpiringMemory.empty(shape[:-1], ramp=RAMP)
+    for n in range(count):
+        keys, values = (x[:, :, n : n + 1] if per_head else x[:, :, n : n + 1].transpose(1, 2) for x in (k, v))
+        memory = memory.append(torch.tensor([n]), spans[..., n : n + 1], k=keys, v=values).expire(n + 1)
+    assert len(memory) < count // 2, "nothing was deleted"
+    t = torch.tensor([count])
+    stored = [x if per_head else x.transpose(1, 2) for x in (memory["k"], memory["v"])]
+    got = expire_attention(q[:, :, -1:], *stored, memory.span, t, memory.pos, ramp=RAMP)
+    want = expire_attention(q[:, :, -1:], k, v, spans, t, torch.arange(count), ramp=RAMP, impl="reference")
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_size_and_work_stay_bounded_on_a_long_stream(monkeypatch):
+    moved = []
+    compact = ExpiringMemory.compact
+
+    def counting(self):
+        out = compact(self)
+        moved.append(out.used)
+        return out
+
+    monkeypatch.setattr(ExpiringMemory, "compact", counting)
+    memory = ExpiringMemory.empty(2, ramp=RAMP)
+    peak = 0
+    for n in range(3000):
+        span = torch.tensor([[50.0 if n % 10 == 0 else 0.0]] * 2)
+        memory = memory.append(torch.tensor([n]), span, x=torch.ones(2, 1, 8)).expire(n + 1)
+        peak = max(peak, memory.bytes_held)
+    alive = int(memory.live().max())
+    assert alive <= 10
+    assert memory.capacity <= 2 * alive + 3 * 32, "spare room is out of proportion to what lives"
+    assert peak <= 2 * memory.bytes_held
+    assert sum(moved) < 2 * 3000, "compaction copies more than a constant per appended memory"
+
+
+def test_rows_do_not_wait_for_each_other():
+    spans = torch.zeros(2, 200)
+    spans[1] = 1000
+    memory = fill(ExpiringMemory.empty(2, ramp=RAMP), spans, 10).compact()
+    assert memory.live().tolist() == [3, 200]
+    alone = memory.select(torch.tensor([0])).compact()
+    assert len(alone) == 3 and alone.bytes_held < memory.bytes_held / 3
+
+
+def test_cap_evicts_the_smallest_remaining_first_and_counts():
+    spans = torch.tensor([[90.0, 10, 80, 20, 70, 60]])
+    memory = fill(ExpiringMemory.empty(1, ramp=RAMP, cap=3), spans, 1)
+    assert living(memory, 6) == [[0, 2, 4]]
+    assert memory.evicted.tolist() == [3]
+    assert fill(ExpiringMemory.empty(1, ramp=RAMP, cap=8), spans, 1).evicted.tolist() == [0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), cap=st.integers(1, 20), block=st.integers(1, 30))
+def test_cap_always_holds(seed, cap, block):
+    spans = torch.rand(2, 100, generator=torch.Generator().manual_seed(seed)) * 50
+    memory = fill(ExpiringMemory.empty(2, ramp=RAMP, cap=cap), spans, block)
+    assert int(memory.live().max()) <= cap
+    assert (memory.pos[..., 1:] >= memory.pos[..., :-1]).all()
+
+
+def test_old_stores_stay_valid():
+    """State in, state out: two continuations of one store do not see each other."""
+    base = fill(ExpiringMemory.empty(1, ramp=RAMP), torch.full((1, 5), 100.0), 5)
+    one, two = (base.append(torch.tensor([5]), torch.tensor([[100.0]]), token=torch.tensor([[t]])) for t in (71, 72))
+    assert base["token"][0].tolist() == [0, 1, 2, 3, 4]
+    assert one["token"][0].tolist() == [0, 1, 2, 3, 4, 71]
+    assert two["token"][0].tolist() == [0, 1, 2, 3, 4, 72]
+
+
+def test_appending_reuses_the_room():
+    memory = fill(ExpiringMemory.empty(1, ramp=RAMP), torch.full((1, 5), 100.0), 5)
+    later = memory.append(torch.tensor([5]), torch.tensor([[100.0]]), token=torch.tensor([[5]]))
+    assert later["token"].data_ptr() == memory["token"].data_ptr()
+
+
+def test_select_fork_forget_rebase():
+    spans = torch.full((3, 6), 100.0)
+    memory = fill(ExpiringMemory.empty(3, ramp=RAMP), spans, 6)
+    twice = memory.select(torch.tensor([2, 0, 0, 1]))
+    assert twice.rows == (4,) and twice.live().tolist() == [6] * 4
+    copy = memory.fork()
+    copy["token"].zero_()
+    assert memory["token"][0].tolist() == [0, 1, 2, 3, 4, 5]
+    emptied = memory.forget_rows(torch.tensor([False, True, False]))
+    assert emptied.live().tolist() == [6, 0, 6]
+    assert (emptied.pos[1] == NEVER).all() and emptied["token"][1].sum() == 0
+    moved = emptied.rebase(4)
+    assert moved.pos[0].tolist() == [-4, -3, -2, -1, 0, 1] and moved.now == 2
+    assert moved.live().tolist() == [6, 0, 6]
+
+
+def test_state_dict_restores_everything():
+    g = torch.Generator().manual_seed(0)
+    memory = fill(ExpiringMemory.empty((2, 2), ramp=RAMP, cap=9), torch.rand(2, 2, 70, generator=g) * 60, 7)
+    again = ExpiringMemory.from_state_dict(memory.state_dict())
+    spans = torch.rand(2, 2, 40, generator=g) * 60
+    a, b = fill(memory, spans, 3, start=70), fill(again, spans, 3, start=70)
+    assert a.bytes_held == b.bytes_held and a.used == b.used
+    assert all(torch.equal(a[name], b[name]) for name in a.slots)
+    assert torch.equal(a.evicted, b.evicted)
+
+
+def test_updated_spans_decide():
+    memory = fill(ExpiringMemory.empty(1, ramp=RAMP), torch.full((1, 6), 100.0), 6)
+    shorter = memory.with_span(torch.tensor([[0.0, 0, 50, 0, 0, 0]]))
+    assert living(shorter, 20) == [[2]]
+    assert living(memory, 20) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="ramp must be greater than 0, got 0"):
+        ExpiringMemory.empty(1, ramp=0)
+    with pytest.raises(ValueError, match="cap must be at least 1, got 0"):
+        ExpiringMemory.empty(1, ramp=1, cap=0)
+    memory = fill(ExpiringMemory.empty(2, ramp=RAMP), torch.ones(2, 3), 3)
+    with pytest.raises(ValueError, match=r"token must begin with shape \(2, 1\), got \(2, 2\)"):
+        memory.append(torch.tensor([3]), torch.ones(2, 1), token=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"holds the fields .*'token'.* got .*'other'"):
+        memory.append(torch.tensor([3]), torch.ones(2, 1), other=torch.ones(2, 1))
