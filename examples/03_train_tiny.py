@@ -1,6 +1,6 @@
 """Train a tiny model from Python: recall a colour through a short corridor, then forget the corridor.
 
-    python examples/03_train_tiny.py [folder for the run]
+python examples/03_train_tiny.py [folder for the run]
 """
 
 import sys

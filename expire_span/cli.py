@@ -168,17 +168,17 @@ def _parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
 
 
 def _one_sentence(said: str, prog: str) -> str:
-    """The message inside tyro's box, without the frame and the help below it."""
-    lines = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]
-    rules = [n for n, line in enumerate(lines) if line.startswith("──")] or [len(lines)]
-    message = " ".join(lines[: rules[0]]).replace("Error parsing --", "--")
+    """The message inside tyro's box, without its frame (drawn, or in ASCII under a title) and the help below it."""
+    drawn = "╭" in said
+    lines = [line.strip("│ ") for line in said.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = re.split(r"\n[─-]{4,}\n", "\n".join(lines))[0 if drawn else 1 :]
+    message = " ".join(parts[0].split()).replace("Error parsing --", "--")
     message = re.sub(r"^Error parsing [\w.]*: ", "", message)
     unknown = re.match(r"Unrecognized options: ([^\s,]+)", message)
     if not unknown:
         return f"{message.removesuffix('.')}; see {prog} --help"
-    words = [word for line in lines[rules[0] :] for word in line.split() if unknown[1].startswith("--")]
-    near = next((word for word in words if word.startswith("--") and word != "--help"), None)
-    return f"unknown option {unknown[1]}; " + (f"did you mean {near}?" if near else f"see {prog} --help")
+    near = re.search(r"--(?!help)\S+", " ".join(parts[1:])) if unknown[1].startswith("--") else None
+    return f"unknown option {unknown[1]}; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help")
 
 
 def _train(args: list[str]) -> int:

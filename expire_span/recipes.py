@@ -6,8 +6,8 @@ A new experiment is a function that takes a recipe and changes fields: `replace(
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Callable
 
 from expire_span.config import (
     DecoderConfig,

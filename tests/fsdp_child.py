@@ -1,7 +1,8 @@
-"""Train with FSDP on CPU processes. Accelerate shards on GPUs only, so this tells it that it may, and runs the rest as it is."""
+"""Train with FSDP on CPU processes: accelerate shards on GPUs only, so it is told that it may; the rest runs as it is."""
 
 import sys
 
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from expire_span.cli import main
@@ -14,7 +15,7 @@ class ShardingAccelerator(devices.Accelerator):
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
         )
-        self.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = self.state.distributed_type = DistributedType.FSDP
 
 
 devices.Accelerator = ShardingAccelerator

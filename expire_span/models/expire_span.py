@@ -29,6 +29,8 @@ from .rotary import rotary_angles, rotate
 Cache = Literal["hidden", "kv"]
 Remembered = tuple[Tensor, Tensor, Tensor, Tensor, ExpiringMemory]
 """Keys, values, spans and positions that the block attends to, and the store with the block in it."""
+REBASE_AFTER = 2**30
+"""Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
 
 
 class SpanPredictor(nn.Linear):
@@ -87,6 +89,8 @@ class ExpireSpan(Mixer):
         return {**state, "memory": memory}
 
     def forward(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        if state["position"] >= REBASE_AFTER:
+            state = self.rebase(state, state["position"])
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
         if state["cache"] == "hidden":

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .documents import Documents, document_ids, move_apart
+
 Impl = Literal["auto", "reference", "chunked", "triton"]
+
+TRITON_HEAD_DIMS = (32, 64, 96, 128, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+DECODE_QUERIES = 16
+"""Up to this many queries a row without gradient are served by the decode kernel."""
 
 
 def expire_attention(
@@ -25,6 +35,9 @@ def expire_attention(
     scale: float | None = None,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    documents: Documents | None = None,
+    cu_seqlens: Tensor | None = None,
+    deterministic: bool = False,
     impl: Impl = "auto",
     check_values: bool | None = None,
 ) -> Tensor:
@@ -42,6 +55,11 @@ def expire_attention(
         scale: of the scores; 1/sqrt(D) by default.
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores.
         normalizer_eps: added to the normaliser as a share of the living memories' unmasked sum (the released code's 1e-8).
+        documents: packed documents: integer ids, never falling along a row, of the tokens ([T] or [B, T], where S = T), or
+            a pair (of the queries, of the memories). No attention and no lifetime crosses from one to another.
+        cu_seqlens: the same as boundaries [0, n1, n1 + n2, ..., T], one list for all rows.
+        deterministic: gradients that are bitwise equal from run to run on a GPU, at some cost; on where
+            torch.use_deterministic_algorithms is.
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
         check_values: look for NaN or negative spans and falling positions; by default on the CPU only, since it waits
             for the device.
@@ -49,12 +67,15 @@ def expire_attention(
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
     """
     _check_shapes(q, k, v, span, q_pos, k_pos, ramp, relative_keys)
-    if check_values if check_values is not None else _cheap_to_check(q):
+    check = check_values if check_values is not None else _cheap_to_check(q)
+    if check:
         _check_values(span, q_pos, k_pos)
-    chosen = resolve_impl(impl, q.device, relative_keys is not None or normalizer_eps > 0 or not causal)
+    ids = document_ids(documents, cu_seqlens, q.shape[0], q.shape[2], k.shape[2], check)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    needs_pytorch = relative_keys is not None or normalizer_eps > 0 or not causal
+    chosen = resolve_impl(impl, q.device, needs_pytorch, head_dim=q.shape[-1], dtype=q.dtype)
     batch, kv_heads = k.shape[:2]
     span = span.unsqueeze(1) if span.dim() == 2 else span
     q_pos = q_pos.expand(batch, -1).unsqueeze(1)
@@ -62,12 +83,12 @@ def expire_attention(
     if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
         span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options: dict[str, Any] = dict(ramp=float(ramp), causal=causal, include_self=include_self, scale=scale)
+    options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=scale)
     if chosen == "triton":
-        from .triton import triton_attention
-
-        return triton_attention(q, k, v, span, q_pos, k_pos, **options)
-    options.update(relative_keys=relative_keys, normalizer_eps=normalizer_eps)
+        return _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic, options)
+    if ids is not None:
+        span, q_pos, k_pos = move_apart(ids, span, q_pos, k_pos)
+    options.update(causal=causal, relative_keys=relative_keys, normalizer_eps=normalizer_eps)
     if chosen == "reference":
         from .reference import reference_attention
 
@@ -78,13 +99,64 @@ def expire_attention(
     return chunked_attention(q, k, v, span, q_pos, k_pos, **options)
 
 
-def resolve_impl(impl: Impl, device: torch.device, needs_pytorch: bool = False) -> Impl:
-    """What "auto" means here: chunked everywhere until a GPU kernel serves the request."""
+def _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic: bool, options: dict) -> Tensor:
+    """Few queries without gradient go to the decode kernel, the rest to the one that trains."""
+    from .triton import triton_attention, triton_decode
+
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, span))
+    if q.shape[2] <= DECODE_QUERIES and not learns and ids is None:
+        return triton_decode(q, k, v, span, q_pos, k_pos, **options)
+    return triton_attention(q, k, v, span, q_pos, k_pos, documents=ids, deterministic=deterministic, **options)
+
+
+def resolve_impl(
+    impl: Impl,
+    device: torch.device,
+    needs_pytorch: bool = False,
+    *,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Impl:
+    """What "auto" means here: triton on a GPU that can serve the request, chunked elsewhere.
+
+    needs_pytorch: the request uses relative_keys, normalizer_eps or causal=False. A head_dim or dtype that is not given
+    counts as served.
+    """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
-    if impl == "triton":
-        raise ValueError("impl='triton' is not part of this version; use impl='chunked' or impl='auto'")
-    return "chunked" if impl == "auto" else impl
+    if impl in ("reference", "chunked"):
+        return impl
+    if impl == "auto" and device.type != "cuda":
+        return "chunked"
+    obstacle = _triton_obstacle(device, needs_pytorch, head_dim, dtype)
+    if impl == "triton" and obstacle:
+        raise ValueError(f"impl='triton' {obstacle}; use impl='chunked' or impl='auto'")
+    return "chunked" if obstacle else "triton"
+
+
+def _triton_obstacle(
+    device: torch.device, needs_pytorch: bool, head_dim: int | None, dtype: torch.dtype | None
+) -> str | None:
+    """Why the GPU kernels cannot serve this, or None."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, got {device.type}"
+    if device.type == "cuda" and _capability(device) < (8, 0):
+        major, minor = _capability(device)
+        return f"needs compute capability 8.0 or higher, got {major}.{minor}"
+    if not _TRITON_INSTALLED:
+        return "needs the triton package, which is not installed"
+    if head_dim is not None and head_dim not in TRITON_HEAD_DIMS:
+        return f"serves head dims {', '.join(map(str, TRITON_HEAD_DIMS))}, got {head_dim}"
+    if dtype is not None and dtype not in TRITON_DTYPES:
+        return f"serves bfloat16, float16 and float32, got {str(dtype).removeprefix('torch.')}"
+    if needs_pytorch:
+        return "serves neither relative_keys nor normalizer_eps nor causal=False"
+    return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
 
 
 def _cheap_to_check(q: Tensor) -> bool:
@@ -108,6 +180,8 @@ def _check_shapes(
         raise ValueError(f"relative_keys must have shape (M, {d}), got {tuple(rel.shape)}")
     if not ramp > 0:
         raise ValueError(f"ramp must be greater than 0, got {ramp}")
+    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+        raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not span.is_floating_point():
         raise ValueError(f"span must be a float tensor, got {span.dtype}")
     for name, pos in (("q_pos", q_pos), ("k_pos", k_pos)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def check_device(device: str) -> torch.device:
 def build_accelerator(config: RunConfig) -> Accelerator:
     """An Accelerator on the wanted device. Autocast is ours (in `Scorer`): accelerate's would also cast the memories."""
     device = check_device(config.train.device)
+    if device.type == "cpu":  # where a CPU lacks bf16 products, torch says so at length and computes them another way
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     if not torch.distributed.is_initialized():
         # Accelerate remembers the first device of the process; a later run in it may want another.
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -31,8 +30,6 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
     fused = next(model.parameters()).device.type == "cuda"
     optimizers: list[Optimizer] = [AdamW([g for g in groups if g["params"]], lr=0.0, betas=config.betas, fused=fused)]
     if matrices:
-        # Muon multiplies in bf16; on a CPU without it torch says so at length and goes on in another way.
-        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         group = {"params": matrices, "peak": config.muon_lr}
         optimizers.append(torch.optim.Muon([group], lr=0.0, weight_decay=config.weight_decay))
     return optimizers

@@ -16,8 +16,8 @@ from expire_span.tasks.task import Batch
 class Scorer(nn.Module):
     """`scorer(x, y, mask, state, fresh) -> (sums, state, bytes held)`.
 
-    `sums` holds device scalars: nll (summed over scored positions), correct, span_loss, and live and span per layer. The
-    reset of fresh rows happens inside, so that every use of a weight lies in the forward pass that DDP and FSDP watch.
+    `sums` holds device scalars: nll (summed over scored positions), correct, span_loss, and live and span per layer.
+    `fresh` [B] marks rows whose memory is emptied first.
     """
 
     _no_split_modules = ("Block",)  # the unit in which FSDP shards the model
@@ -30,10 +30,8 @@ class Scorer(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any, int]:
-        if state is not None and fresh is not None:
-            state = self.decoder.reset_rows(state, fresh)
         with torch.autocast(x.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
-            logits, state, aux = self.decoder(x, state)
+            logits, state, aux = self.decoder(x, state, fresh)
         logits = logits.float()  # [B, T, V]
         nll = F.cross_entropy(logits.flatten(0, 1), y.masked_fill(~mask, 0).flatten(), reduction="none").view_as(mask)
         sums = {"nll": torch.where(mask, nll, 0).sum(), "span_loss": aux.loss.float()}

@@ -1,0 +1,53 @@
+"""Fused GPU kernels over live memories. Nothing outside this folder imports triton.
+
+`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take the
+dispatcher's normalised inputs: q [B, Hq, T, D], k and v [B, Hkv, S, D], span and k_pos [B, 1 or Hkv, S], q_pos [B, 1, T].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import attention
+from .decode import triton_decode
+
+__all__ = ["triton_attention", "triton_decode"]
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    ramp: float,
+    include_self: bool = True,
+    scale: float,
+    documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v and span.
+
+    documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
+    are bitwise equal from run to run.
+    """
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        return torch.zeros_like(q)
+    q, scale = _positive_scale(q, scale)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
+    q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return attention(
+        q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic
+    )[0]  # fmt: skip
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernels take the largest score before scaling, which needs a positive scale."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)

@@ -1,0 +1,112 @@
+"""The fused operator as PyTorch sees it: two opaque ops with shapes and a gradient, so that compiled graphs stay whole."""
+
+# No `from __future__ import annotations` here: torch.library reads the signatures' real types.
+
+import torch
+from torch import Tensor
+
+from .backward import run_backward
+from .forward import run_forward
+from .lists import NUM_CLASSES, RUN_WORDS, Plan, build_plan, num_slots
+from .tuning import choose, dot_precision
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def readable(x: Tensor) -> Tensor:
+    """x itself if the kernels can read it in place: contiguous rows, 16-byte aligned strides; else a copy."""
+    step = 16 // x.element_size()
+    strided = x.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:-1])
+    return x if strided and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+@torch.library.custom_op("expire_span::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Tensor | None,
+    k_doc: Tensor | None, ramp: float, include_self: bool, scale: float, deterministic: bool,
+) -> Outputs:  # fmt: skip
+    """y, lse, then the fields of the plan, which the backward pass walks again."""
+    tuning = choose(q.shape[-1], q.dtype)
+    q = readable(q)
+    plan = build_plan(
+        k, v, span, q_pos, k_pos, q_doc, k_doc, ramp=ramp, include_self=include_self,
+        block_m=tuning.forward.block_m, block_n=tuning.block_n,
+    )  # fmt: skip
+    y, lse = run_forward(
+        q,
+        q_pos,
+        plan,
+        ramp=ramp,
+        scale=scale,
+        has_docs=q_doc is not None,
+        tuning=tuning,
+        precision=dot_precision(q.dtype),
+    )
+    return (y, lse, *(getattr(plan, name) for name in Plan.__dataclass_fields__))  # pyright: ignore
+
+
+@attention.register_fake
+def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
+    tuning = choose(q.shape[-1], q.dtype)
+    (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
+    rows, slots = batch * heads, num_slots(memories, int(queries), tuning.block_n)
+    query_tiles = (queries + tuning.forward.block_m - 1) // tuning.forward.block_m
+
+    def integers(*shape):
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
+        integers(rows, slots),
+        integers(rows, 3, slots),
+        torch.empty((rows, slots), dtype=torch.float32, device=q.device),
+        integers(rows, 4, slots // tuning.block_n),
+        integers(rows, NUM_CLASSES + 1),
+        integers(rows, query_tiles, RUN_WORDS),
+        k.new_empty(batch, kv_heads, slots, dim),
+        v.new_empty(batch, kv_heads, slots, dim),
+    )
+
+
+@torch.library.custom_op("expire_span::attention_backward", mutates_args=())
+def attention_backward(
+    dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
+    tiles: Tensor, class_tiles: Tensor, runs: Tensor, k: Tensor, v: Tensor, memories: int, ramp: float, scale: float,
+    has_docs: bool, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy = readable(dy)
+    q = readable(q)
+    plan = Plan(order, keys, spans, tiles, class_tiles, runs, k, v)
+    return run_backward(
+        dy, q, y, lse, q_pos, plan, memories, ramp=ramp, scale=scale, has_docs=has_docs, deterministic=deterministic,
+        tuning=choose(q.shape[-1], q.dtype), precision=dot_precision(q.dtype),
+    )  # fmt: skip
+
+
+@attention_backward.register_fake
+def _(dy, q, q_pos, y, lse, order, keys, spans, tiles, class_tiles, runs, k, v, memories, *options):
+    shape = (k.shape[0], k.shape[1], memories)
+    like = dict(dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
+    return torch.empty(q.shape, **like), dk, dv, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, _, span, q_pos, _, q_doc, _, ramp, _, scale, deterministic = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, q_pos, *output)
+    ctx.options = (k.shape[2], ramp, scale, q_doc is not None, deterministic)
+    ctx.span_heads, ctx.span_dtype = span.shape[1], span.dtype
+
+
+def _differentiate(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 12
+    dq, dk, dv, dspan = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
+    if ctx.span_heads == 1:
+        dspan = dspan.sum(1, keepdim=True)
+    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
+
+
+attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,127 @@
+"""Decoding: a few queries per row over a store that is already compact, read in place, without gradients.
+
+The memories of a row are split over several programs (so that one long row fills the GPU), each of which leaves a partial
+softmax; a second kernel joins them. All query heads of one key/value head, and all queries, share one tile: every living
+memory is read once, dead rows and padding never.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .forward import LOG2E
+from .lists import FAR
+from .tuning import dot_precision
+
+
+@triton.jit
+def _decode(
+    q, k, v, span, q_pos, k_pos, parts, peaks, totals, T, S, kv_heads, group, per_split, heads, q_b, q_h, q_t, k_b, k_h, k_s,
+    v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
+    MIN_AGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // kv_heads, bh % kv_heads
+    row_head = h % heads
+    r = tl.arange(0, BLOCK_M)  # query t of head g of the group stands in row g * T + t
+    d = tl.arange(0, D_PAD)
+    inside = r < group * T
+    q_at = q + b * q_b + (h * group + r // T)[:, None] * q_h + (r % T)[:, None].to(tl.int64) * q_t + d[None, :]
+    q_tile = tl.load(q_at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    t0 = tl.load(q_pos + b * qp_b)
+    since = (tl.load(q_pos + b * qp_b + r % T, mask=inside, other=0) - t0).to(tl.int32)
+    last = tl.max(since, 0)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    begin = split * per_split
+    for start in range(begin, tl.minimum(begin + per_split, S), BLOCK_N):
+        i = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+        born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=i < S, other=0)
+        born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
+        length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=i < S, other=0.0).to(tl.float32)
+        life = (length + born.to(tl.float32)) + ramp
+        wanted = (i < S) & (life > 0) & (born <= last)
+        read = wanted[:, None] & (d[None, :] < D)
+        rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
+        s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
+        x = life[None, :] - since.to(tl.float32)[:, None]
+        alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
+        s = tl.where(alive, s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        p = tl.where(alive, tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None]), 0.0)
+        fade = tl.math.exp2(peak - safe)
+        total = total * fade + tl.sum(p, 1)
+        rows = tl.load(v + b * v_b + h * v_h + i[:, None] * v_s + d[None, :], mask=read, other=0.0)
+        acc = tl.dot(p.to(rows.dtype), rows, acc * fade[:, None], input_precision=PRECISION)
+        peak = new_peak
+    out = (bh * tl.num_programs(0) + split) * BLOCK_M + r
+    tl.store(parts + out[:, None] * D_PAD + d[None, :], acc)
+    tl.store(peaks + out, peak)
+    tl.store(totals + out, total)
+
+
+@triton.jit
+def _join(
+    parts, peaks, totals, y, T, kv_heads, group, splits, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    bh, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    acc = tl.zeros([D_PAD], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for split in range(splits):
+        at = (bh * splits + split) * BLOCK_M + r
+        part_peak = tl.load(peaks + at)
+        new_peak = tl.maximum(peak, part_peak)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        fade, rise = tl.math.exp2(peak - safe), tl.math.exp2(part_peak - safe)
+        acc = acc * fade + tl.load(parts + at * D_PAD + d) * rise
+        total = total * fade + tl.load(totals + at) * rise
+        peak = new_peak
+    acc = acc / tl.where(total > 0, total, 1.0)
+    out = ((bh * group + r // T) * T + r % T) * D + d
+    tl.store(y + out, acc.to(y.dtype.element_ty), mask=d < D)
+
+
+def triton_decode(
+    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float, include_self: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients."""
+    batch, q_heads, queries, dim = q.shape
+    kv_heads, memories = k.shape[1:3]
+    if queries == 0 or memories == 0:
+        return torch.zeros_like(q)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
+    group = q_heads // kv_heads
+    block_m, padded = max(16, triton.next_power_of_2(group * queries)), triton.next_power_of_2(dim)
+    block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
+    per_split, splits = _split(memories, batch * kv_heads, block_n)
+    like = dict(dtype=torch.float32, device=q.device)
+    parts = torch.empty(batch * kv_heads, splits, block_m, padded, **like)
+    peaks, totals = (torch.empty(batch * kv_heads, splits, block_m, **like) for _ in range(2))
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _decode[(splits, batch * kv_heads)](
+        q, k, v, span, q_pos, k_pos, parts, peaks, totals, queries, memories, kv_heads, group, per_split, span.shape[1],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *span.stride(), *k_pos.stride(), q_pos.stride(0),
+        scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1, D=dim, D_PAD=padded, BLOCK_M=block_m,
+        BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _join[(batch * kv_heads, group * queries)](
+        parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded, BLOCK_M=block_m, num_warps=1
+    )
+    return y
+
+
+def _split(memories: int, rows: int, block_n: int) -> tuple[int, int]:
+    """Memories per program, and programs per row: about two programs a multiprocessor, each with a few tiles to read."""
+    wanted = max(1, 264 // rows)
+    per_split = triton.cdiv(triton.cdiv(memories, wanted), 4 * block_n) * 4 * block_n
+    return per_split, triton.cdiv(memories, per_split)

@@ -1,0 +1,181 @@
+"""Forward pass: one program per query tile walks its runs of memory tiles, first the fully living, then the masked.
+
+Scores are in base 2. `lse` is log2 of sum m e^s per query, or +inf where nothing lives, so that exp2(s - lse) is 0 there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .lists import FULL_AT, MASKED_AT, WORDS, Plan
+from .tuning import Tuning
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def next_tile(runs, run, tile, left):
+    """Step to the next tile of the current run, or to the first of the next run."""
+    left -= 1
+    over = left == 0
+    run = tl.where(over, run + 1, run)
+    start = tl.load(runs + 2 * run, mask=over, other=0)
+    length = tl.load(runs + 2 * run + 1, mask=over, other=0)
+    return run, tl.where(over, start, tile + 1), tl.where(over, length, left)
+
+
+@triton.jit
+def load_tile(memory, row, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Rows [BLOCK_N, D_PAD] of sorted memories from `row` on; `memory` is a descriptor (TMA) or a pointer."""
+    if TMA:
+        rows = memory.load([row.to(tl.int32), 0])
+    else:
+        d = tl.arange(0, D_PAD)
+        at = memory + row.to(tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
+        if D == D_PAD:
+            rows = tl.load(at)
+        else:
+            rows = tl.load(at, mask=d[None, :] < D, other=0.0)
+    return rows
+
+
+@triton.jit
+def load_queries(
+    x, b, h, start, T, x_b, x_h, x_t, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """Rows [BLOCK_M, D_PAD] of one head of q or dy from query `start` on, zero beyond T."""
+    if TMA:
+        rows = x.load([b.to(tl.int32), h.to(tl.int32), start, 0]).reshape([BLOCK_M, D_PAD])
+    else:
+        t = start + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, D_PAD)
+        at = x + b * x_b + h * x_h + t.to(tl.int64)[:, None] * x_t + d[None, :]
+        rows = tl.load(at, mask=(t[:, None] < T) & (d[None, :] < D), other=0.0)
+    return rows
+
+
+def memory_source(x: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What `load_tile` reads sorted memories [B, Hkv, slots, D] from."""
+    if not tma:
+        return x
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, triton.next_power_of_2(x.shape[-1])])
+
+
+def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What `load_queries` reads [B, H, T, D] from."""
+    if not tma:
+        return x
+    return TensorDescriptor.from_tensor(x, [1, 1, block_m, triton.next_power_of_2(x.shape[-1])])
+
+
+@triton.jit
+def load_fate(keys, spans, slots, slot, t0, ramp):
+    """Of each slot: its first query, the query after its last, and steps left until its death at position t0."""
+    first = tl.load(keys + slot)
+    end = tl.load(keys + slots + slot)
+    born = tl.load(keys + 2 * slots + slot)
+    left = (tl.load(spans + slot) - (t0 - born).to(tl.float32)) + ramp
+    return first, end, left
+
+
+@triton.jit
+def _walk(
+    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp, inv_ramp,
+    MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over `count` tiles of the runs."""
+    run = 0
+    tile = tl.load(runs)
+    left = tl.load(runs + 1)
+    for _ in range(count):
+        k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            first, end, life = load_fate(keys, spans, slots, slot, t0, ramp)
+            x = life[None, :] - since[:, None]
+            alive = (x > 0) & (q_index[:, None] >= first[None, :])
+            if HAS_DOCS:
+                alive = alive & (q_index[:, None] < end[None, :])
+            s = tl.where(alive, s * scale, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(s, 1))
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None])
+            p = tl.where(alive, p, 0.0)
+        else:
+            new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+            safe = new_peak
+            p = tl.math.exp2(s * scale - safe[:, None])
+        fade = tl.math.exp2(peak - safe)
+        total = total * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None]
+        v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        peak = new_peak
+        run, tile, left = next_tile(runs, run, tile, left)
+    return acc, total, peak
+
+
+@triton.jit
+def _forward(
+    q, k, v, keys, spans, runs, q_pos, y, lse, T, slots, q_heads, group, heads, q_b, q_h, q_t, qp_b, scale, ramp,
+    inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # late tiles have most to do
+    b, h = bh // q_heads, bh % q_heads
+    kv_bh = b * (q_heads // group) + h // group
+    row = b * heads + (h // group) % heads
+    q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    inside = q_index < T
+    mask = inside[:, None] & (d[None, :] < D)
+    q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
+    t_row = q_pos + b * qp_b
+    base = tl.load(t_row)
+    t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
+    t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+    since = (t - t0).to(tl.float32)
+    keys += row * 3 * slots
+    spans += row * slots
+    runs += (row * tl.num_programs(0) + qt) * WORDS
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc, total, peak = _walk(
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0, since, scale,
+        ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+    )  # fmt: skip
+    acc, total, peak = _walk(
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots, q_index, t0, since,
+        scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+    )  # fmt: skip
+    lives = total > 0
+    acc = acc / tl.where(lives, total, 1.0)[:, None]
+    out = (bh * T + q_index)[:, None] * D + d[None, :]
+    tl.store(y + out, acc.to(y.dtype.element_ty), mask=mask)
+    tl.store(lse + bh * T + q_index, tl.where(lives, peak + tl.math.log2(total), float("inf")), mask=inside)
+
+
+def run_forward(
+    q: Tensor, q_pos: Tensor, plan: Plan, *, ramp: float, scale: float, has_docs: bool, tuning: Tuning, precision: str
+) -> tuple[Tensor, Tensor]:
+    """y [B, Hq, T, D] and lse [B, Hq, T]."""
+    batch, q_heads, queries, dim = q.shape
+    kv_heads, slots = plan.k.shape[1:3]
+    launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    _forward[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+        query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
+        plan.keys, plan.spans, plan.runs, q_pos, y, lse, queries, slots, q_heads, q_heads // kv_heads,
+        plan.order.shape[0] // batch, *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
+        HAS_DOCS=has_docs, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
+        PRECISION=precision, TMA=tma, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return y, lse

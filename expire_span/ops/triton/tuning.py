@@ -1,0 +1,69 @@
+"""Block sizes by head dim and dtype: a small table of measured choices, looked up once per call, never timed in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel runs: queries per tile, warps per program, pipeline depth."""
+
+    block_m: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the three kernels run. forward and dq share block_m, since they walk the same runs."""
+
+    block_n: int
+    """Memories per tile, in all kernels."""
+    forward: Launch
+    dq: Launch
+    dkv: Launch
+    fuse_dq: bool = False
+    """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
+    tma: bool = False
+    """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
+
+    def __post_init__(self) -> None:
+        assert self.forward.block_m == self.dq.block_m, (self.forward, self.dq)
+
+
+_HALF = {
+    32: Tuning(64, Launch(128, 4, 3), Launch(128, 4, 3), Launch(64, 4, 3)),
+    64: Tuning(64, Launch(128, 4, 3), Launch(128, 8, 2), Launch(64, 4, 2)),
+    128: Tuning(64, Launch(128, 8, 3), Launch(128, 8, 2), Launch(64, 8, 2)),
+    256: Tuning(32, Launch(64, 8, 2), Launch(64, 8, 1), Launch(32, 8, 1)),
+}
+_SINGLE = {
+    32: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
+    64: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
+    128: Tuning(32, Launch(32, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
+    256: Tuning(16, Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)),
+}
+_override: Tuning | None = None
+
+
+def choose(dim: int, dtype: torch.dtype) -> Tuning:
+    """The table's entry; head dim 96 runs as 128."""
+    if _override is not None:
+        return _override
+    padded = 128 if dim == 96 else dim
+    return (_SINGLE if dtype == torch.float32 else _HALF)[padded]
+
+
+def override(tuning: Tuning | None) -> None:
+    """Run everything with one choice (benchmarks and tests), or go back to the table with None."""
+    global _override
+    _override = tuning
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products are exact unless PyTorch was told that TF32 will do."""
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"

@@ -1,0 +1,92 @@
+"""The budget controller: reaches its target, moves the right way, waits and yields as asked, restores exactly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expire_span.config import BudgetConfig
+from expire_span.train.budget import BudgetController
+
+
+def build(**fields) -> BudgetController:
+    return BudgetController(BudgetConfig(**{"live": 50.0, **fields}), layers=2, bytes_per_memory=100)
+
+
+def feed(controller, live: float, loss: float = 1.0, times: int = 1) -> float:
+    for _ in range(times):
+        controller.update(torch.tensor(live), torch.tensor(loss))
+    return float(controller.weight)
+
+
+@settings(max_examples=6, deadline=None)
+@given(target=st.floats(5, 500), scale=st.floats(-6, -2), slope=st.floats(0.2, 1.0), lag=st.integers(1, 8))
+def test_reaches_the_target_on_a_lagging_plant(target, scale, slope, lag):
+    """Live memories fall as a power of the weight and follow it late, as spans do in training."""
+    controller = build(live=target, gain=0.05, max_weight=1e3)
+    live = 1000.0
+    for _ in range(1500):
+        wanted = target * (float(controller.weight) / 10**scale) ** -slope
+        live += (min(wanted, 2000.0) - live) / lag
+        controller.update(torch.tensor(live), torch.tensor(1.0))
+    assert live == pytest.approx(target, rel=0.05)
+
+
+@given(st.floats(51, 1e6), st.floats(1e-6, 49))
+@settings(max_examples=30, deadline=None)
+def test_weight_rises_above_the_target_and_falls_below_it(high, low):
+    up, down = build(), build()
+    start = float(up.weight)
+    assert feed(up, high) > start > feed(down, low)
+
+
+def test_more_live_never_means_less_pressure():
+    weights = [feed(build(), live, times=5) for live in (1, 10, 50, 60, 200, 1e4)]
+    assert weights == sorted(weights)
+
+
+def test_limits_hold():
+    high, low = build(max_weight=1e-3), build()
+    assert feed(high, 1e9, times=2000) == pytest.approx(1e-3)
+    assert feed(low, 0.0, times=2000) == pytest.approx(1e-8, rel=1e-4)
+
+
+def test_waits_for_start_loss_and_never_stops_again():
+    controller = build(start_loss=0.5)
+    assert feed(controller, 500, loss=2.0, times=50) == 0
+    assert feed(controller, 500, loss=0.1, times=100) > 0
+    assert feed(controller, 500, loss=2.0, times=100) > 0
+
+
+def test_one_lucky_step_does_not_start_it():
+    controller = build(start_loss=0.5)
+    feed(controller, 500, loss=2.0, times=50)
+    assert feed(controller, 500, loss=0.0) == 0
+
+
+def test_patience_shrinks_the_weight_while_the_task_suffers():
+    controller = build(patience_loss=1.0)
+    happy = feed(controller, 500, loss=0.5, times=20)
+    assert feed(controller, 500, loss=3.0, times=40) < happy
+
+
+def test_bytes_become_memories_per_layer():
+    controller = BudgetController(BudgetConfig(bytes=10_000), layers=4, bytes_per_memory=50)
+    assert controller.target == 50
+
+
+def test_restores_exactly():
+    a, b = build(start_loss=0.9), build(start_loss=0.9)
+    feed(a, 77.0, loss=0.7, times=13)
+    b.load_state_dict(a.state_dict())
+    assert feed(a, 31.0, loss=0.8, times=9) == feed(b, 31.0, loss=0.8, times=9)
+    assert math.isfinite(float(a.running_loss))
+
+
+def test_needs_a_target():
+    with pytest.raises(ValueError, match="needs a target"):
+        BudgetController(BudgetConfig(), layers=1, bytes_per_memory=1)

@@ -1,0 +1,153 @@
+"""The command line: fast help without torch, and one clear sentence for every bad input, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from expire_span.cli import main
+from expire_span.recipes import RECIPES, text_small
+from tests.tiny import ROOT, as_options, spawn, tiny_config, write_text
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, tmp_path):
+    """Run a command inside an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        try:
+            code = main([*args])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Options for the smallest run of recipe text_small."""
+    return as_options(tiny_config(write_text(tmp_path), steps=4), text_small())
+
+
+def check_refused(answer: tuple[int, str, str], *words: str) -> None:
+    code, _, err = answer
+    assert code == 2, err
+    assert err.startswith("expire-span: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
+    for word in words:
+        assert word in err, err
+
+
+BAD = [
+    (["train", "recal"], ["'recal'", "did you mean recall"]),
+    (["train", "xyzzy"], ["'xyzzy'", "known are: recall"]),
+    (["train"], ["train needs a recipe"]),
+    (["trian"], ["'trian'", "did you mean train"]),
+    (["train", "recall", "--model.dimm", "3"], ["--model.dimm", "did you mean --model.dim"]),
+    (["train", "recall", "--train.stepz", "3"], ["did you mean --train.steps"]),
+    (["train", "recall", "extra"], ["unknown option extra"]),
+    (["train", "recall", "--model.dim", "abc"], ["--model.dim", "'abc'"]),
+    (["train", "recall", "--train.schedule", "odd"], ["'odd'", "cosine"]),
+    (["train", "recall", "--model.heads", "3"], ["heads 3 and dim 64"]),
+    (["train", "recall", "--model.mixer.ramp", "0"], ["ramp must be greater than 0, got 0"]),
+    (["train", "recall", "--model.mixer.ramp", "-5"], ["ramp must be greater than 0, got -5"]),
+    (["train", "recall", "--name", "a/b"], ["run name", "a/b"]),
+    (["train", "recall", "--train.device", "cuda:7"], ["cuda:7", "needs a GPU"]),
+    (["train", "recall", "--train.device", "toaster"], ["toaster"]),
+    (["train", "text_small"], ["--task.path"]),
+    (["train", "text_small", "--task.path", "missing.txt"], ["missing.txt"]),
+    (["resume", "nothing"], ["'nothing'", "known runs: none"]),
+    (["eval", "nothing"], ["'nothing'"]),
+    (["generate", "nothing"], ["'nothing'"]),
+    (["report", "nothing"], ["'nothing'"]),
+    (["eval"], ["RUN"]),
+    (["recipes", "--jsn", "True"], ["--jsn", "--json"]),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), BAD, ids=lambda x: " ".join(x)[:40])
+def test_bad_input_is_one_sentence(call, tmp_path, args, words):
+    check_refused(call(*args), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"short text"])
+def test_empty_or_short_text(call, tmp_path, content):
+    (tmp_path / "t.txt").write_bytes(content)
+    check_refused(call("train", "text_small", "--task.path", "t.txt"), "t.txt", "bytes")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.txt"]
+
+
+def test_train_eval_generate_and_refusals_on_runs(call, tmp_path, options):
+    code, out, _ = call("train", "text_small", "--name", "a", *options)
+    assert code == 0 and "run folder" in out
+    before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
+    check_refused(call("train", "text_small", "--name", "a", *options), "runs/a already exists", "--name", "resume")
+    check_refused(call("resume", "a"), "is finished (4 steps)")
+    check_refused(call("resume", "b"), "'b'", "known runs: a")
+    check_refused(call("eval", "a", "--device", "cuda:9"), "cuda:9")
+    check_refused(call("eval", "a", "--batch", "0"), "--batch must be at least 1, got 0")
+    check_refused(call("generate", "a", "--temperature", "-1"), "got -1")
+    code, out, _ = call("eval", "runs/a", "--split", "valid")
+    assert code == 0 and json.loads(out)["split"] == "valid"
+    code, out, _ = call("eval", "a")
+    assert json.loads(out)["loss"] == json.loads((tmp_path / "runs/a/result.json").read_text())["loss"]
+    assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
+
+
+def test_run_of_another_version_and_without_checkpoint(call, tmp_path, options):
+    call("train", "text_small", "--name", "a", *options)
+    for folder in (tmp_path / "runs/a/checkpoints").iterdir():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    check_refused(call("eval", "a"), "has no checkpoint yet")
+    check_refused(call("generate", "a"), "has no checkpoint yet")
+    config = tmp_path / "runs/a/config.json"
+    config.write_text(config.read_text().replace('"format": 1', '"format": 7'))
+    for verb in ("eval", "resume", "generate", "report"):
+        check_refused(call(verb, "a"), "format 7", "reads format 1")
+
+
+def test_recipes_lists_each_with_one_line(call):
+    code, out, _ = call("recipes")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(RECIPES)
+    code, out, _ = call("recipes", "--json", "True")
+    assert set(json.loads(out)) == set(RECIPES)
+
+
+def test_every_field_can_be_overridden(call):
+    code, out, _ = call("train", "recall", "--help")
+    for word in ("--model.mixer.max-span", "--train.budget.live", "--task.colours", "--seed", "--name", "--runs-dir"):
+        assert word in out
+    assert code == 0 and "Soft edge of the mask" in out
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["train", "recall", "--help"], ["recipes"], ["train", "recall", "--model.heads", "3"]]
+)
+def test_answers_within_a_second_and_without_torch(args):
+    code = f"import sys; from expire_span.cli import main; sys.argv[1:] = {args!r}\n"
+    code += "try: main()\nfinally: assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    best = min(_time(args) for _ in range(3))
+    assert best < 1.0
+
+
+def _time(args: list[str]) -> float:
+    begin = time.perf_counter()
+    spawn(*args).communicate()
+    return time.perf_counter() - begin
+
+
+def test_generate_streams_bytes(call, tmp_path, options):
+    assert call("train", "text_small", *options)[0] == 0
+    process = spawn("generate", str(tmp_path / "runs/text_small"), "--prompt", "one ", "--max-tokens", "5", text=False)
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.startswith(b"one ") and len(out) == len(b"one ") + 5 + 1, err

@@ -1,0 +1,65 @@
+"""Configs: JSON and back, refusals with both values, recipes that build."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from expire_span.config import (
+    BudgetConfig,
+    DecoderConfig,
+    ExpireSpanConfig,
+    RecallTask,
+    RunConfig,
+    TextTask,
+    TrainConfig,
+    from_dict,
+    to_dict,
+)
+from expire_span.recipes import RECIPES, get_recipe, summary
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_survives_json(name):
+    config = RECIPES[name]()
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert summary(RECIPES[name]).endswith(".")
+
+
+def test_unknown_field_names_the_nearest():
+    data = to_dict(RECIPES["recall"]())
+    data["model"]["heds"] = 3
+    with pytest.raises(ValueError, match="no field heds; did you mean heads"):
+        from_dict(RunConfig, data)
+    data = to_dict(RECIPES["recall"]())
+    data["task"]["kind"] = "chess"
+    with pytest.raises(ValueError, match="unknown kind 'chess'"):
+        from_dict(RunConfig, data)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown recipe 'recal'; did you mean recall"):
+        get_recipe("recal")
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: DecoderConfig(heads=3, dim=64), "heads 3 and dim 64"),
+        (lambda: DecoderConfig(heads=4, kv_heads=3), "kv_heads 3 and heads 4"),
+        (lambda: DecoderConfig(dim=12, heads=4), "even head dim, got 3"),
+        (lambda: ExpireSpanConfig(ramp=0), "ramp must be greater than 0, got 0"),
+        (lambda: ExpireSpanConfig(initial_span=1.0), "got 1.0"),
+        (lambda: ExpireSpanConfig(cap=0), "cap must be at least 1, got 0"),
+        (lambda: TrainConfig(batch=6, accumulate=4), "accumulate 4 and batch 6"),
+        (lambda: TrainConfig(keep_checkpoints=1), "at least 2, got 1"),
+        (lambda: TrainConfig(lr=0), "lr must be greater than 0, got 0"),
+        (lambda: BudgetConfig(live=3, bytes=4), "3 and 4"),
+        (lambda: RecallTask(min_length=9, max_length=3), "3 and 9"),
+        (lambda: TextTask(valid_share=0.7), "got 0.7"),
+    ],
+)
+def test_bad_values_are_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()

@@ -1,0 +1,99 @@
+"""Two real processes give the single process's result: DDP through accelerate launch, and FSDP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.utils import DistributedType
+
+from expire_span.recipes import text_small
+from expire_span.runs import RunFolder
+from expire_span.train.devices import check_processes
+from expire_span.train.supervised import train
+from tests.tiny import as_options, spawn, tiny_config, write_text
+
+
+def launcher(kind: str) -> tuple[str, ...]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    if kind == "fsdp":
+        return ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m", "tests.fsdp_child")
+    options = ("--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", *options, "--main_process_port", port)
+    return (*launch, "-m", "expire_span")
+
+
+def call(kind: str, *args: str) -> tuple[int, str]:
+    process = spawn(*args, launcher=launcher(kind))
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out + err
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same(one: list[dict], two: list[dict]) -> None:
+    """Equal up to the order of float32 sums. Bytes held are not: rows that are stored together share their padding."""
+    assert len(one) == len(two)
+    for a, b in zip(one, two):
+        assert a.keys() == b.keys() and a.pop("bytes_held") == pytest.approx(b["bytes_held"], rel=0.1)
+        for name, value in a.items():
+            assert b[name] == (value if isinstance(value, str) else pytest.approx(value, rel=2e-5, abs=1e-7)), (
+                a["step"],
+                name,
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_equal_one(tmp_path, kind):
+    config = tiny_config(
+        write_text(tmp_path), steps=10, log_every=1, eval_every=5, checkpoint_every=4, accumulate=2, batch=8
+    )
+    one = train(config, tmp_path / "one", shown=False)
+    args = ["train", "text_small", "--runs-dir", str(tmp_path), "--name", "two", *as_options(config, text_small())]
+    code, output = call(kind, *args)
+    assert code == 0, output
+    two = RunFolder.open(tmp_path / "two")
+    assert two.environment["processes"] == 2
+    assert two.environment["distributed"] == ("FSDP" if kind == "fsdp" else "MULTI_CPU")
+    check_same(lines(one.path), lines(two.path))
+    assert two.read_result()["loss"] == pytest.approx(one.read_result()["loss"], rel=2e-5)
+    _resume_is_exact(kind, two)
+
+
+def _resume_is_exact(kind: str, run: RunFolder) -> None:
+    """Take away the end of the run and let two processes write it again."""
+    before = (run.path / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run.checkpoints / "step-00000010")
+    (run.path / "result.json").unlink()
+    code, output = call(kind, "resume", str(run.path))
+    assert code == 0, output
+    assert (run.path / "metrics.jsonl").read_bytes() == before
+
+
+def accelerator(kind: DistributedType, processes: int) -> Any:
+    return SimpleNamespace(distributed_type=kind, num_processes=processes, device="cpu")
+
+
+def test_what_several_processes_cannot_do(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, batch=4)
+    check_processes(config, accelerator(DistributedType.MULTI_CPU, 2))
+    with pytest.raises(ValueError, match="got batch 4, 3 processes and accumulate 1"):
+        check_processes(config, accelerator(DistributedType.MULTI_CPU, 3))
+    sharded = accelerator(DistributedType.FSDP, 2)
+    with pytest.raises(ValueError, match="optimizer muon needs whole matrices"):
+        check_processes(tiny_config(tmp_path, optimizer="muon"), sharded)
+    with pytest.raises(ValueError, match="positions relative"):
+        check_processes(tiny_config(tmp_path, {"positions": "relative"}), sharded)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP needs several GPUs, got device cpu"):
+        check_processes(config, accelerator(DistributedType.MULTI_CPU, 2))

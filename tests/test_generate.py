@@ -1,0 +1,117 @@
+"""Generation: the same as running the decoder over the whole text, seeded, bounded, shared between samples."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.generate import PROMPT_BLOCK, Sampling, generate_bytes, generate_tokens, narrow, read_prompt
+from expire_span.models.decoder import Decoder
+from tests.tiny import MIXER, MODEL
+
+CONFIG = DecoderConfig.modern(**MODEL, mixer=ExpireSpanConfig(**MIXER))
+
+
+@pytest.fixture
+def decoder():
+    torch.manual_seed(0)
+    return Decoder(CONFIG).eval()
+
+
+def text_of(decoder, sampling, **options) -> list[bytes]:
+    return [b"".join(parts) for parts in zip(*generate_bytes(decoder, b"memory", sampling, **options))]
+
+
+def test_greedy_equals_running_the_whole_text_each_time(decoder):
+    (text,) = text_of(decoder, Sampling(temperature=0), max_tokens=60)
+    tokens = list(b"memory")
+    with torch.no_grad():
+        for _ in range(60):
+            tokens.append(int(decoder(torch.tensor([tokens]))[0][0, -1].argmax()))
+    assert bytes(tokens) == b"memory" + text
+
+
+def test_seed_decides(decoder):
+    a, b, c = (text_of(decoder, Sampling(seed=s), max_tokens=20) for s in (1, 1, 2))
+    assert a == b != c
+
+
+def test_samples_differ_and_rows_stay_apart(decoder):
+    texts = text_of(decoder, Sampling(seed=3), max_tokens=20, samples=4)
+    assert len(set(texts)) == 4 and all(len(text) == 20 for text in texts)
+    greedy = text_of(decoder, Sampling(temperature=0), max_tokens=20, samples=3)
+    assert greedy == text_of(decoder, Sampling(temperature=0), max_tokens=20) * 3
+
+
+def test_prompt_is_read_in_blocks(decoder):
+    prompt = torch.randint(256, (1, PROMPT_BLOCK + 37))
+    with torch.no_grad():
+        whole = decoder(prompt)[0][:, -1]
+    torch.testing.assert_close(read_prompt(decoder, prompt)[0], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_endless_generation_holds_bounded_memory(decoder):
+    prompt = torch.tensor(list(b"x"))
+    held = []
+    forward = decoder.forward
+
+    def watch(*args):
+        out = forward(*args)
+        held.append(out[2].bytes_held)
+        return out
+
+    decoder.forward = watch
+    tokens = generate_tokens(decoder, prompt, Sampling())
+    assert sum(1 for _ in itertools.islice(tokens, 400)) == 400
+    assert max(held[200:]) <= max(held[:200])
+
+
+def test_empty_prompt_begins_somewhere(decoder):
+    assert len(list(generate_bytes(decoder, b"", max_tokens=3))) == 3
+
+
+def test_top_k_and_top_p():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    torch.testing.assert_close(narrow(logits, Sampling(top_k=2)), torch.tensor([[0.625, 0.375, 0, 0]]))
+    torch.testing.assert_close(narrow(logits, Sampling(top_p=0.7)), torch.tensor([[0.625, 0.375, 0, 0]]))
+    torch.testing.assert_close(narrow(logits, Sampling(top_p=0.5)), torch.tensor([[1.0, 0, 0, 0]]))
+    torch.testing.assert_close(narrow(logits, Sampling(temperature=0)), torch.tensor([[1.0, 0, 0, 0]]))
+    torch.testing.assert_close(narrow(logits, Sampling()), logits.exp())
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_bad_sampling_is_named(bad):
+    (value,) = bad.values()
+    with pytest.raises(ValueError, match=f"got {value}"):
+        Sampling(**bad)
+
+
+def test_only_byte_models():
+    with pytest.raises(ValueError, match="vocab 256, got vocab 12"):
+        next(generate_bytes(Decoder(replace(CONFIG, vocab=12)), b"x"))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_streams_do_not_end_at_large_positions(decoder, monkeypatch, mode):
+    """Counting positions anew every few steps changes nothing, in either cache."""
+    decoder.train(mode == "train")
+    tokens = torch.randint(256, (2, 120))
+
+    def stream():
+        state, parts = None, []
+        with torch.no_grad():
+            for block in tokens.split(7, dim=1):
+                logits, state, _ = decoder(block, state)
+                parts.append(logits)
+        return torch.cat(parts, 1), state
+
+    expected, state = stream()
+    assert state[0]["position"] == 120
+    monkeypatch.setattr("expire_span.models.expire_span.REBASE_AFTER", 20)
+    actual, state = stream()
+    assert state[0]["position"] < 27
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

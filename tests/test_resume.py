@@ -1,0 +1,185 @@
+"""Interruptions: after kill -9, damage, Ctrl-C or a full disk, the finished run's metrics equal an unbroken run's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from expire_span.recipes import text_small
+from expire_span.runs import RunError, RunFolder, UserError, find_run
+from expire_span.train import checkpoint
+from expire_span.train.signals import Interrupted
+from expire_span.train.supervised import Trainer, resume, train
+from tests.tiny import as_options, noisy_config, spawn, tiny_config, write_text
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Child processes have one thread; equal bits need equal threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return noisy_config(write_text(tmp_path), steps=24, checkpoint_every=3, eval_every=8, log_every=4, eval_batches=1)
+
+
+def finished(run: RunFolder) -> tuple[bytes, bytes]:
+    return (run.path / "metrics.jsonl").read_bytes(), (run.path / "result.json").read_bytes()
+
+
+def start(config, tmp_path: Path, name: str, **options):
+    args = ["train", "text_small", "--runs-dir", str(tmp_path / "runs"), "--name", name]
+    return spawn(*args, *as_options(config, text_small()), **options)
+
+
+def wait_for_lines(path: Path, count: int, process) -> None:
+    """Wait until the run has written `count` lines of metrics."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_kill_9_at_random_moments(config, tmp_path):
+    unbroken = train(config, tmp_path / "runs" / "unbroken", recipe="text_small", shown=False)
+    draw = random.Random(os.getpid())
+    process = start(config, tmp_path, "killed")
+    path = tmp_path / "runs" / "killed" / "metrics.jsonl"
+    for lines in (2, 5, 7):
+        wait_for_lines(path, lines, process)
+        time.sleep(draw.random() * 0.2)
+        process.kill()
+        process.communicate()
+        process = spawn("resume", "killed", "--runs-dir", str(tmp_path / "runs"))
+    output = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert finished(find_run("killed", tmp_path / "runs")) == finished(unbroken)
+    assert not list(tmp_path.glob("runs/killed/checkpoints/.*"))
+
+
+class Crash(BaseException):
+    """Stands for a power cut inside this process."""
+
+
+@pytest.mark.parametrize("stop_after", [1, 7, 23, 24])
+def test_a_crash_after_any_step_changes_nothing(config, tmp_path, monkeypatch, stop_after):
+    unbroken = _unbroken(config, tmp_path)
+    real = Trainer._train_step
+
+    def step(self):
+        if self.step == stop_after:
+            raise Crash
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", step)
+        if stop_after == 24:
+            patch.setattr(Trainer, "_final_result", lambda self: (_ for _ in ()).throw(Crash))
+        with pytest.raises(Crash):
+            train(config, tmp_path / "a", shown=False)
+    run = resume(RunFolder.open(tmp_path / "a"), shown=False)
+    assert finished(run) == unbroken
+
+
+_cache: dict[str, tuple[bytes, bytes]] = {}
+
+
+def _unbroken(config, tmp_path) -> tuple[bytes, bytes]:
+    """The same settings over the same text, trained once for all cases."""
+    if "run" not in _cache:
+        _cache["run"] = finished(train(config, tmp_path / "unbroken", shown=False))
+    return _cache["run"]
+
+
+def stop_at(monkeypatch, at: int) -> None:
+    """Make training crash before step `at` of this test."""
+    real = Trainer._train_step
+
+    def step(self):
+        if self.step == at:
+            raise Crash
+        real(self)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_damaged_newest_checkpoint_is_replaced_by_the_one_before(config, tmp_path, monkeypatch, capsys, damage):
+    unbroken = _unbroken(config, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        stop_at(patch, 14)
+        train(config, tmp_path / "a", shown=False)
+    path = tmp_path / "a" / "checkpoints" / "step-00000012" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data) if damage == "flip" else bytes(data[:-100]))
+    run = resume(RunFolder.open(tmp_path / "a"))
+    said = capsys.readouterr().out
+    assert "step-00000012 is damaged (model.safetensors does not match its checksum)" in said
+    assert finished(run) == unbroken
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_exit_cleanly(config, tmp_path, signum, code):
+    process = start(config, tmp_path, "asked")
+    wait_for_lines(tmp_path / "runs" / "asked" / "metrics.jsonl", 1, process)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err and len(err.strip().splitlines()) == 1
+    assert "expire-span resume" in err and "saved" in err
+    run = resume(find_run("asked", tmp_path / "runs"), shown=False)
+    assert finished(run) == _unbroken(config, tmp_path)
+
+
+def test_full_disk_then_resume(config, tmp_path, monkeypatch):
+    real, calls = checkpoint.write_synced, []
+
+    def write(path, data):
+        calls.append(path)
+        if len(calls) > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_synced", write)
+        with pytest.raises(RunError, match=r"step 9: the disk is full; the last checkpoint is .*step-00000006"):
+            train(config, tmp_path / "a", shown=False)
+    run = resume(RunFolder.open(tmp_path / "a"), shown=False)
+    assert finished(run) == _unbroken(config, tmp_path)
+
+
+def test_signal_in_this_process_is_answered_between_steps(tmp_path, monkeypatch):
+    config = tiny_config(write_text(tmp_path), steps=30, checkpoint_every=100)
+    real = Trainer._train_step
+
+    def step(self):
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", step)
+        with pytest.raises(Interrupted, match="stopped at step 7 of 30 and saved") as caught:
+            train(config, tmp_path / "a", shown=False)
+    assert caught.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is handler
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000007"]
+
+
+def test_finished_run_is_not_resumed(tmp_path):
+    run = train(tiny_config(write_text(tmp_path), steps=2), tmp_path / "a", shown=False)
+    with pytest.raises(UserError, match="is finished"):
+        resume(run)

@@ -1,0 +1,336 @@
+"""The fused kernels against the definition: in Triton's interpreter on the CPU, and as they are where there is a GPU."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from expire_span.ops import expire_attention, resolve_impl
+from expire_span.ops.triton import lists, tuning
+from expire_span.ops.triton.tuning import Launch, Tuning
+
+from .operator_cases import GRADS, Case
+from .triton_interpreter import DEVICE, ON_GPU
+
+SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
+"""Tiles small enough that short rows have many of them."""
+FACTOR = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+"""How much larger our error may be than that of the definition computed in the same dtype."""
+
+CASES = {
+    "one query": Case(queries=1),
+    "one query in a store": Case(queries=1, stored=50, gaps=True),
+    "63": Case(),
+    "111 in a store, gaps": Case(queries=111, stored=40, gaps=True),
+    "all alive": Case(queries=80, spans="alive"),
+    "all expired": Case(queries=40, spans="expired"),
+    "one survivor per block": Case(queries=111, spans="scattered"),
+    "ramp edges": Case(queries=63, stored=20, spans="edges"),
+    "a million steps in": Case(queries=63, start=10**6, gaps=True),
+    "a billion steps in": Case(queries=40, start=10**9),
+    "spans per head": Case(batch=1, queries=40, per_head=True, heads=4, kv_heads=2),
+    "no self": Case(queries=63, options={"include_self": False}),
+    "many rows": Case(batch=3, queries=20, stored=11, heads=2, kv_heads=2),
+    "head dim 64": Case(queries=33, dim=64),
+    "head dim 96": Case(queries=33, dim=96),
+    "head dim 128": Case(queries=17, dim=128),
+    "head dim 256": Case(queries=17, dim=256),
+}
+LONG = {
+    "1000": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=111, dim=64),
+    "1000, scattered": Case(batch=2, heads=4, kv_heads=2, queries=1000, spans="scattered", dim=64, gaps=True),
+    "1000, alive": Case(batch=2, heads=4, kv_heads=4, queries=1000, spans="alive", dim=128),
+    "1000, per head": Case(batch=2, heads=4, kv_heads=2, queries=1000, spans="mixed", per_head=True, dim=96),
+    "1000, wide heads": Case(batch=1, heads=2, kv_heads=2, queries=1000, dim=256),
+    "1000, narrow heads": Case(batch=1, heads=2, kv_heads=1, queries=1000, dim=32, start=10**6),
+}
+for case in CASES.values():
+    case.dim = 32 if case.dim == 16 else case.dim
+    if (case.batch, case.heads) == (2, 4) and not case.per_head:
+        case.batch, case.heads, case.kv_heads = 1, 2, 1
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """In the interpreter: small tiles and short life classes, so that short rows have several of each."""
+    if ON_GPU:
+        yield
+        return
+    import triton.language as tl
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(lists, "BLOCK", 64)
+    monkeypatch.setattr(lists, "SHORTEST", 8)
+    monkeypatch.setattr(lists, "FIRST_LIMIT", tl.constexpr(8))
+    tuning.override(SMALL)
+    yield
+    tuning.override(None)
+
+
+def run(case: Case, impl: str, dtype=torch.float64, ramp=7.0, device="cpu", **options) -> dict[str, torch.Tensor]:
+    """The output and every gradient, in float64 on the CPU."""
+    inputs = {n: x.detach().to(device) for n, x in case.tensors(dtype).items()}
+    inputs |= {n: inputs[n].requires_grad_() for n in GRADS}
+    inputs["span"] = inputs["span"].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    y = expire_attention(**inputs, ramp=ramp, impl=impl, **case.options, **options)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    grads = torch.autograd.grad(y, [inputs[n] for n in GRADS], direction)
+    named = {"y": y, **{f"d{n}": g for n, g in zip(GRADS, grads)}}
+    return {n: x.detach().cpu().double() for n, x in named.items()}
+
+
+def assert_within_budget(case: Case, dtype: torch.dtype, ramp: float = 7.0, **options) -> None:
+    """Our error against float64, on the same rounded inputs, is within a factor of the definition's in that dtype."""
+    rounded = _Rounded(case, dtype)
+    exact, coarse = run(rounded, "reference", ramp=ramp), run(case, "reference", dtype, ramp)
+    got = run(case, "triton", dtype, ramp, DEVICE, **options)
+    for name, want in exact.items():
+        floor = 1e-6 * max(float(want.norm()), 1.0)
+        budget = FACTOR[dtype] * float((coarse[name] - want).norm()) + floor
+        error = float((got[name] - want).norm())
+        assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}, size {float(want.norm()):.3g}"
+
+
+class _Rounded:
+    """A case whose float64 inputs hold exactly the values that `dtype` holds (spans: float32)."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case, self.dtype, self.options = case, dtype, case.options
+
+    def tensors(self, _dtype) -> dict[str, torch.Tensor]:
+        kept = self.case.tensors(self.dtype)
+        return {n: x.detach().double() if x.is_floating_point() else x for n, x in kept.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_against_float64(name):
+    assert_within_budget(CASES[name], torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="too long for the interpreter")
+@pytest.mark.parametrize("dtype", FACTOR, ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_against_float64(name, dtype):
+    assert_within_budget(LONG[name], dtype, ramp=16.0)
+    assert_within_budget(LONG[name], dtype, ramp=16.0, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype):
+    assert_within_budget(Case(1, 2, 1, 63, 30, 32, gaps=True), dtype)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_both_ways_to_the_query_gradient(fuse):
+    before = tuning.choose(32, torch.float32)
+    tuning.override(Tuning(before.block_n, before.forward, before.dq, before.dkv, fuse_dq=fuse))
+    try:
+        assert_within_budget(Case(1, 2, 1, 45, 20, 32), torch.float32)
+    finally:
+        tuning.override(None if ON_GPU else SMALL)
+
+
+def test_descriptors_read_what_pointers_read():
+    case = Case(1, 1, 1, 35, 20, 96, gaps=True)
+    before = tuning.choose(96, torch.float32)
+    results = []
+    for tma in (False, True):
+        tuning.override(Tuning(before.block_n, before.forward, before.dq, before.dkv, tma=tma))
+        results.append(run(case, "triton", torch.float32, device=DEVICE))
+    tuning.override(None if ON_GPU else SMALL)
+    for name, want in results[0].items():
+        torch.testing.assert_close(results[1][name], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ramp", [0.5, 1.0, 49.0])
+def test_ramps(ramp):
+    assert_within_budget(Case(1, 1, 1, 63, 20, 32, spans="edges"), torch.float32, ramp)
+
+
+def test_uninitialised_memory_is_never_read(monkeypatch):
+    """Every buffer starts as NaN, or as an index far outside."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert_within_budget(Case(1, 1, 1, 45, 20, 32, gaps=True), torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_padding_slots_in_front_are_dead():
+    """Rows of a store of different lengths: padding stands in front, at position -2**40 with span 0."""
+    case = Case(2, 2, 1, 20, 40, 32)
+    x = {n: t.detach() for n, t in case.tensors(torch.float32).items()}
+    x["k_pos"] = x["k_pos"].repeat(2, 1)
+    for row, pads in enumerate((3, 37)):
+        x["k_pos"][row, :pads], x["span"][row, :pads] = -(2**40), 0.0
+        x["k"][row, :, :pads], x["v"][row, :, :pads] = 1e4, 1e4
+    want = expire_attention(**{n: t.double() if t.is_floating_point() else t for n, t in x.items()}, ramp=7.0)
+    x = {n: t.to(DEVICE) for n, t in x.items()}
+    for grad in (True, False):  # the kernel that trains, and the one that decodes (few queries)
+        q = x["q"][:, :, -8:].clone().requires_grad_(grad)
+        y = expire_attention(**{**x, "q": q, "q_pos": x["q_pos"][-8:]}, ramp=7.0, impl="triton")
+        torch.testing.assert_close(y.detach().cpu().double(), want[:, :, -8:], rtol=1e-5, atol=1e-5)
+
+
+DECODE = {
+    "one query": Case(2, 4, 2, 1, 111, 32, gaps=True),
+    "per head, far": Case(2, 4, 2, 5, 300, 32, per_head=True, spans="scattered", start=10**9),
+    "edges, no self": Case(1, 4, 1, 16, 30, 64, spans="edges", options={"include_self": False}),
+    "expired": Case(1, 2, 1, 3, 30, 96, spans="expired"),
+    "several splits": Case(1, 1, 1, 1, 900, 32, spans="mixed"),
+}
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decoding(name):
+    case = DECODE[name]
+    want = expire_attention(**case.tensors(), ramp=7.0, impl="reference", **case.options).detach()
+    x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
+    y = expire_attention(**x, ramp=7.0, impl="triton", **case.options)
+    torch.testing.assert_close(y.cpu().double(), want, rtol=1e-5, atol=2e-6)
+
+
+def test_scores_beyond_the_range_of_float16():
+    """Products of 1e5 and more, where a score held in float16 would be infinite."""
+    case = Case(1, 1, 1, 40, 20, 32)
+    x = {n: t.detach() for n, t in case.tensors(torch.float16).items()}
+    x["span"] = x["span"].float()
+    x["q"], x["k"] = x["q"] * 200, x["k"] * 200
+    want = expire_attention(**{n: t.double() if t.is_floating_point() else t for n, t in x.items()}, ramp=7.0)
+    x = {n: t.to(DEVICE).requires_grad_(n in GRADS) for n, t in x.items()}
+    y = expire_attention(**x, ramp=7.0, impl="triton")
+    torch.testing.assert_close(y.detach().cpu().double(), want, rtol=0, atol=2e-3)
+    grads = torch.autograd.grad(y.float().square().sum(), [x[n] for n in GRADS])
+    assert all(bool(g.isfinite().all()) for g in grads)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "triton"])
+def test_documents_do_not_see_each_other(impl):
+    """Packed, each document gets what it gets alone: output and gradients."""
+    lengths = [5, 40, 1, 17]
+    case = Case(1, 2, 1, sum(lengths), 0, 32, spans="alive" if impl != "reference" else "mixed")
+    dtype = torch.float32 if impl == "triton" else torch.float64
+    device = DEVICE if impl == "triton" else "cpu"
+    x = {n: t.detach().to(device).requires_grad_(n in GRADS) for n, t in case.tensors(dtype).items()}
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
+    y = expire_attention(**x, ramp=7.0, impl=impl, cu_seqlens=bounds)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).to(device)
+    torch.testing.assert_close(expire_attention(**x, ramp=7.0, impl=impl, documents=(ids, ids[None])), y)
+    grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
+    z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
+    z = {n: t.requires_grad_(n in GRADS) for n, t in z.items()}
+    alone = [_one_document(z, slice(int(a), int(b))) for a, b in itertools.pairwise(bounds)]
+    torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in GRADS])
+    for got, want in zip(grads, wanted):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
+
+
+def _one_document(x: dict[str, torch.Tensor], part: slice) -> torch.Tensor:
+    pieces = {n: x[n][:, :, part] for n in ("q", "k", "v")}
+    where = {"span": x["span"][:, part], "q_pos": x["q_pos"][part], "k_pos": x["k_pos"][part]}
+    return expire_attention(**pieces, **where, ramp=7.0, impl="reference")
+
+
+def test_strided_inputs_and_gradients():
+    """Heads split off by a transpose, an expanded output gradient, a negative scale."""
+    case = Case(1, 2, 2, 40, 0, 32)
+    x = case.tensors(torch.float32)
+    for name in ("q", "k", "v"):
+        x[name] = x[name].detach().transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE).requires_grad_()
+    x |= {n: x[n].detach().to(DEVICE).requires_grad_(n == "span") for n in ("span", "q_pos", "k_pos")}
+    results = []
+    for impl in ("triton", "reference"):
+        y = expire_attention(**x, ramp=7.0, impl=impl, scale=-0.2)
+        results.append((y, *torch.autograd.grad(y.sum(), [x[n] for n in GRADS])))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_equals_eager_in_one_graph():
+    case = Case(1, 2, 1, 40, 10, 32)
+    x = {n: t.detach().to(DEVICE).requires_grad_(n in GRADS) for n, t in case.tensors(torch.float32).items()}
+
+    def loss(x):
+        return expire_attention(**x, ramp=7.0, impl="triton").square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    for got, want in zip(*(torch.autograd.grad(f(x), [x[n] for n in GRADS]) for f in (compiled, loss))):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_activation_checkpointing_and_autocast():
+    case = Case(1, 2, 1, 40, 10, 32)
+    x = {n: t.detach().to(DEVICE).requires_grad_(n in GRADS) for n, t in case.tensors(torch.float32).items()}
+    names = list(x)
+
+    def attend(*values):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return expire_attention(**dict(zip(names, values)), ramp=7.0, impl="triton")
+
+    plain, again = attend(*x.values()), checkpoint(attend, *x.values(), use_reentrant=False)
+    assert plain.dtype == torch.bfloat16
+    for a, b in zip(*(torch.autograd.grad(y.float().sum(), [x[n] for n in GRADS]) for y in (plain, again))):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_deterministic_gradients_repeat_bit_for_bit():
+    first, second = (run(LONG["1000"], "triton", torch.bfloat16, device=DEVICE, deterministic=True) for _ in range(2))
+    for name, want in first.items():
+        assert torch.equal(second[name], want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_more_than_two_to_the_31_elements():
+    heads, queries, dim = 33, 2**20, 64
+    shape = (1, heads, queries, dim)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    span, pos = torch.full((1, queries), 20.0, device=DEVICE), torch.arange(queries, device=DEVICE)
+    whole = expire_attention(q, k, v, span, pos, pos, ramp=8.0, impl="triton")
+    alone = expire_attention(*(x[:, -1:].clone() for x in (q, k, v)), span, pos, pos, ramp=8.0, impl="triton")
+    torch.testing.assert_close(whole[:, -1:], alone)
+
+
+def test_what_is_refused_says_what_to_use_instead(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ValueError, match=r"needs a CUDA device, got cpu; use impl='chunked'"):
+        resolve_impl("triton", cpu)
+    dispatcher = sys.modules["expire_span.ops.expire_attention"]
+    monkeypatch.setattr(dispatcher, "_capability", lambda device: (9, 0))
+    assert resolve_impl("auto", gpu, head_dim=64, dtype=torch.bfloat16) == "triton"
+    refusals = {
+        "head dims 32, 64, 96, 128, 256, got 48": dict(head_dim=48),
+        "got float64": dict(dtype=torch.float64),
+        "relative_keys": dict(needs_pytorch=True),
+    }
+    for words, request in refusals.items():
+        assert resolve_impl("auto", gpu, **request) == "chunked"
+        with pytest.raises(ValueError, match=words):
+            resolve_impl("triton", gpu, **request)
+    monkeypatch.setattr(dispatcher, "_capability", lambda device: (7, 5))
+    assert resolve_impl("auto", gpu) == "chunked"
+    with pytest.raises(ValueError, match=r"capability 8.0 or higher, got 7.5"):
+        resolve_impl("triton", gpu)
+
+
+def test_everything_else_runs_without_triton():
+    code = """
+import sys; sys.modules["triton"] = None
+import torch, expire_span
+from expire_span.ops import expire_attention
+x, pos = torch.randn(1, 1, 4, 8), torch.arange(4)
+print(expire_attention(x, x, x, torch.ones(1, 4), pos, pos, ramp=2.0).shape)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch.Size([1, 1, 4, 8])" in out.stdout, out.stderr

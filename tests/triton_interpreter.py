@@ -1,0 +1,65 @@
+"""The GPU kernels for tests: on a GPU as they are; elsewhere in Triton's interpreter, on CPU tensors.
+
+Whether a kernel is interpreted is settled when it is defined, so this must be imported before any kernel is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def _define_interpreted() -> None:
+    if "triton" in sys.modules:
+        pytest.skip("triton was imported before its interpreter could be switched on", allow_module_level=True)
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pytest.importorskip("triton", reason="the kernels' tests need triton")
+        from triton.runtime import interpreter
+
+        import expire_span.ops.triton  # noqa: F401
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    _mend_scalars(interpreter)
+    _mend_bfloat16(interpreter)
+
+
+def _mend_scalars(interpreter) -> None:
+    """Loop bounds are one-element arrays there, which NumPy 2.4 no longer turns into an int by itself."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _mend_bfloat16(interpreter) -> None:
+    """bfloat16 is held as its bits there, and `dot` multiplies the bits: widen them first."""
+    import triton.language as tl
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widen(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def mended(self, a, b, *rest):
+        return dot(self, widen(a), widen(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = mended
+
+
+if ON_GPU:
+    pytest.importorskip("triton", reason="the kernels' tests need triton")
+else:
+    _define_interpreted()
