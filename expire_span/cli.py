@@ -90,6 +90,14 @@ class Report(OnRun):
 
 
 @dataclass(frozen=True)
+class Demo:
+    """Train the recall recipe, write its report, and say what was remembered at what price."""
+
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders; the run is called demo, demo-2, ..."""
+
+
+@dataclass(frozen=True)
 class Recipes:
     """List the recipes, one line each."""
 
@@ -295,6 +303,27 @@ def _report(args: list[str]) -> int:
     return 0
 
 
+def _demo(args: list[str]) -> int:
+    command = _parse(Demo, args, f"{PROGRAM} demo")
+    names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
+    path = next(command.runs_dir / name for name in names if not (command.runs_dir / name).exists())
+    from expire_span.train.progress import show_bytes
+    from expire_span.train.supervised import train
+    from expire_span.view.report import write_report
+
+    run = train(get_recipe("recall")(), path, recipe="recall")
+    result = run.read_result() or {}
+    live, share = ", ".join(f"{x:.1f}" for x in result["live"]), result["mean_bytes"] / result["full_bytes"]
+    print(f"success rate    {result['score']:.1%} of the colours recalled")
+    print(f"live memories   {live} per layer: {result['live_share']:.1%} of those seen")
+    print(
+        f"bytes held      {show_bytes(result['mean_bytes'])}, {share:.1%} of the {show_bytes(result['full_bytes'])} "
+        "that never forgetting would hold"
+    )
+    print(f"report          {write_report(run)}")
+    return 0
+
+
 def _recipes(args: list[str]) -> int:
     from expire_span.config import to_dict
 
@@ -321,5 +350,6 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("score a run's newest checkpoint", _eval),
     "generate": ("write text with a run's newest checkpoint", _generate),
     "report": ("write a run's report.html", _report),
+    "demo": ("train the recall recipe and show what it remembers", _demo),
     "recipes": ("list the recipes", _recipes),
 }

@@ -56,7 +56,14 @@ def check_same(one: list[dict], two: list[dict]) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_equal_one(tmp_path, kind):
     config = tiny_config(
-        write_text(tmp_path), steps=10, log_every=1, eval_every=5, checkpoint_every=4, accumulate=2, batch=8
+        write_text(tmp_path),
+        steps=10,
+        log_every=1,
+        eval_every=5,
+        checkpoint_every=4,
+        accumulate=2,
+        batch=8,
+        span_weight=0.1,
     )
     one = train(config, tmp_path / "one", shown=False)
     args = ["train", "text_small", "--runs-dir", str(tmp_path), "--name", "two", *as_options(config, text_small())]

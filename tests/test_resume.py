@@ -57,7 +57,7 @@ def test_kill_9_at_random_moments(config, tmp_path):
     draw = random.Random(os.getpid())
     process = start(config, tmp_path, "killed")
     path = tmp_path / "runs" / "killed" / "metrics.jsonl"
-    for lines in (2, 5, 7):
+    for lines in (2, 6):
         wait_for_lines(path, lines, process)
         time.sleep(draw.random() * 0.2)
         process.kill()
@@ -131,13 +131,12 @@ def test_damaged_newest_checkpoint_is_replaced_by_the_one_before(config, tmp_pat
     assert finished(run) == unbroken
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_save_and_exit_cleanly(config, tmp_path, signum, code):
+def test_ctrl_c_saves_and_exits_cleanly(config, tmp_path):
     process = start(config, tmp_path, "asked")
     wait_for_lines(tmp_path / "runs" / "asked" / "metrics.jsonl", 1, process)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    assert process.returncode == 130, err
     assert "Traceback" not in err and len(err.strip().splitlines()) == 1
     assert "expire-span resume" in err and "saved" in err
     run = resume(find_run("asked", tmp_path / "runs"), shown=False)
@@ -161,21 +160,22 @@ def test_full_disk_then_resume(config, tmp_path, monkeypatch):
     assert finished(run) == _unbroken(config, tmp_path)
 
 
-def test_signal_in_this_process_is_answered_between_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_in_this_process_is_answered_between_steps(tmp_path, monkeypatch, signum, code):
     config = tiny_config(write_text(tmp_path), steps=30, checkpoint_every=100)
     real = Trainer._train_step
 
     def step(self):
         if self.step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signum)
         real(self)
 
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signum)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", step)
         with pytest.raises(Interrupted, match="stopped at step 7 of 30 and saved") as caught:
             train(config, tmp_path / "a", shown=False)
-    assert caught.value.exit_code == 130 and signal.getsignal(signal.SIGINT) is handler
+    assert caught.value.exit_code == code and signal.getsignal(signum) is handler
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000007"]
 
 

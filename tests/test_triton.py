@@ -1,19 +1,23 @@
 """The fused kernels against the definition: in Triton's interpreter on the CPU, and as they are where there is a GPU."""
 
-import itertools
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from expire_span.ops import expire_attention, resolve_impl
-from expire_span.ops.triton import lists, tuning
-from expire_span.ops.triton.tuning import Launch, Tuning
+from expire_span.ops.reference import ages, expiry_mask
 
 from .operator_cases import GRADS, Case
-from .triton_interpreter import DEVICE, ON_GPU
+from .triton_interpreter import DEVICE, ON_GPU, lists, tuning
+
+Launch, Tuning = tuning.Launch, tuning.Tuning
+
+if ON_GPU:
+    pytestmark = pytest.mark.gpu
 
 SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
 """Tiles small enough that short rows have many of them."""
@@ -177,6 +181,40 @@ def test_padding_slots_in_front_are_dead():
         torch.testing.assert_close(y.detach().cpu().double(), want[:, :, -8:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("longest", [1e6, 300.0])
+def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest):
+    """Each query tile's runs against the mask itself: nothing alive is missed, and hardly a dead tile is walked."""
+    case, block_m, block_n, ramp = Case(1, 1, 1, 150, 60, 32, gaps=True), 8, 4, 7.0
+    x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
+    rand = torch.rand(x["span"].shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    span = (torch.where(rand < 0.2, longest, 5.0) if longest > 300 else rand**2 * longest).unsqueeze(1)
+    q_pos, k_pos = x["q_pos"].view(1, 1, -1), x["k_pos"].view(1, 1, -1)
+    options = dict(ramp=ramp, include_self=True, block_m=block_m, block_n=block_n)
+    plan = lists.build_plan(x["k"], x["v"], span, q_pos, k_pos, None, None, **options)
+    mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=ramp, include_self=True)[0, 0]  # [T, S]
+    order = plan.order[0].long().view(-1, block_n)[: int(plan.class_tiles[0, lists.NUM_CLASSES - 1])]
+    counts = torch.zeros(4)
+    for rows, runs in zip(mask.split(block_m), plan.runs[0].tolist()):
+        full, masked = _expand(runs[2:], runs[0]), _expand(runs[2 + 2 * lists.NUM_CLASSES :], runs[1])
+        tiles = torch.where(order >= 0, rows[:, order.clamp_min(0)], 0.0)  # [M, tiles, N]
+        assert bool((tiles[:, full] == 1).all())
+        unlisted = torch.ones(len(order), dtype=torch.bool)
+        unlisted[full + masked] = False
+        assert float(tiles[:, unlisted].sum()) == 0
+        alive = int((tiles > 0).any(0).any(-1).sum())
+        counts += torch.tensor([len(full), int((tiles == 1).all(0).all(-1).sum()), len(full + masked), alive])
+    assert counts[0] >= 0.8 * counts[1] > 0 and counts[2] <= 1.1 * counts[3], counts
+
+
+def _expand(runs: list[int], count: int) -> list[int]:
+    tiles: list[int] = []
+    while len(tiles) < count:
+        start, length, *runs = runs
+        tiles += range(start, start + length)
+    assert len(tiles) == count
+    return tiles
+
+
 DECODE = {
     "one query": Case(2, 4, 2, 1, 111, 32, gaps=True),
     "per head, far": Case(2, 4, 2, 5, 300, 32, per_head=True, spans="scattered", start=10**9),
@@ -224,7 +262,7 @@ def test_documents_do_not_see_each_other(impl):
     grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
     z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
     z = {n: t.requires_grad_(n in GRADS) for n, t in z.items()}
-    alone = [_one_document(z, slice(int(a), int(b))) for a, b in itertools.pairwise(bounds)]
+    alone = [_one_document(z, slice(int(a), int(b))) for a, b in pairwise(bounds)]
     torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in GRADS])
     for got, want in zip(grads, wanted):

@@ -63,3 +63,7 @@ if ON_GPU:
     pytest.importorskip("triton", reason="the kernels' tests need triton")
 else:
     _define_interpreted()
+
+from expire_span.ops.triton import lists, tuning  # noqa: E402
+
+__all__ = ["DEVICE", "ON_GPU", "lists", "tuning"]

@@ -26,7 +26,8 @@ from expire_span.ops.live import live_queries, ramp_loss
 from .mixer import Mixer, MixerAux, MixerOutput
 from .rotary import rotary_angles, rotate
 
-Cache = Literal["hidden", "kv"]
+Cache = Literal["hidden", "kv", "none"]
+"""What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""
 Remembered = tuple[Tensor, Tensor, Tensor, Tensor, ExpiringMemory]
 """Keys, values, spans and positions that the block attends to, and the store with the block in it."""
 REBASE_AFTER = 2**30
@@ -67,13 +68,13 @@ class ExpireSpan(Mixer):
         self._shared = (relative_keys,)  # owned by the decoder; a tuple keeps it out of this module's parameters
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
-        """An empty memory (or `initial_memories` zero vectors); hidden states in training, keys and values otherwise."""
+        """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""
         cache = cache or ("hidden" if self.training else "kv")
         rows = (batch, self.config.num_kv_heads) if self._rows_per_head(cache) else (batch,)
         device = self.query.weight.device
         memory = ExpiringMemory.empty(rows, ramp=self.mixer.ramp, cap=self.mixer.cap, device=device)
         count = self.mixer.initial_memories
-        if count:
+        if count and cache != "none":
             zeros = empty if empty is not None else self.query.weight.new_zeros(self.config.dim)
             h = zeros.detach().expand(batch, count, -1)
             with torch.no_grad():
@@ -93,23 +94,18 @@ class ExpireSpan(Mixer):
             state = self.rebase(state, state["position"])
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
-        if state["cache"] == "hidden":
-            keys, values, span, k_pos, memory = self._remember_hidden(x, pos, state["memory"])
-        else:
-            keys, values, span, k_pos, memory = self._remember_kv(x, pos, state["memory"])
+        keys, values, span, k_pos, memory = self._remember(x, pos, state)
         y = self._attend(x, keys, values, self._noisy(span), pos, k_pos)
-        aux = self._report(span, k_pos, start, count, memory)
-        state = {"memory": memory.expire(start + count), "position": start + count, "cache": state["cache"]}
-        aux.bytes_held = state["memory"].bytes_held
-        return MixerOutput(y, state, aux)
+        aux = self._report(span, k_pos, start, count)
+        memory = memory.expire(start + count)
+        aux.bytes_held = memory.bytes_held
+        return MixerOutput(y, {"memory": memory, "position": start + count, "cache": state["cache"]}, aux)
 
     def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
         """Count positions from `offset` on; stored rotated keys are turned back by as much."""
         memory = state["memory"].rebase(offset)
         if state["cache"] == "kv" and self.config.positions == "rotary" and len(memory):
-            turn = rotary_angles(
-                torch.tensor(-offset, device=memory.pos.device), self.config.head_dim, self.config.rotary_base
-            )
+            turn = self._angles(torch.tensor(-offset, device=memory.pos.device), memory.slots["k"].dtype)
             memory.slots["k"] = rotate(memory.slots["k"], turn)
         return {**state, "memory": memory, "position": state["position"] - offset}
 
@@ -118,6 +114,13 @@ class ExpireSpan(Mixer):
     def _rows_per_head(self, cache: Cache) -> bool:
         """A key/value store with a span per head deletes per head; a hidden state lives while any head needs it."""
         return cache == "kv" and self.mixer.span_per == "kv_head"
+
+    def _remember(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> Remembered:
+        if state["cache"] == "hidden":
+            return self._remember_hidden(x, pos, state["memory"])
+        if state["cache"] == "kv":
+            return self._remember_kv(x, pos, state["memory"])
+        return self._keys(x, pos), self._split(self.value(x)), self.span_predictor(x), pos, state["memory"]
 
     def _remember_hidden(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys, values and spans of stored and new hidden states, all from today's weights."""
@@ -182,8 +185,12 @@ class ExpireSpan(Mixer):
             x = F.rms_norm(x, (self.config.head_dim,))
         if self.config.positions == "rotary":
             pos = pos.unsqueeze(-2) if pos.dim() == 2 else pos
-            x = rotate(x, rotary_angles(pos, self.config.head_dim, self.config.rotary_base))
+            x = rotate(x, self._angles(pos, x.dtype))
         return x
+
+    def _angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(dtype, torch.float32)
+        return rotary_angles(pos, self.config.head_dim, self.config.rotary_base, precise)
 
     def _keys(self, h: Tensor, pos: Tensor) -> Tensor:
         return self._place(self._split(self.key(h)), pos)
@@ -213,8 +220,8 @@ class ExpireSpan(Mixer):
         )
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int, memory: ExpiringMemory) -> MixerAux:
-        k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos
+    def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
+        k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
         last = start + count - 1
         fixed = span.detach()
         alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)

@@ -41,8 +41,11 @@ class Mixer(nn.Module):
 
     out: nn.Linear
 
-    def initial_state(self, batch: int, empty: Tensor | None = None) -> Any:
-        """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input."""
+    def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
+        """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.
+
+        `cache="none"` says that no later block will read this one: nothing need be stored.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define initial_state")
 
     def reset_rows(self, state: Any, fresh: Tensor, empty: Tensor | None = None) -> Any:

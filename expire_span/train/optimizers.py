@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from expire_span.config import TrainConfig
+
+from .muon import BatchedMuon
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
@@ -18,7 +19,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
     for name, p in model.named_parameters():
         if "span_predictor" in name:
             spans.append(p)
-        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name:
+        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name and "conv." not in name:
             matrices.append(p)
         else:
             (decayed if p.dim() >= 2 else plain).append(p)
@@ -31,7 +32,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = [AdamW([g for g in groups if g["params"]], lr=0.0, betas=config.betas, fused=fused)]
     if matrices:
         group = {"params": matrices, "peak": config.muon_lr}
-        optimizers.append(torch.optim.Muon([group], lr=0.0, weight_decay=config.weight_decay))
+        optimizers.append(BatchedMuon([group], lr=0.0, weight_decay=config.weight_decay))
     return optimizers
 
 

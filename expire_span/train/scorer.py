@@ -14,7 +14,7 @@ from expire_span.tasks.task import Batch
 
 
 class Scorer(nn.Module):
-    """`scorer(x, y, mask, state, fresh) -> (sums, state, bytes held)`.
+    """`scorer(x, y, mask, state, fresh, remember) -> (sums, state, bytes held)`.
 
     `sums` holds device scalars: nll (summed over scored positions), correct, span_loss, and live and span per layer.
     `fresh` [B] marks rows whose memory is emptied first.
@@ -28,10 +28,10 @@ class Scorer(nn.Module):
         self.decoder, self.precision = decoder, precision
 
     def forward(
-        self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None
+        self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None, remember: bool = True
     ) -> tuple[dict[str, Tensor], Any, int]:
         with torch.autocast(x.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
-            logits, state, aux = self.decoder(x, state, fresh)
+            logits, state, aux = self.decoder(x, state, fresh, remember)
         logits = logits.float()  # [B, T, V]
         nll = F.cross_entropy(logits.flatten(0, 1), y.masked_fill(~mask, 0).flatten(), reduction="none").view_as(mask)
         sums = {"nll": torch.where(mask, nll, 0).sum(), "span_loss": aux.loss.float()}
@@ -46,10 +46,12 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(batch.x[start:stop], batch.y[start:stop], batch.mask[start:stop], batch.fresh[start:stop])
 
 
-def score(scorer: nn.Module, batch: Batch, state: Any, device: torch.device) -> tuple[dict[str, Tensor], Any, int]:
+def score(
+    scorer: nn.Module, batch: Batch, state: Any, device: torch.device, remember: bool = True
+) -> tuple[dict[str, Tensor], Any, int]:
     """Send one batch (on the CPU, as streams give it) through a scorer. Rows that are all fresh start with no state."""
     fresh = None
     if state is not None and bool(batch.fresh.any()):
         state, fresh = (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))
     x, y, mask = (part.to(device, non_blocking=True) for part in (batch.x, batch.y, batch.mask))
-    return scorer(x, y, mask, state, fresh)
+    return scorer(x, y, mask, state, fresh, remember)

@@ -91,7 +91,7 @@ class Trainer:
         randomness.seed_everything(config.seed)
         decoder = Decoder(config.model).to(self.accelerator.device)
         if config.train.compile:
-            decoder.compile()
+            decoder.compile_blocks(carry=config.train.carry)
         scorer = Scorer(decoder, config.train.precision).train()
         self.model, *wrapped = self.accelerator.prepare(scorer, *build_optimizers(scorer, config.train))
         self.wrapped_optimizers = wrapped
@@ -173,9 +173,9 @@ class Trainer:
         self._update_budget(count)
 
     def _forward(self, n: int, rows: Any) -> dict[str, Tensor]:
-        state = self.states[n] if self.train_config.carry else None
-        sums, state, self.bytes_held[n] = score(self.model, rows, state, self.accelerator.device)
-        self.states[n] = detach(state) if self.train_config.carry else None
+        carry = self.train_config.carry
+        sums, state, self.bytes_held[n] = score(self.model, rows, self.states[n], self.accelerator.device, carry)
+        self.states[n] = detach(state) if carry else None
         return sums
 
     def _update_weights(self) -> Tensor:

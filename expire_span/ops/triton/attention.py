@@ -1,15 +1,17 @@
 """The fused operator as PyTorch sees it: two opaque ops with shapes and a gradient, so that compiled graphs stay whole."""
 
 # No `from __future__ import annotations` here: torch.library reads the signatures' real types.
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from .backward import run_backward
+from .backward import Backward
 from .forward import run_forward
 from .lists import NUM_CLASSES, RUN_WORDS, Plan, build_plan, num_slots
 from .tuning import choose, dot_precision
 
+MaybeTensor = Optional[Tensor]  # noqa: UP045
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -22,8 +24,8 @@ def readable(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("expire_span::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Tensor | None,
-    k_doc: Tensor | None, ramp: float, include_self: bool, scale: float, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
+    k_doc: MaybeTensor, ramp: float, include_self: bool, scale: float, deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again."""
     tuning = choose(q.shape[-1], q.dtype)
@@ -75,13 +77,12 @@ def attention_backward(
     tiles: Tensor, class_tiles: Tensor, runs: Tensor, k: Tensor, v: Tensor, memories: int, ramp: float, scale: float,
     has_docs: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dy = readable(dy)
-    q = readable(q)
     plan = Plan(order, keys, spans, tiles, class_tiles, runs, k, v)
-    return run_backward(
-        dy, q, y, lse, q_pos, plan, memories, ramp=ramp, scale=scale, has_docs=has_docs, deterministic=deterministic,
-        tuning=choose(q.shape[-1], q.dtype), precision=dot_precision(q.dtype),
+    work = Backward(
+        readable(dy), readable(q), q_pos, y, lse, plan, memories, ramp, scale, has_docs, choose(q.shape[-1], q.dtype),
+        dot_precision(q.dtype),
     )  # fmt: skip
+    return work.run(deterministic)
 
 
 @attention_backward.register_fake

@@ -10,6 +10,9 @@ is bitwise repeatable.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +36,8 @@ def _delta(y, dy, delta, T, q_heads, dy_b, dy_h, dy_t, D: tl.constexpr, D_PAD: t
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp, inv_ramp,
-    MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp,
+    inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     run = 0
@@ -62,7 +65,7 @@ def _walk_tiles(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_heads"])
 def _query_gradient(
     q, dy, lse, delta, k, v, keys, spans, runs, q_pos, dq, T, slots, q_heads, group, heads, q_b, q_h, q_t, dy_b, dy_h,
     dy_t, qp_b, scale, log_scale, ramp, inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -90,12 +93,12 @@ def _query_gradient(
     runs += (row * tl.num_programs(0) + qt) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0,
-        since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots,
+        q_index, t0, since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots,
-        q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans,
+        slots, q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     out = (bh * T + q_index)[:, None] * D + d[None, :]
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
@@ -104,7 +107,8 @@ def _query_gradient(
 @triton.jit
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, dq, begin, pause, again, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr,
+    dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr,
+    ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
@@ -149,18 +153,27 @@ def _walk_queries(
     return dk, dv, dspan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "window"])
 def _memory_gradients(
     q, dy, lse, delta, k, v, order, keys, spans, tiles, class_tiles, q_pos, dq, dk, dv, dspan, T, S, slots, kv_heads,
-    group, heads, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
-    HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    group, heads, window, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     row = b * heads + h % heads
     if tile >= tl.load(class_tiles + row * (CLASSES + 1) + CLASSES):
         return
+    num_tiles = slots // BLOCK_N
+    tiles += row * 4 * num_tiles + tile
+    begin = tl.load(tiles) // BLOCK_M
+    stop = tl.cdiv(tl.load(tiles + 2 * num_tiles), BLOCK_M)
+    if SPLIT:
+        begin = tl.maximum(begin, tl.program_id(2) * window)
+        stop = tl.minimum(stop, (tl.program_id(2) + 1) * window)
+        if stop <= begin:
+            return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
@@ -168,13 +181,9 @@ def _memory_gradients(
     end = tl.load(keys + (row * 3 + 1) * slots + slot)
     born = tl.load(keys + (row * 3 + 2) * slots + slot)
     length = tl.load(spans + row * slots + slot)
-    num_tiles = slots // BLOCK_N
-    tiles += row * 4 * num_tiles + tile
-    begin = tl.load(tiles) // BLOCK_M
-    stop = tl.cdiv(tl.load(tiles + 2 * num_tiles), BLOCK_M)
     full_from = tl.minimum(tl.load(tiles + num_tiles), T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
-    full_to = tl.maximum(tl.load(tiles + 3 * num_tiles) // BLOCK_M, full_from)
+    full_to = tl.minimum(tl.maximum(tl.load(tiles + 3 * num_tiles) // BLOCK_M, full_from), stop)
     t_row = q_pos + b * qp_b
     base = tl.load(t_row)
     dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
@@ -202,48 +211,106 @@ def _memory_gradients(
     d = tl.arange(0, D_PAD)
     mask = (index >= 0)[:, None] & (d[None, :] < D)
     out = (bh * S + tl.maximum(index, 0))[:, None] * D + d[None, :]
-    tl.store(dk + out, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv + out, dv_acc.to(dv.dtype.element_ty), mask=mask)
-    tl.store(dspan + bh * S + index, dspan_acc * inv_ramp, mask=index >= 0)
+    if SPLIT:
+        tl.atomic_add(dk + out, dk_acc * scale, mask=mask, sem="relaxed")
+        tl.atomic_add(dv + out, dv_acc, mask=mask, sem="relaxed")
+        tl.atomic_add(dspan + bh * S + index, dspan_acc * inv_ramp, mask=index >= 0, sem="relaxed")
+    else:
+        tl.store(dk + out, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + out, dv_acc.to(dv.dtype.element_ty), mask=mask)
+        tl.store(dspan + bh * S + index, dspan_acc * inv_ramp, mask=index >= 0)
 
 
-def run_backward(
-    dy: Tensor, q: Tensor, y: Tensor, lse: Tensor, q_pos: Tensor, plan: Plan, memories: int, *, ramp: float,
-    scale: float, has_docs: bool, deterministic: bool, tuning: Tuning, precision: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq [B, Hq, T, D], dk and dv [B, Hkv, S, D], dspan [B, Hkv, S] (float32, one part per key/value head)."""
-    batch, q_heads, queries, dim = q.shape
-    kv_heads, slots = plan.k.shape[1:3]
-    group, heads = q_heads // kv_heads, plan.order.shape[0] // batch
-    padded = triton.next_power_of_2(dim)
-    delta = torch.empty_like(lse)
-    _delta[(triton.cdiv(queries, 64), batch * q_heads)](
-        y, dy, delta, queries, q_heads, *dy.stride()[:3], D=dim, D_PAD=padded, BLOCK=64
-    )
-    add_dq = tuning.fuse_dq and not deterministic
-    numbers = (scale, scale * LOG2E, ramp, 1 / ramp)
-    strides = (*q.stride()[:3], *dy.stride()[:3], q_pos.stride(0))
-    shared = dict(HAS_DOCS=has_docs, D=dim, D_PAD=padded, BLOCK_N=tuning.block_n, PRECISION=precision, TMA=tuning.tma)
-    sorted_ = tuple(memory_source(x, tuning.block_n, tuning.tma) for x in (plan.k, plan.v))
-    dq = torch.zeros if add_dq else torch.empty
-    dq = dq(q.shape, dtype=torch.float32 if add_dq else q.dtype, device=q.device)
-    dk, dv = (torch.empty(batch, kv_heads, memories, dim, dtype=q.dtype, device=q.device) for _ in range(2))
-    dspan = torch.empty(batch, kv_heads, memories, dtype=torch.float32, device=q.device)
-    q_rows, dy_rows = (query_source(x, tuning.dkv.block_m, tuning.tma) for x in (q, dy))
-    dq_rows = query_source(dq, tuning.dkv.block_m, tuning.tma and add_dq)
-    _memory_gradients[(slots // tuning.block_n, batch * kv_heads)](
-        q_rows, dy_rows, lse, delta, *sorted_, plan.order, plan.keys, plan.spans, plan.tiles, plan.class_tiles, q_pos,
-        dq_rows, dk, dv, dspan, queries, memories, slots, kv_heads, group, heads, *strides, *numbers, ADD_DQ=add_dq,
-        **shared, **_options(tuning.dkv),
-    )  # fmt: skip
-    if not add_dq:
-        q_rows, dy_rows = (query_source(x, tuning.dq.block_m, tuning.tma) for x in (q, dy))
-        _query_gradient[(triton.cdiv(queries, tuning.dq.block_m), batch * q_heads)](
-            q_rows, dy_rows, lse, delta, *sorted_, plan.keys, plan.spans, plan.runs, q_pos, dq, queries, slots, q_heads,
-            group, heads, *strides, *numbers, **shared, **_options(tuning.dq),
+@dataclass(frozen=True)
+class Backward:
+    """One backward pass: what its kernels share. Each method runs one kernel."""
+
+    dy: Tensor
+    q: Tensor
+    q_pos: Tensor
+    y: Tensor
+    lse: Tensor
+    plan: Plan
+    memories: int
+    ramp: float
+    scale: float
+    has_docs: bool
+    tuning: Tuning
+    precision: str
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        """Key/value heads, query heads of each, and span rows per batch row."""
+        kv_heads = self.plan.k.shape[1]
+        return kv_heads, self.q.shape[1] // kv_heads, self.plan.order.shape[0] // self.q.shape[0]
+
+    def _rows(self, launch: Launch) -> tuple:
+        return tuple(query_source(x, launch.block_m, self.tuning.tma) for x in (self.q, self.dy))
+
+    def _sorted(self) -> tuple:
+        return tuple(memory_source(x, self.tuning.block_n, self.tuning.tma) for x in (self.plan.k, self.plan.v))
+
+    def _numbers(self) -> tuple[int | float, ...]:
+        strides = (*self.q.stride()[:3], *self.dy.stride()[:3], self.q_pos.stride(0))
+        return *strides, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
+
+    def _options(self, launch: Launch) -> dict[str, Any]:
+        dim, tuning = self.q.shape[-1], self.tuning
+        shape = dict(D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=tuning.block_n)
+        kind = dict(HAS_DOCS=self.has_docs, PRECISION=self.precision, TMA=tuning.tma)
+        return dict(**shape, **kind, num_warps=launch.warps, num_stages=launch.stages)
+
+    def delta(self) -> Tensor:
+        """sum dy * y per query [B, Hq, T]."""
+        batch, q_heads, queries, dim = self.q.shape
+        out = torch.empty_like(self.lse)
+        _delta[(triton.cdiv(queries, 64), batch * q_heads)](
+            self.y, self.dy, out, queries, q_heads, *self.dy.stride()[:3], D=dim, D_PAD=triton.next_power_of_2(dim),
+            BLOCK=64,
         )  # fmt: skip
-    return dq.to(q.dtype), dk, dv, dspan
+        return out
 
+    def query_gradient(self, delta: Tensor) -> Tensor:
+        """dq [B, Hq, T, D]."""
+        batch, q_heads, queries, _ = self.q.shape
+        _, group, heads = self._heads
+        dq, plan, launch = (
+            torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device),
+            self.plan,
+            self.tuning.dq,
+        )
+        _query_gradient[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+            *self._rows(launch), self.lse, delta, *self._sorted(), plan.keys, plan.spans, plan.runs, self.q_pos, dq,
+            queries, plan.k.shape[2], q_heads, group, heads, *self._numbers(), **self._options(launch),
+        )  # fmt: skip
+        return dq
 
-def _options(launch: Launch) -> dict[str, int]:
-    return dict(BLOCK_M=launch.block_m, num_warps=launch.warps, num_stages=launch.stages)
+    def memory_gradients(self, delta: Tensor, dq: Tensor | None, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """dk and dv [B, Hkv, S, D], dspan [B, Hkv, S], and, where `dq` (float32) is given, dq added to it.
+
+        splits: programs that share a memory tile's queries; more than one add into float32 with atomics.
+        """
+        plan, launch, (kv_heads, group, heads) = self.plan, self.tuning.dkv, self._heads
+        batch, queries, dim, slots = self.q.shape[0], self.q.shape[2], self.q.shape[3], plan.k.shape[2]
+        shape = (batch, kv_heads, self.memories)
+        new, dtype = (torch.zeros, torch.float32) if splits > 1 else (torch.empty, self.q.dtype)
+        dk, dv = (new((*shape, dim), dtype=dtype, device=self.q.device) for _ in range(2))
+        dspan = new(shape, dtype=torch.float32, device=self.q.device)
+        dq_rows = self.lse if dq is None else query_source(dq, launch.block_m, self.tuning.tma)
+        window = triton.cdiv(triton.cdiv(queries, launch.block_m), splits)
+        _memory_gradients[(slots // self.tuning.block_n, batch * kv_heads, splits)](
+            *self._rows(launch), self.lse, delta, *self._sorted(), plan.order, plan.keys, plan.spans, plan.tiles,
+            plan.class_tiles, self.q_pos, dq_rows, dk, dv, dspan, queries, self.memories, slots, kv_heads, group, heads,
+            window, *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, **self._options(launch),
+        )  # fmt: skip
+        return dk.to(self.q.dtype), dv.to(self.q.dtype), dspan
+
+    def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv and dspan (one part per key/value head)."""
+        delta = self.delta()
+        splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
+        if self.tuning.fuse_dq and not deterministic:
+            dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
+            parts = self.memory_gradients(delta, dq, splits)
+            return dq.to(self.q.dtype), *parts
+        return self.query_gradient(delta), *self.memory_gradients(delta, None, splits)

@@ -84,8 +84,8 @@ def load_fate(keys, spans, slots, slot, t0, ramp):
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp, inv_ramp,
-    MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp,
+    inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles of the runs."""
@@ -121,7 +121,7 @@ def _walk(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_heads"])
 def _forward(
     q, k, v, keys, spans, runs, q_pos, y, lse, T, slots, q_heads, group, heads, q_b, q_h, q_t, qp_b, scale, ramp,
     inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -148,12 +148,12 @@ def _forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0, since, scale,
-        ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0,
+        since, scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots, q_index, t0, since,
-        scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots, q_index,
+        t0, since, scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
     acc = acc / tl.where(lives, total, 1.0)[:, None]

@@ -89,7 +89,7 @@ def _lower_bound(sorted_ptr, length, steps, target):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "num_blocks"])
 def _classify(
     k_pos, span, q_pos, k_doc, q_doc, ranges, label, counts, S, T, heads, steps, num_blocks,
     kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,
@@ -133,7 +133,7 @@ def _classify(
         tl.store(counts + (row * CLASSES + c) * num_blocks + block, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _place(counts, class_tiles, num_blocks, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
     """Turn counts into the first slot of each (class, block), in place."""
     row = tl.program_id(0).to(tl.int64)
@@ -151,7 +151,7 @@ def _place(counts, class_tiles, num_blocks, BLOCK_N: tl.constexpr, PIECE: tl.con
     tl.store(class_tiles + row * (CLASSES + 1) + CLASSES, start // BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _scatter(label, counts, order, S, slots, num_blocks, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -164,7 +164,7 @@ def _scatter(label, counts, order, S, slots, num_blocks, BLOCK: tl.constexpr):
     tl.store(order + row * slots + slot, i, mask=i < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads"])
 def _gather(
     k, v, order, ranges, k_pos, span, q_pos, class_tiles, k_out, v_out, keys, spans, tiles, S, slots, kv_heads, heads,
     k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
@@ -190,7 +190,7 @@ def _gather(
     if h < heads:
         first = tl.load(ranges + (row * 3) * S + at, mask=used, other=NEVER)
         end = tl.load(ranges + (row * 3 + 1) * S + at, mask=used, other=0)
-        fades = tl.load(ranges + (row * 3 + 2) * S + at, mask=used, other=0)
+        fades = tl.load(ranges + (row * 3 + 2) * S + at, mask=used, other=NEVER)  # padding hides no full tile
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
@@ -215,7 +215,7 @@ def _smaller(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _scan(tiles, scans, class_tiles, num_tiles, PIECE: tl.constexpr):
     """Inside one class: the largest end so far, and the smallest fading start from here on."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -260,7 +260,7 @@ def _store_runs(at, start, length, rank_from):
     return rank_from + tl.sum(some, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "steps"])
 def _find_runs(tiles, scans, class_tiles, runs, T, num_tiles, steps, BLOCK_M: tl.constexpr):
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M

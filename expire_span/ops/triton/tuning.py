@@ -29,6 +29,12 @@ class Tuning:
     """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
     tma: bool = False
     """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
+    split_at: int = 16384
+    """Rows of more queries than this share a memory tile among several programs, lest the longest-lived hold up all."""
+
+    def splits(self, queries: int) -> int:
+        """Programs per memory tile in the dkv kernel."""
+        return max(1, min(8, -(-queries // self.split_at)))
 
     def __post_init__(self) -> None:
         assert self.forward.block_m == self.dq.block_m, (self.forward, self.dq)
@@ -42,9 +48,9 @@ _HALF = {
 }
 _SINGLE = {
     32: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
-    64: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
-    128: Tuning(32, Launch(32, 4, 2), Launch(32, 4, 1), Launch(32, 4, 1)),
-    256: Tuning(16, Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)),
+    64: Tuning(32, Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1)),
+    128: Tuning(32, Launch(32, 8, 1), Launch(32, 8, 1), Launch(16, 8, 1)),
+    256: Tuning(16, Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1)),
 }
 _override: Tuning | None = None
 
