@@ -30,9 +30,9 @@ def recall() -> RunConfig:
     model = DecoderConfig.modern(dim=128, layers=1, heads=8, ff_dim=128, positions="none", mixer=mixer)
     budget = BudgetConfig(live=10, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.15, patience_loss=0.15)
     train = TrainConfig(
-        steps=240, batch=16, block=402, carry=False, lr=5e-3, span_lr_scale=0.5, warmup=10, budget=budget
+        steps=300, batch=16, block=402, carry=False, lr=5e-3, span_lr_scale=0.5, warmup=10, budget=budget
     )
-    train = replace(train, schedule="linear", decay_share=0.3, eval_every=120, eval_batches=4)
+    train = replace(train, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
     return RunConfig(task, model, train)
 
 
