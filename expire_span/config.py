@@ -179,6 +179,8 @@ class RecallTask:
     """Number of kinds of plain corridor observations."""
     distractor_prob: float = 0.3
     """Chance that a corridor step shows a coloured niche: any colour, and it means nothing."""
+    blank_prob: float = 0.0
+    """Share of episodes without a cue, to be answered with "none"; else one colour can be told from its absence alone."""
 
     def __post_init__(self) -> None:
         require(self.min_length >= 1, f"min_length must be at least 1, got {self.min_length}")
@@ -188,7 +190,8 @@ class RecallTask:
         )
         require(self.colours >= 2, f"colours must be at least 2, got {self.colours}")
         require(self.distractors >= 1, f"distractors must be at least 1, got {self.distractors}")
-        require(0 <= self.distractor_prob <= 1, f"distractor_prob must lie in [0, 1], got {self.distractor_prob}")
+        for name in ("distractor_prob", "blank_prob"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
 
 TaskConfig = TextTask | RecallTask
