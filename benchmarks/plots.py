@@ -14,9 +14,13 @@ def lines(rows: list[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]
     """Rows grouped into one line each, sorted along `key`."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        spans = f", {row['workload'].split(' ', 1)[1]}" if row["system"] == "ours" and key == "queries" else ""
+        spans = f", {describe(row)}" if row["system"] == "ours" and key == "queries" else ""
         found.setdefault(NAMES[row["system"]] + spans, []).append(row)
     return {name: sorted(group, key=lambda row: row[key]) for name, group in found.items()}
+
+
+def describe(row: dict[str, Any]) -> str:
+    return "all live" if row["share"] == 1 else f"{row['share']:.0%} live on, the rest {row['short']:.0f} steps"
 
 
 def draw(groups: dict[str, list[dict[str, Any]]], key: str, label: str, title: str, path: Path) -> None:
@@ -32,7 +36,11 @@ def draw(groups: dict[str, list[dict[str, Any]]], key: str, label: str, title: s
                 axes.axhline(points[0][1], label=name, linestyle="--", color="0.3" if "cuDNN" in name else "0.6")
             elif points:
                 axes.plot(*zip(*points), label=name, marker="o", linestyle="-" if name.startswith("Expire") else "--")
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel=what)
+        axes.set(xscale="log", xlabel=label, ylabel=what)
+        if key == "alive" and "GiB" in what:
+            axes.set_ylim(bottom=0)
+        else:
+            axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from expire_span.ops import expire_attention
 
 from .workloads import RAMP
 
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]
 System = Callable[[Inputs], Tensor]
 FLEX_BLOCK = 128
 TINY = 1e-20

@@ -169,10 +169,11 @@ def against(case: Case, speed: float, peak: float | None) -> dict[str, Any]:
     """Ratios to the released code; a verdict only where the model is the same."""
     released = RELEASED[case.size]
     found: dict[str, Any] = {"speed_ratio": speed / released["tokens_per_second"], "same_model": case.same_model}
-    found["memory_ratio"] = released["peak_gib"] / peak if peak else None
-    if case.same_model and peak:
+    less = released["peak_gib"] / peak if peak else None
+    found["memory_ratio"] = less
+    if case.same_model and less is not None:
         found["speed_verdict"] = "won" if found["speed_ratio"] >= GOAL_SPEED else "missed"
-        found["memory_verdict"] = "won" if found["memory_ratio"] >= GOAL_MEMORY else "missed"
+        found["memory_verdict"] = "won" if less >= GOAL_MEMORY else "missed"
     return found
 
 

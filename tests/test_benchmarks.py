@@ -77,6 +77,28 @@ def test_living_pairs_are_counted_exactly() -> None:
     assert rates(row, "cudnn", w, 1000, 5000)["real_tflops"] == pytest.approx(speed["dense_equivalent_tflops"])
 
 
+def test_list_building_is_all_of_the_forward_pass_but_its_attention() -> None:
+    from benchmarks.attention import list_building
+
+    forward = {"_forward": 60.0, "_classify": 3.0, "fill": 2.0}
+    found = list_building(forward, {**forward, "_memory_gradients": 35.0})
+    assert found["plan_share"] == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="no kernel named _forward"):
+        list_building({"renamed": 60.0}, forward)
+
+
+def test_growth_tells_linear_from_quadratic() -> None:
+    from benchmarks.attention import growth
+
+    def row(queries: int, gib: float | None) -> dict[str, Any]:
+        return {"queries": queries, "extra_gib": gib, "both": {"median": float(queries)}}
+
+    linear, square = growth([row(1000, 1.0), row(8000, 8.0)]), growth([row(1000, 1.0), row(8000, 64.0)])
+    assert linear is not None and (linear["memory"], linear["time"], linear["verdict"]) == (1.0, 1.0, "won")
+    assert square is not None and square["verdict"] == "missed"
+    assert growth([row(1000, None), row(8000, None)]) is None
+
+
 def test_ratios_are_judged_by_the_goal_of_their_workload() -> None:
     from benchmarks.attention import ratios
 
