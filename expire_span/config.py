@@ -96,6 +96,8 @@ class DecoderConfig:
     """Base of the rotary frequencies."""
     qk_norm: bool = True
     """Normalise queries and keys per head before the product."""
+    short_conv: int = 0
+    """Causal depthwise convolution over so many last tokens at the input of every block's mixer; 0 is off."""
     dropout: float = 0.0
     """Dropout on the mixer's output and inside the feed-forward part."""
     layer_drop: float = 0.0
@@ -117,6 +119,7 @@ class DecoderConfig:
             f"rotary positions need an even head dim, got {self.head_dim}",
         )
         require(self.relative_window >= 1, f"relative_window must be at least 1, got {self.relative_window}")
+        require(self.short_conv >= 0, f"short_conv must be 0 or more, got {self.short_conv}")
         for name in ("dropout", "layer_drop"):
             require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
 

@@ -22,6 +22,7 @@ CONFIGS = {
     "modern, span per head": _expire("modern", span_per="kv_head"),
     "modern, L1": _expire("modern", span_loss="l1"),
     "modern, swiglu": replace(_expire("modern"), activation="swiglu"),
+    "modern, short convolution": replace(_expire("modern"), short_conv=4),
     "paper": _expire("paper"),
     "paper, pre-norm, zero vectors": replace(_expire("paper", initial_memories=8), norm="pre"),
 }
@@ -33,6 +34,8 @@ def decoder(request) -> Decoder:
     model = Decoder(CONFIGS[request.param]).double()
     for block in model.blocks:
         torch.nn.init.normal_(block.mixer.span_predictor.weight, std=0.4)
+        if block.conv is not None:
+            torch.nn.init.normal_(block.conv.taps, std=0.3)
     return model
 
 
@@ -157,8 +160,12 @@ def test_rebase_changes_nothing(decoder):
     x, y = tokens(), tokens(seed=2)
     with torch.no_grad():
         _, state = stream(decoder, x, 40)
-        moved = [b.mixer.rebase(s, 97) for b, s in zip(decoder.blocks, state)]
+        moved = [_rebase(b.mixer, s, 97) for b, s in zip(decoder.blocks, state)]
         torch.testing.assert_close(decoder(y, moved)[0], decoder(y, state)[0], rtol=0, atol=1e-6)
+
+
+def _rebase(mixer, state, offset):
+    return {**state, "mixer": mixer.rebase(state["mixer"], offset)} if "mixer" in state else mixer.rebase(state, offset)
 
 
 def test_noisy_spans_only_shorten_in_training():

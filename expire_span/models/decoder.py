@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
 
-from .mixer import MixerAux, build_mixer
+from .mixer import MixerAux, MixerOutput, build_mixer
 
 
 @dataclass
@@ -70,6 +71,24 @@ class FeedForward(nn.Module):
         return self.down(self.dropout(x))
 
 
+class ShortConv(nn.Module):
+    """x plus a depthwise convolution over the last `width` tokens, the newest included; starts as the identity."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.zeros(width, dim))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.taps.new_zeros(batch, self.taps.shape[0] - 1, self.taps.shape[1])
+
+    def forward(self, x: Tensor, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] and the tokens before it [B, width - 1, C] -> the result and the tokens before the next block."""
+        padded = torch.cat([recent.to(x.dtype), x], 1)
+        count, width = x.shape[1], self.taps.shape[0]
+        mixed = sum(self.taps[j].to(x.dtype) * padded[:, j : j + count] for j in range(width))
+        return x + mixed, padded[:, padded.shape[1] - (width - 1) :].detach()
+
+
 def build_norm(config: DecoderConfig) -> nn.Module:
     return nn.RMSNorm(config.dim, eps=1e-6) if config.norm_kind == "rms" else nn.LayerNorm(config.dim)
 
@@ -82,14 +101,21 @@ class Block(nn.Module):
         self.pre_norm = config.norm == "pre"
         self.norm1, self.norm2 = build_norm(config), build_norm(config)
         self.mixer = build_mixer(config, layer, relative_keys)
+        self.conv = ShortConv(config.dim, config.short_conv) if config.short_conv else None
         self.ff = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.compiled: Callable[..., Any] | None = None  # set by Decoder.compile_blocks
 
     def initial_state(self, batch: int, remember: bool = True) -> Any:
-        return self.mixer.initial_state(batch, self._empty(), None if remember else "none")
+        """The mixer's state, beside the convolution's where there is one."""
+        state = self.mixer.initial_state(batch, self._empty(), None if remember else "none")
+        return state if self.conv is None else {"mixer": state, "recent": self.conv.initial_state(batch)}
 
     def reset_rows(self, state: Any, fresh: Tensor) -> Any:
-        return self.mixer.reset_rows(state, fresh, self._empty())
+        if self.conv is None:
+            return self.mixer.reset_rows(state, fresh, self._empty())
+        recent = torch.where(fresh.to(state["recent"].device)[:, None, None], 0, state["recent"])
+        return {"mixer": self.mixer.reset_rows(state["mixer"], fresh, self._empty()), "recent": recent}
 
     @torch.no_grad()
     def _empty(self) -> Tensor:
@@ -108,7 +134,7 @@ class Block(nn.Module):
             state = self.initial_state(x.shape[0], remember)
         elif fresh is not None:
             state = self.reset_rows(state, fresh)
-        out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
+        out = self._mix(self.norm1(x) if self.pre_norm else x, state)
         mixed = self.dropout(out.y)
         if self.pre_norm:
             h = x + mixed
@@ -119,6 +145,13 @@ class Block(nn.Module):
         if keep is not None:
             h = torch.where(keep > 0, h, x)
         return h, out.state, out.aux
+
+    def _mix(self, x: Tensor, state: Any) -> MixerOutput:
+        if self.conv is None:
+            return self.mixer(x, state)
+        x, recent = self.conv(x, state["recent"])
+        out = self.mixer(x, state["mixer"])
+        return replace(out, state={"mixer": out.state, "recent": recent})
 
 
 class Decoder(nn.Module):
@@ -143,10 +176,14 @@ class Decoder(nn.Module):
     def compile_blocks(self, *, carry: bool) -> None:
         """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
 
-        With carried memory the mixer's shapes change from block to block, so only the feed-forward parts are compiled.
+        Sequences that stand alone run whole compiled blocks. With carried memory the mixer's shapes change from block to
+        block, so only the feed-forward parts are compiled.
         """
         for block in self.layers():
-            (block.ff if carry else block).compile()
+            if carry:
+                block.ff.compile()
+            else:
+                block.compiled = torch.compile(block.forward)
 
     def _initialise(self) -> None:
         """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
@@ -174,8 +211,9 @@ class Decoder(nn.Module):
         state = [None] * len(self.blocks) if state is None else state
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
-        for block, part, keep in zip(self.blocks, state, self._layer_keep(h)):
-            h, part, aux = block(h, part, keep, fresh, remember)
+        for block, part, keep in zip(self.layers(), state, self._layer_keep(h)):
+            run = block if remember or block.compiled is None else block.compiled
+            h, part, aux = run(h, part, keep, fresh, remember)
             states.append(part)
             auxes.append(aux)
         losses = [aux.loss for aux in auxes if aux.loss is not None]
