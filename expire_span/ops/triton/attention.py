@@ -1,6 +1,7 @@
 """The fused operator as PyTorch sees it: two opaque ops with shapes and a gradient, so that compiled graphs stay whole."""
 
 # No `from __future__ import annotations` here: torch.library reads the signatures' real types.
+from collections.abc import Callable
 from typing import Optional
 
 import torch
@@ -22,8 +23,15 @@ def readable(x: Tensor) -> Tensor:
     return x if strided and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
-@torch.library.custom_op("expire_span::attention", mutates_args=())
-def attention(
+def _define(name: str, run: Callable) -> Callable:
+    """An opaque op from a function. `custom_op` would do as well, but its wrapper costs more host time than a kernel launch."""
+    torch.library.define(f"expire_span::{name}", torch.library.infer_schema(run, mutates_args=()))
+    for device in ("cpu", "cuda"):
+        torch.library.impl(f"expire_span::{name}", device, run)
+    return getattr(torch.ops.expire_span, name).default
+
+
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
     k_doc: MaybeTensor, ramp: float, include_self: bool, scale: float, deterministic: bool,
 ) -> Outputs:  # fmt: skip
@@ -47,8 +55,7 @@ def attention(
     return y, lse, plan.words, plan.k, plan.v
 
 
-@attention.register_fake
-def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
+def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
     tuning = choose(q.shape[-1], q.dtype)
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
     slots = num_slots(memories, int(queries), tuning.block_n)
@@ -62,8 +69,7 @@ def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, dete
     )
 
 
-@torch.library.custom_op("expire_span::attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor, v: Tensor, memories: int,
     ramp: float, scale: float, has_docs: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -74,8 +80,7 @@ def attention_backward(
     return work.run(deterministic)
 
 
-@attention_backward.register_fake
-def _(dy, q, q_pos, y, lse, words, k, v, memories, *options):
+def _fake_backward(dy, q, q_pos, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
@@ -99,4 +104,8 @@ def _differentiate(ctx, dy, *_):
     return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+attention = _define("attention", _attention)
+attention_backward = _define("attention_backward", _attention_backward)
+torch.library.register_fake("expire_span::attention", _fake_attention)
+torch.library.register_fake("expire_span::attention_backward", _fake_backward)
+torch.library.register_autograd("expire_span::attention", _differentiate, setup_context=_save)
