@@ -157,8 +157,7 @@ def _walk_queries(
 
 @triton.jit
 def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Of WIDTH tiles of the plan from tile * WIDTH on, dead ones left out: smallest and largest first query, largest end,
-    smallest fading start. Beside a dead tile, the rest is never wholly born, and so needs the mask."""
+    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest is never wholly born."""
     num_tiles = slots // PLAN_N
     tiles = words + HEAD + 5 * slots
     living = tl.load(words + DEAD)
@@ -211,15 +210,11 @@ def _memory_gradients(
     k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     taken = slot < tl.load(words + CLASSES) * PLAN_N
-    if BLOCK_N > PLAN_N:  # a part of the tile may be dead, with nothing written there
-        known = (slot < tl.load(words + DEAD) * PLAN_N)[:, None]
-        k_tile = tl.where(known, k_tile, 0.0).to(k_tile.dtype)
-        v_tile = tl.where(known, v_tile, 0.0).to(v_tile.dtype)
     keys = words + HEAD + slots + slot
     first = tl.load(keys, mask=taken, other=NEVER)
-    end = tl.load(keys + slots, mask=taken, other=0)
-    if BLOCK_N > PLAN_N:
+    if BLOCK_N > PLAN_N:  # the second half may be dead
         first = tl.where(slot < tl.load(words + DEAD) * PLAN_N, first, NEVER)
+    end = tl.load(keys + slots, mask=taken, other=0)
     born = tl.load(keys + 2 * slots, mask=taken, other=0)
     length = tl.load(keys + 3 * slots, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(born_to, T)  # padding slots are never born

@@ -194,15 +194,18 @@ def _gather(
     b, h = bh // kv_heads, bh % kv_heads
     row, row_head = b * heads + h % heads, h % heads  # heads is 1 or kv_heads
     words += row * row_words
-    if tile >= tl.load(words + CLASSES):
+    used_tiles = tl.load(words + CLASSES)
+    living = tl.load(words + DEAD)
+    paired = (living + 1) // 2 * 2  # a kernel that takes tiles in pairs finds zeros beside the last living one
+    if tile >= tl.maximum(used_tiles, paired):
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = tl.load(words + HEAD + slot)
+    index = tl.load(words + HEAD + slot, mask=slot < used_tiles * BLOCK_N, other=-1)
     used = index >= 0
     at = tl.maximum(index, 0).to(tl.int64)
     d = tl.arange(0, D_PAD)
-    if tile < tl.load(words + DEAD):
-        taken = used[:, None] & (d[None, :] < D)
+    if tile < paired:
+        taken = used[:, None] & (d[None, :] < D) & (tile < living)
         out = (bh * slots + slot)[:, None] * D + d[None, :]
         rows = tl.load(k + b * k_b + h * k_h + at[:, None] * k_s + d[None, :], mask=taken, other=0.0)
         tl.store(k_out + out, rows, mask=d[None, :] < D)
