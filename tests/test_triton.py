@@ -138,6 +138,18 @@ def test_both_ways_to_the_query_gradient(fuse):
         tuning.override(None if ON_GPU else SMALL)
 
 
+@pytest.mark.parametrize("name", ["63", "111 in a store, gaps", "all alive", "one survivor per block"])
+@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(split_at=32), dict(wide=2, fuse_dq=True)], ids=str)
+def test_long_lives_shared_and_tiles_taken_in_pairs(name, options):
+    """Tiles of several classes in one program, some of them dead; query tiles half as large as the forward pass's."""
+    block_n, m = (64, 64) if ON_GPU else (16, 16)
+    tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), **options))
+    try:
+        assert_within_budget(CASES[name], torch.float32)
+    finally:
+        tuning.override(None if ON_GPU else SMALL)
+
+
 def test_descriptors_read_what_pointers_read():
     case = Case(1, 1, 1, 35, 20, 96, gaps=True)
     before = tuning.choose(96, torch.float32)
@@ -194,7 +206,7 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest):
     mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=ramp, include_self=True)[0, 0]  # [T, S]
     order = plan.order[0].long().view(-1, block_n)[: int(plan.class_tiles[0, lists.NUM_CLASSES - 1])]
     counts = torch.zeros(4)
-    for rows, runs in zip(mask.split(block_m), plan.runs[0].tolist()):
+    for rows, runs in zip(mask.split(block_m), plan.runs(block_n)[0].tolist()):
         full, masked = _expand(runs[2:], runs[0]), _expand(runs[2 + 2 * lists.NUM_CLASSES :], runs[1])
         tiles = torch.where(order >= 0, rows[:, order.clamp_min(0)], 0.0)  # [M, tiles, N]
         assert bool((tiles[:, full] == 1).all())
