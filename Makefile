@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint bench bench-gpu clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,12 @@ lint: .venv/.ready  ## style, types
 
 bench: .venv/.ready  ## the operator on the CPU against dense attention
 	$(BIN)/python -m benchmarks.cpu
+
+bench-gpu: .venv/.ready  ## the operator, training steps and decoding on a GPU, and the pictures (about ten minutes)
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.plots benchmarks/out/attention.json
+	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.decode
 
 clean:
 	rm -rf .venv build dist *.egg-info

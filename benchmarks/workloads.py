@@ -28,7 +28,7 @@ class Workload:
         spans = (
             "all live"
             if self.share == 1
-            else f"{self.share:.0%} / {self.short:.0f}"
+            else f"{100 * self.share:g}% / {self.short:.0f}"
             if self.share
             else f"{self.short:.0f}"
         )

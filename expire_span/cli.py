@@ -186,6 +186,11 @@ def _parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
     raise UserError(_one_sentence(said.getvalue(), prog))
 
 
+def _spell_out(args: list[str]) -> list[str]:
+    """A bare --json means --json True."""
+    return [*args, "True"] if args[-1:] == ["--json"] else args
+
+
 def _one_sentence(said: str, prog: str) -> str:
     """The message inside tyro's box, without its frame (drawn, or in ASCII under a title) and the help below it."""
     drawn = "╭" in said
@@ -348,7 +353,7 @@ def _demo(args: list[str]) -> int:
 def _memories(args: list[str]) -> int:
     from expire_span.memories import MEMORIES, describe
 
-    command = _parse(Memories, args, f"{PROGRAM} memories")
+    command = _parse(Memories, _spell_out(args), f"{PROGRAM} memories")
     if command.json:
         print(json.dumps([describe(kind) for kind in MEMORIES], indent=2))
         return 0
@@ -361,7 +366,7 @@ def _memories(args: list[str]) -> int:
 def _recipes(args: list[str]) -> int:
     from expire_span.config import to_dict
 
-    command = _parse(Recipes, args, f"{PROGRAM} recipes")
+    command = _parse(Recipes, _spell_out(args), f"{PROGRAM} recipes")
     if command.json:
         table = {name: {"summary": summary(r), "config": to_dict(r())} for name, r in RECIPES.items()}
         print(json.dumps(table, indent=2))

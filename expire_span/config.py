@@ -49,8 +49,6 @@ class DecoderConfig:
     """Base of the rotary frequencies."""
     qk_norm: bool = True
     """Normalise queries and keys per head before the product."""
-    short_conv: int = 0
-    """Causal depthwise convolution over so many last tokens at the input of every block's mixer; 0 is off."""
     dropout: float = 0.0
     """Dropout on the mixer's output and inside the feed-forward part."""
     layer_drop: float = 0.0
@@ -72,7 +70,6 @@ class DecoderConfig:
             f"rotary positions need an even head dim, got {self.head_dim}",
         )
         require(self.relative_window >= 1, f"relative_window must be at least 1, got {self.relative_window}")
-        require(self.short_conv >= 0, f"short_conv must be 0 or more, got {self.short_conv}")
         for name in ("dropout", "layer_drop"):
             require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
 
@@ -135,6 +132,8 @@ class RecallTask:
     """Number of kinds of plain corridor observations."""
     distractor_prob: float = 0.3
     """Chance that a corridor step shows a coloured niche: any colour, and it means nothing."""
+    blank_prob: float = 0.0
+    """Share of episodes without a cue, to be answered with "none"; else one colour can be told from its absence alone."""
 
     def __post_init__(self) -> None:
         require(self.min_length >= 1, f"min_length must be at least 1, got {self.min_length}")
@@ -144,7 +143,8 @@ class RecallTask:
         )
         require(self.colours >= 2, f"colours must be at least 2, got {self.colours}")
         require(self.distractors >= 1, f"distractors must be at least 1, got {self.distractors}")
-        require(0 <= self.distractor_prob <= 1, f"distractor_prob must lie in [0, 1], got {self.distractor_prob}")
+        for name in ("distractor_prob", "blank_prob"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
 
 TaskConfig = TextTask | RecallTask

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from expire_span.config import (
+    BudgetConfig,
     DecoderConfig,
     ExpireSpanConfig,
     RecallTask,
@@ -21,10 +22,18 @@ from expire_span.config import (
 
 def recall() -> RunConfig:
     """Remember a colour through a long corridor and forget the corridor: the demo, minutes on a CPU."""
-    mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.9)
-    model = DecoderConfig.modern(dim=64, layers=2, heads=2, ff_dim=128, mixer=mixer)
-    train = TrainConfig(steps=600, batch=16, block=304, carry=False, lr=3e-3, warmup=20, span_weight=1e-4)
-    return RunConfig(RecallTask(), model, train)
+    # Short corridors in the mix and many heads find the cue soon; blank episodes make every colour worth keeping. The spans
+    # start so high that an early step cannot end a life, and are pressed only once the task is solved: a cue that has
+    # expired sends no gradient back.
+    task = RecallTask(min_length=5, max_length=400, blank_prob=0.2)
+    mixer = ExpireSpanConfig(max_span=1024, ramp=3, initial_span=0.999, span_loss="l1")
+    model = DecoderConfig.modern(dim=128, layers=1, heads=8, ff_dim=128, positions="none", mixer=mixer)
+    budget = BudgetConfig(live=10, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.15, patience_loss=0.15)
+    train = TrainConfig(
+        steps=300, batch=16, block=402, carry=False, lr=5e-3, span_lr_scale=0.5, warmup=10, budget=budget
+    )
+    train = replace(train, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
+    return RunConfig(task, model, train)
 
 
 def text() -> RunConfig:
@@ -47,7 +56,7 @@ def text_small() -> RunConfig:
 def enwik8() -> RunConfig:
     """enwik8 (--task.path): 12 layers of 512 (38M weights), parallel training on windows of 8192; minutes on one H200."""
     mixer = ExpireSpanConfig(max_span=8192, ramp=128, initial_span=0.05, temperature=8.0, span_loss="l1")
-    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, short_conv=4, dropout=0.1, mixer=mixer)
+    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, dropout=0.1, mixer=mixer)
     train = TrainConfig(
         steps=6500, batch=8, block=8192, carry=False, optimizer="muon", lr=3e-3, muon_lr=2e-2, warmup=200
     )

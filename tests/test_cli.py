@@ -56,7 +56,7 @@ BAD = [
     (["train", "recall", "extra"], ["unknown option extra"]),
     (["train", "recall", "--model.dim", "abc"], ["--model.dim", "'abc'"]),
     (["train", "recall", "--train.schedule", "odd"], ["'odd'", "cosine"]),
-    (["train", "recall", "--model.heads", "3"], ["heads 3 and dim 64"]),
+    (["train", "recall", "--model.heads", "3"], ["heads 3 and dim 128"]),
     (["train", "recall", "--model.mixer.ramp", "0"], ["ramp must be greater than 0, got 0"]),
     (["train", "recall", "--model.mixer.ramp", "-5"], ["ramp must be greater than 0, got -5"]),
     (["train", "recall", "--name", "a/b"], ["run name", "a/b"]),

@@ -111,7 +111,7 @@ def test_bytes_have_visible_labels(tmp_path):
 
 # Recall
 
-SHORT = RecallTask(min_length=3, max_length=9, colours=3, distractors=4, distractor_prob=0.4)
+SHORT = RecallTask(min_length=3, max_length=9, colours=3, distractors=4, distractor_prob=0.4, blank_prob=0.2)
 
 
 def episodes_of_rows(task: Recall, batches: list[Batch]) -> list[list[list[str]]]:
@@ -128,7 +128,7 @@ def episodes_of_rows(task: Recall, batches: list[Batch]) -> list[list[list[str]]
 
 
 def check_episode(task: Recall, labels: list[str]) -> None:
-    assert labels[0].startswith("cue ") and labels[-1] == "which?"
+    assert labels[0].startswith(("cue ", "wall ")) and labels[-1] == "which?"
     assert task.config.min_length <= len(labels) - 2 <= task.config.max_length
     assert all(label.startswith(("niche ", "wall ")) for label in labels[1:-1])
 
@@ -136,10 +136,10 @@ def check_episode(task: Recall, labels: list[str]) -> None:
 @pytest.mark.parametrize("block", [1, 4, 10, 11, 40])
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_targets_against_a_slow_reading(block, split):
-    """The target at each question is the last cue before it, and nothing else is scored."""
+    """The target at each question is the cue since the question before it, or none, and nothing else is scored."""
     task = Recall(SHORT)
     batches = take(task.stream(split, batch=5, block=block, seed=1), 20)
-    last: list[str | None] = [None] * 5
+    last = ["none"] * 5
     for out in batches:
         for row in range(5):
             for token, target, scored in zip(out.x[row], out.y[row], out.mask[row]):
@@ -147,6 +147,7 @@ def test_targets_against_a_slow_reading(block, split):
                 last[row] = label if label.startswith("cue") else last[row]
                 assert bool(scored) == (label == "which?")
                 assert not scored or task.show(target[None]) == [last[row]]
+                last[row] = "none" if scored else last[row]
 
 
 def test_packed_rows_are_whole_episodes_across_blocks():
@@ -195,6 +196,16 @@ def test_statistics_of_recall():
     assert torch.allclose(kinds[4:], torch.full((8,), 0.0875), atol=0.005)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_share_of_blank_episodes(share):
+    task = Recall(RecallTask(min_length=2, max_length=4, blank_prob=share))
+    batches = take(task.stream("train", batch=500, block=task.longest, seed=0), 8)
+    blank = torch.cat([out.y[out.mask] == task.none for out in batches]).float().mean()
+    assert abs(float(blank) - share) < 0.03
+    cues = torch.cat([out.x[:, 0] for out in batches])
+    assert abs(float((cues >= 4).float().mean()) - share) < 0.03
+
+
 def test_splits_and_seeds_draw_other_episodes():
     task = Recall(RecallTask(min_length=40, max_length=60))
     rows: set[bytes] = set()
@@ -208,7 +219,7 @@ def test_recall_labels_and_score():
     task = Recall(RecallTask(colours=10, distractors=2))
     labels = task.show(torch.arange(task.vocab))
     assert labels[:2] == ["cue red", "cue blue"] and labels[9] == "cue colour 9" and labels[11] == "niche blue"
-    assert labels[20:] == ["wall 0", "wall 1", "which?", "pad"]
+    assert labels[20:] == ["wall 0", "wall 1", "which?", "none", "pad"]
     assert task.score_of(nll=1.0, correct=3, count=4) == 0.75
 
 

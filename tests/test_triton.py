@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from expire_span.ops import expire_attention, resolve_impl
+from expire_span.ops.chunked import _backward_op as chunked_backward
 from expire_span.ops.reference import ages, expiry_mask
 
 from .operator_cases import GRADS, Case
@@ -91,11 +92,33 @@ def assert_within_budget(case: Case, dtype: torch.dtype, ramp: float = 7.0, **op
     rounded = _Rounded(case, dtype)
     exact, coarse = run(rounded, "reference", ramp=ramp), run(case, "reference", dtype, ramp)
     got = run(case, "triton", dtype, ramp, DEVICE, **options)
+    kept = cost_of_keeping_y_in(dtype, rounded, ramp)
     for name, want in exact.items():
         floor = 1e-6 * max(float(want.norm()), 1.0)
-        budget = FACTOR[dtype] * float((coarse[name] - want).norm()) + floor
+        budget = FACTOR[dtype] * (float((coarse[name] - want).norm()) + kept.get(name, 0.0)) + floor
         error = float((got[name] - want).norm())
         assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}, size {float(want.norm()):.3g}"
+
+
+def cost_of_keeping_y_in(dtype: torch.dtype, case, ramp: float) -> dict[str, float]:
+    """How far each gradient moves in float64 when the backward pass is handed y as `dtype` holds it.
+
+    The dense definition never reads y back; a fused kernel must. For a memory whose mask is small, the span's gradient
+    magnifies that rounding by 1 / mask.
+    """
+    if dtype == torch.float32:
+        return {}
+    x = case.tensors(dtype)
+    span = x["span"] if x["span"].dim() == 3 else x["span"].unsqueeze(1)
+    y = expire_attention(**x, ramp=ramp, impl="reference", **case.options)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    places = x["q_pos"].expand(len(y), 1, -1), x["k_pos"].expand(*span.shape[:2], -1)
+    include_self = case.options.get("include_self", True)
+    options = (y.new_zeros(0, y.shape[-1]), ramp, True, include_self, y.shape[-1] ** -0.5, 0.0, 128)
+    pair = [
+        chunked_backward(dy, out, x["q"], x["k"], x["v"], span, *places, *options)[:4] for out in (y, y.to(dtype).to(y))
+    ]
+    return {f"d{n}": float((a - b).norm()) for n, a, b in zip(GRADS, *pair)}
 
 
 class _Rounded:
@@ -134,6 +157,18 @@ def test_both_ways_to_the_query_gradient(fuse):
     tuning.override(Tuning(before.block_n, before.forward, before.dq, before.dkv, fuse_dq=fuse))
     try:
         assert_within_budget(Case(1, 2, 1, 45, 20, 32), torch.float32)
+    finally:
+        tuning.override(None if ON_GPU else SMALL)
+
+
+@pytest.mark.parametrize("name", ["63", "111 in a store, gaps", "all alive", "one survivor per block"])
+@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(split_at=32), dict(wide=2, fuse_dq=True)], ids=str)
+def test_long_lives_shared_and_tiles_taken_in_pairs(name, options):
+    """Tiles of several classes in one program, some of them dead; query tiles half as large as the forward pass's."""
+    block_n, m = (64, 64) if ON_GPU else (16, 16)
+    tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), **options))
+    try:
+        assert_within_budget(CASES[name], torch.float32)
     finally:
         tuning.override(None if ON_GPU else SMALL)
 
@@ -194,7 +229,7 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest):
     mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=ramp, include_self=True)[0, 0]  # [T, S]
     order = plan.order[0].long().view(-1, block_n)[: int(plan.class_tiles[0, lists.NUM_CLASSES - 1])]
     counts = torch.zeros(4)
-    for rows, runs in zip(mask.split(block_m), plan.runs[0].tolist()):
+    for rows, runs in zip(mask.split(block_m), plan.runs(block_n)[0].tolist()):
         full, masked = _expand(runs[2:], runs[0]), _expand(runs[2 + 2 * lists.NUM_CLASSES :], runs[1])
         tiles = torch.where(order >= 0, rows[:, order.clamp_min(0)], 0.0)  # [M, tiles, N]
         assert bool((tiles[:, full] == 1).all())
@@ -203,7 +238,8 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest):
         assert float(tiles[:, unlisted].sum()) == 0
         alive = int((tiles > 0).any(0).any(-1).sum())
         counts += torch.tensor([len(full), int((tiles == 1).all(0).all(-1).sum()), len(full + masked), alive])
-    assert counts[0] >= 0.8 * counts[1] > 0 and counts[2] <= 1.1 * counts[3], counts
+    if not ON_GPU:  # with the short classes of these tests
+        assert counts[0] >= 0.8 * counts[1] > 0 and counts[2] <= 1.1 * counts[3], counts
 
 
 def _expand(runs: list[int], count: int) -> list[int]:

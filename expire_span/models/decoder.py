@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from expire_span.config import DecoderConfig
 from expire_span.mixer_configs import POSITION_FREE
 
-from .mixer import MixerAux, MixerOutput, build_mixer
+from .mixer import MixerAux, build_mixer
 
 
 @dataclass
@@ -72,24 +72,6 @@ class FeedForward(nn.Module):
         return self.down(self.dropout(x))
 
 
-class ShortConv(nn.Module):
-    """x plus a depthwise convolution over the last `width` tokens, the newest included; starts as the identity."""
-
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        self.taps = nn.Parameter(torch.zeros(width, dim))
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.taps.new_zeros(batch, self.taps.shape[0] - 1, self.taps.shape[1])
-
-    def forward(self, x: Tensor, recent: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] and the tokens before it [B, width - 1, C] -> the result and the tokens before the next block."""
-        padded = torch.cat([recent.to(x.dtype), x], 1)
-        count, width = x.shape[1], self.taps.shape[0]
-        mixed = sum(self.taps[j].to(x.dtype) * padded[:, j : j + count] for j in range(width))
-        return x + mixed, padded[:, padded.shape[1] - (width - 1) :].detach()
-
-
 def build_norm(config: DecoderConfig) -> nn.Module:
     return nn.RMSNorm(config.dim, eps=1e-6) if config.norm_kind == "rms" else nn.LayerNorm(config.dim)
 
@@ -102,21 +84,15 @@ class Block(nn.Module):
         self.pre_norm = config.norm == "pre"
         self.norm1, self.norm2 = build_norm(config), build_norm(config)
         self.mixer = build_mixer(config, layer, relative_keys)
-        self.conv = ShortConv(config.dim, config.short_conv) if config.short_conv else None
         self.ff = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.compiled: Callable[..., Any] | None = None  # set by Decoder.compile_blocks
 
     def initial_state(self, batch: int, remember: bool = True) -> Any:
-        """The mixer's state, beside the convolution's where there is one."""
-        state = self.mixer.initial_state(batch, self._empty(), None if remember else "none")
-        return state if self.conv is None else {"mixer": state, "recent": self.conv.initial_state(batch)}
+        return self.mixer.initial_state(batch, self._empty(), None if remember else "none")
 
     def reset_rows(self, state: Any, fresh: Tensor) -> Any:
-        if self.conv is None:
-            return self.mixer.reset_rows(state, fresh, self._empty())
-        recent = torch.where(fresh.to(state["recent"].device)[:, None, None], 0, state["recent"])
-        return {"mixer": self.mixer.reset_rows(state["mixer"], fresh, self._empty()), "recent": recent}
+        return self.mixer.reset_rows(state, fresh, self._empty())
 
     @torch.no_grad()
     def _empty(self) -> Tensor:
@@ -135,7 +111,7 @@ class Block(nn.Module):
             state = self.initial_state(x.shape[0], remember)
         elif fresh is not None:
             state = self.reset_rows(state, fresh)
-        out = self._mix(self.norm1(x) if self.pre_norm else x, state)
+        out = self.mixer(self.norm1(x) if self.pre_norm else x, state)
         mixed = self.dropout(out.y)
         if self.pre_norm:
             h = x + mixed
@@ -146,13 +122,6 @@ class Block(nn.Module):
         if keep is not None:
             h = torch.where(keep > 0, h, x)
         return h, out.state, out.aux
-
-    def _mix(self, x: Tensor, state: Any) -> MixerOutput:
-        if self.conv is None:
-            return self.mixer(x, state)
-        x, recent = self.conv(x, state["recent"])
-        out = self.mixer(x, state["mixer"])
-        return replace(out, state={"mixer": out.state, "recent": recent})
 
 
 class Decoder(nn.Module):

@@ -76,7 +76,8 @@ class ExpireSpan(AttentionMixer):
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
         """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""
-        cache = cache or ("hidden" if self.training else "kv")
+        if cache is None or (cache == "none" and self.mixer.initial_memories):  # zero vectors must be stored to be seen
+            cache = "hidden" if self.training else "kv"
         rows = (batch, self.config.num_kv_heads) if self._rows_per_head(cache) else (batch,)
         device = self.query.weight.device
         memory = ExpiringMemory.empty(rows, ramp=self.mixer.ramp, cap=self.mixer.cap, device=device)

@@ -1,8 +1,7 @@
 """Linear attention: y_t = phi(q_t) S_t / phi(q_t) z_t with S_t = sum phi(k_i) v_i and z_t = sum phi(k_i), phi = elu + 1.
 
 The state is the two sums, in float32 or better. Training works chunk by chunk: inside a chunk the quadratic form, between
-chunks the running sums; no loop over time. No positions: the order within the past is invisible to it, so give the decoder
-a `short_conv` where neighbours matter.
+chunks the running sums; no loop over time. No positions: the order within the past is invisible to it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 Every token of every episode is a hash of (seed, split, episode, step): any episode can be drawn alone, in any order, on
 any process, and the place in the data is a handful of counters.
 
-Tokens: cues 0..C-1, niches C..2C-1 (the same colours, but they mean nothing), walls, the question, and padding.
+Tokens: cues 0..C-1, niches C..2C-1 (the same colours, but they mean nothing), walls, the question, "none", padding.
+
+Why `blank_prob`: with a cue in every episode, a model may forget one colour at once and answer it whenever it remembers no
+other. Episodes that begin with a mere wall, and are answered with "none", take that way out.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 class Recall:
-    """Only the question is scored: its target is the token of the cue."""
+    """Only the question is scored: its target is the token of the cue, or "none" where there was no cue."""
 
     score = Score("success", higher_is_better=True)
 
@@ -35,7 +38,8 @@ class Recall:
         self.config = config
         self.first_wall = 2 * config.colours
         self.question = self.first_wall + config.distractors
-        self.pad = self.question + 1
+        self.none = self.question + 1
+        self.pad = self.none + 1
         self.vocab = self.pad + 1
         self.longest = config.max_length + 2
 
@@ -56,7 +60,7 @@ class Recall:
             return f"{kind} {COLOURS[colour] if colour < len(COLOURS) else f'colour {colour}'}"
         if token < self.question:
             return f"wall {token - self.first_wall}"
-        return "which?" if token == self.question else "pad"
+        return ("which?", "none", "pad")[token - self.question]
 
 
 class Episodes:
@@ -72,25 +76,28 @@ class Episodes:
         low, high = self.task.config.min_length, self.task.config.max_length
         return low + below(self._draws(numbers, 0), high - low + 1)
 
-    def cues(self, numbers: np.ndarray) -> np.ndarray:
-        return below(self._draws(numbers, 1), self.task.config.colours)
+    def answers(self, numbers: np.ndarray) -> np.ndarray:
+        """The token of the cue, or "none" in a blank episode."""
+        draws, config = self._draws(numbers, 1), self.task.config
+        return np.where(chance(draws, config.blank_prob), self.task.none, below(draws << np.uint64(32), config.colours))
 
     def tokens(self, numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The token at each step of each episode; numbers and steps have one shape. Past the question: padding."""
         task, config = self.task, self.task.config
         draws = self._draws(numbers, steps + 1)
-        niche = (draws >> np.uint64(32)).astype(np.float64) < config.distractor_prob * 2.0**32
         coloured = config.colours + below(draws << np.uint64(32), config.colours)
-        tokens = np.where(niche, coloured, task.first_wall + below(draws << np.uint64(32), config.distractors))
+        walls = task.first_wall + below(draws << np.uint64(32), config.distractors)
+        tokens = np.where(chance(draws, config.distractor_prob), coloured, walls)
         ends = self.lengths(numbers) + 1
         tokens = np.where(steps == ends, task.question, np.where(steps > ends, task.pad, tokens))
-        return np.where(steps == 0, self.cues(numbers), tokens)
+        answers = self.answers(numbers)
+        return np.where(steps == 0, np.where(answers == task.none, walls, answers), tokens)
 
     def batch(self, numbers: np.ndarray, steps: np.ndarray, fresh: np.ndarray) -> Batch:
         """Tokens, targets and the scored positions at [B, T] places."""
         x = self.tokens(numbers, steps)
         mask = x == self.task.question
-        y = np.where(mask, self.cues(numbers), 0)
+        y = np.where(mask, self.answers(numbers), 0)
         return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
 
     def _draws(self, numbers: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
@@ -193,6 +200,11 @@ def mix(x: np.ndarray | np.uint64) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def chance(draws: np.ndarray, share: float) -> np.ndarray:
+    """True with probability `share`, from the upper 32 bits of 64-bit draws."""
+    return (draws >> np.uint64(32)).astype(np.float64) < share * 2.0**32
 
 
 def below(draws: np.ndarray, limit: int) -> np.ndarray:

@@ -19,7 +19,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
     for name, p in model.named_parameters():
         if "span_predictor" in name:
             spans.append(p)
-        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name and "conv." not in name:
+        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name:
             matrices.append(p)
         else:
             (decayed if p.dim() >= 2 else plain).append(p)

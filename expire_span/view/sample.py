@@ -16,7 +16,7 @@ from expire_span.tasks.task import Task
 TEXT_SAMPLE = 8192
 """Bytes of text read for the report."""
 EPISODES = 16
-"""Episodes of recall of which the longest is shown."""
+"""Episodes of recall of which the longest with a cue is shown."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def _widest(span: torch.Tensor | None, config: RunConfig) -> torch.Tensor:
 def _episode(task: Task, config: RunConfig) -> torch.Tensor:
     stream = task.stream("test", batch=1, block=config.task.max_length + 2, seed=config.seed)  # type: ignore[union-attr]
     episodes = [batch.x[0] for batch, _ in zip(stream, range(EPISODES))]
-    return max(episodes, key=len)
+    with_cue = [episode for episode in episodes if task.show(episode[:1])[0].startswith("cue")]
+    return max(with_cue or episodes, key=len)
 
 
 def _stretch(task: Task, config: RunConfig) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import attention
+from .attention import attend
 from .decode import triton_decode
 
 __all__ = ["triton_attention", "triton_decode"]
@@ -41,9 +41,7 @@ def triton_attention(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return attention(
-        q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic
-    )[0]  # fmt: skip
+    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -1,18 +1,20 @@
 """The fused operator as PyTorch sees it: two opaque ops with shapes and a gradient, so that compiled graphs stay whole."""
 
 # No `from __future__ import annotations` here: torch.library reads the signatures' real types.
+from collections.abc import Callable
 from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .backward import Backward
 from .forward import run_forward
-from .lists import NUM_CLASSES, RUN_WORDS, Plan, build_plan, num_slots
+from .lists import Plan, build_plan, num_slots, num_words
 from .tuning import choose, dot_precision
 
 MaybeTensor = Optional[Tensor]  # noqa: UP045
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def readable(x: Tensor) -> Tensor:
@@ -22,8 +24,15 @@ def readable(x: Tensor) -> Tensor:
     return x if strided and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
-@torch.library.custom_op("expire_span::attention", mutates_args=())
-def attention(
+def _define(name: str, run: Callable) -> Callable:
+    """An opaque op from a function. `custom_op` would do as well, but its wrapper costs more host time than a kernel launch."""
+    torch.library.define(f"expire_span::{name}", torch.library.infer_schema(run, mutates_args=()))
+    for device in ("cpu", "cuda"):
+        torch.library.impl(f"expire_span::{name}", device, run)
+    return getattr(torch.ops.expire_span, name).default
+
+
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
     k_doc: MaybeTensor, ramp: float, include_self: bool, scale: float, deterministic: bool,
 ) -> Outputs:  # fmt: skip
@@ -44,49 +53,35 @@ def attention(
         tuning=tuning,
         precision=dot_precision(q.dtype),
     )
-    return (y, lse, *(getattr(plan, name) for name in Plan.__dataclass_fields__))  # pyright: ignore
+    return y, lse, plan.words, plan.k, plan.v
 
 
-@attention.register_fake
-def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
+def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
     tuning = choose(q.shape[-1], q.dtype)
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
-    rows, slots = batch * heads, num_slots(memories, int(queries), tuning.block_n)
-    query_tiles = (queries + tuning.forward.block_m - 1) // tuning.forward.block_m
-
-    def integers(*shape):
-        return torch.empty(shape, dtype=torch.int32, device=q.device)
-
+    slots = num_slots(memories, int(queries), tuning.block_n)
+    words = num_words(slots, queries, tuning.forward.block_m, tuning.block_n)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
-        integers(rows, slots),
-        integers(rows, 3, slots),
-        torch.empty((rows, slots), dtype=torch.float32, device=q.device),
-        integers(rows, 4, slots // tuning.block_n),
-        integers(rows, NUM_CLASSES + 1),
-        integers(rows, query_tiles, RUN_WORDS),
+        torch.empty((batch * heads, words), dtype=torch.int32, device=q.device),
         k.new_empty(batch, kv_heads, slots, dim),
         v.new_empty(batch, kv_heads, slots, dim),
     )
 
 
-@torch.library.custom_op("expire_span::attention_backward", mutates_args=())
-def attention_backward(
-    dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, order: Tensor, keys: Tensor, spans: Tensor,
-    tiles: Tensor, class_tiles: Tensor, runs: Tensor, k: Tensor, v: Tensor, memories: int, ramp: float, scale: float,
-    has_docs: bool, deterministic: bool,
+def _attention_backward(
+    dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor, v: Tensor, memories: int,
+    ramp: float, scale: float, has_docs: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = Plan(order, keys, spans, tiles, class_tiles, runs, k, v)
     work = Backward(
-        readable(dy), readable(q), q_pos, y, lse, plan, memories, ramp, scale, has_docs, choose(q.shape[-1], q.dtype),
+        readable(dy), readable(q), q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs, choose(q.shape[-1], q.dtype),
         dot_precision(q.dtype),
     )  # fmt: skip
     return work.run(deterministic)
 
 
-@attention_backward.register_fake
-def _(dy, q, q_pos, y, lse, order, keys, spans, tiles, class_tiles, runs, k, v, memories, *options):
+def _fake_backward(dy, q, q_pos, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
@@ -110,4 +105,28 @@ def _differentiate(ctx, dy, *_):
     return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+attention = _define("attention", _attention)
+attention_backward = _define("attention_backward", _attention_backward)
+torch.library.register_fake("expire_span::attention", _fake_attention)
+torch.library.register_fake("expire_span::attention_backward", _fake_backward)
+torch.library.register_autograd("expire_span::attention", _differentiate, setup_context=_save)
+
+
+class EagerAttention(torch.autograd.Function):
+    """The same op and gradient, for eager calls: the registered gradient costs the host about 100 us more each time."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = attention(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _differentiate(ctx, *grads)
+
+
+def attend(*inputs) -> Tensor:
+    """y of `attention`, by the cheapest way there is."""
+    return attention(*inputs)[0] if torch.compiler.is_compiling() else EagerAttention.apply(*inputs)

@@ -5,7 +5,7 @@
 
 A memory is seen by one contiguous range of queries, so one program owns a memory tile, walks its queries and writes its
 gradients once, without atomics. dq is added up on the way (atomically), or by a second, query-stationary kernel, which
-is bitwise repeatable.
+is bitwise repeatable. A tile that lives long may be shared by several programs, whose parts are added up atomically.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .forward import LOG2E, load_fate, load_queries, load_tile, memory_source, next_tile, query_source
-from .lists import CLASSES, FULL_AT, MASKED_AT, WORDS, Plan
+from .lists import CLASSES, DEAD, FULL_AT, HEAD, MASKED_AT, NEVER, WORDS, Plan
 from .tuning import Launch, Tuning
 
 
@@ -36,7 +36,7 @@ def _delta(y, dy, delta, T, q_heads, dy_b, dy_h, dy_t, D: tl.constexpr, D_PAD: t
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp,
+    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, slots, q_index, t0, since, scale, ramp,
     inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -50,13 +50,12 @@ def _walk_tiles(
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, life = load_fate(keys, spans, slots, slot, t0, ramp)
+            first, end, life = load_fate(keys, slots, slot, t0, ramp)
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
-            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(tl.where(alive, s, float("-inf")))
-            p = tl.where(alive, p, 0.0)
+            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(tl.where(alive, s, float("-inf")))  # 0 where not alive
         else:
             p = tl.math.exp2(s)
         ds = p * (dp - delta[:, None])
@@ -65,12 +64,13 @@ def _walk_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=["q_heads"])
+@triton.jit(do_not_specialize=["q_heads", "row_words"])
 def _query_gradient(
-    q, dy, lse, delta, k, v, keys, spans, runs, q_pos, dq, T, slots, q_heads, group, heads, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, qp_b, scale, log_scale, ramp, inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, dy, y, lse, delta, k, v, words, q_pos, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, dy_b, dy_h,
+    dy_t, qp_b, scale, log_scale, ramp, inv_ramp, PLAN_M: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """dq, and delta on the way, which the memories' gradients need."""
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
@@ -82,25 +82,27 @@ def _query_gradient(
     q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
     dy_tile = load_queries(dy, b, h, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
     lse_tile = tl.load(lse + bh * T + q_index, mask=inside, other=float("inf"))
-    delta_tile = tl.load(delta + bh * T + q_index, mask=inside, other=0.0)
+    out = (bh * T + q_index)[:, None] * D + d[None, :]
+    y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
+    delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
+    tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
     t_row = q_pos + b * qp_b
     base = tl.load(t_row)
     t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     since = (t - t0).to(tl.float32)
-    keys += row * 3 * slots
-    spans += row * slots
-    runs += (row * tl.num_programs(0) + qt) * WORDS
+    words += row * row_words + HEAD
+    keys = words + slots
+    runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots,
         q_index, t0, since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys,
         slots, q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
-    out = (bh * T + q_index)[:, None] * D + d[None, :]
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
 
 
@@ -134,7 +136,7 @@ def _walk_queries(
             if HAS_DOCS:
                 alive = alive & (q_index[None, :] < end[:, None])
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
-            p = tl.where(alive, tl.minimum(x * inv_ramp, 1.0) * e, 0.0)
+            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)
         else:
             p = tl.math.exp2(s)
@@ -153,37 +155,71 @@ def _walk_queries(
     return dk, dv, dspan
 
 
-@triton.jit(do_not_specialize=["kv_heads", "window"])
+@triton.jit
+def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
+    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest is never wholly born."""
+    num_tiles = slots // PLAN_N
+    tiles = words + HEAD + 5 * slots
+    living = tl.load(words + DEAD)
+    first, last, end, fades = NEVER, 0, 0, NEVER
+    for n in tl.static_range(WIDTH):
+        at = tile * WIDTH + n
+        inside = at < living
+        first = tl.minimum(first, tl.load(tiles + at, mask=inside, other=NEVER))
+        last = tl.maximum(last, tl.load(tiles + num_tiles + at, mask=inside, other=NEVER))
+        end = tl.maximum(end, tl.load(tiles + 2 * num_tiles + at, mask=inside, other=0))
+        fades = tl.minimum(fades, tl.load(tiles + 3 * num_tiles + at, mask=inside, other=NEVER))
+    return first, last, end, fades
+
+
+@triton.jit
+def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
+    tl.store(dk, dk_acc.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv, dv_acc.to(dv.dtype.element_ty), mask=mask)
+    tl.store(dspan, dspan_acc, mask=used)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows", "row_words"])
 def _memory_gradients(
-    q, dy, lse, delta, k, v, order, keys, spans, tiles, class_tiles, q_pos, dq, dk, dv, dspan, T, S, slots, kv_heads,
-    group, heads, window, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, dy, lse, delta, k, v, words, q_pos, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words, window,
+    splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_N: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
+
+    A tile that fits one window writes its gradients; the parts of a longer one add into `sums`, for `_finish`.
+    """
+    part, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits % num_rows).to(tl.int64)
+    tile = tl.program_id(0) // (splits * num_rows)
     b, h = bh // kv_heads, bh % kv_heads
     row = b * heads + h % heads
-    if tile >= tl.load(class_tiles + row * (CLASSES + 1) + CLASSES):
+    words += row * row_words
+    if tile * (BLOCK_N // PLAN_N) >= tl.load(words + CLASSES):
         return
-    num_tiles = slots // BLOCK_N
-    tiles += row * 4 * num_tiles + tile
-    begin = tl.load(tiles) // BLOCK_M
-    stop = tl.cdiv(tl.load(tiles + 2 * num_tiles), BLOCK_M)
+    born_from, born_to, dies, fading = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
+    stop = tl.cdiv(dies, BLOCK_M)
+    begin = tl.minimum(born_from // BLOCK_M, stop)
+    long = stop - begin > window
     if SPLIT:
-        begin = tl.maximum(begin, tl.program_id(2) * window)
-        stop = tl.minimum(stop, (tl.program_id(2) + 1) * window)
-        if stop <= begin:
+        begin += part * window
+        stop = tl.minimum(stop, begin + window)
+        if (stop <= begin) & (part > 0):
             return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-    first = tl.load(keys + (row * 3) * slots + slot)
-    end = tl.load(keys + (row * 3 + 1) * slots + slot)
-    born = tl.load(keys + (row * 3 + 2) * slots + slot)
-    length = tl.load(spans + row * slots + slot)
-    full_from = tl.minimum(tl.load(tiles + num_tiles), T)  # padding slots are never born
+    taken = slot < tl.load(words + CLASSES) * PLAN_N
+    keys = words + HEAD + slots + slot
+    first = tl.load(keys, mask=taken, other=NEVER)
+    if BLOCK_N > PLAN_N:  # the second half may be dead
+        first = tl.where(slot < tl.load(words + DEAD) * PLAN_N, first, NEVER)
+    end = tl.load(keys + slots, mask=taken, other=0)
+    born = tl.load(keys + 2 * slots, mask=taken, other=0)
+    length = tl.load(keys + 3 * slots, mask=taken, other=0).to(tl.float32, bitcast=True)
+    full_from = tl.minimum(born_to, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
-    full_to = tl.minimum(tl.maximum(tl.load(tiles + 3 * num_tiles) // BLOCK_M, full_from), stop)
+    full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
     t_row = q_pos + b * qp_b
     base = tl.load(t_row)
     dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
@@ -207,18 +243,54 @@ def _memory_gradients(
             b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale, log_scale,
             ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
-    index = tl.load(order + row * slots + slot)
+    index = tl.load(words + HEAD + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)
     mask = (index >= 0)[:, None] & (d[None, :] < D)
+    dk_acc *= scale
+    dspan_acc *= inv_ramp
     out = (bh * S + tl.maximum(index, 0))[:, None] * D + d[None, :]
+    dspan += bh * S + index
     if SPLIT:
-        tl.atomic_add(dk + out, dk_acc * scale, mask=mask, sem="relaxed")
-        tl.atomic_add(dv + out, dv_acc, mask=mask, sem="relaxed")
-        tl.atomic_add(dspan + bh * S + index, dspan_acc * inv_ramp, mask=index >= 0, sem="relaxed")
+        if long:
+            at = sums + (bh * slots + slot)[:, None] * D + d[None, :]
+            tl.atomic_add(at, dk_acc, mask=mask, sem="relaxed")
+            tl.atomic_add(at + num_rows.to(tl.int64) * slots * D, dv_acc, mask=mask, sem="relaxed")
+            tl.atomic_add(dspan, dspan_acc, mask=index >= 0, sem="relaxed")
+        else:
+            _store_gradients(dk + out, dv + out, dspan, dk_acc, dv_acc, dspan_acc, mask, index >= 0)
     else:
-        tl.store(dk + out, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
-        tl.store(dv + out, dv_acc.to(dv.dtype.element_ty), mask=mask)
-        tl.store(dspan + bh * S + index, dspan_acc * inv_ramp, mask=index >= 0)
+        _store_gradients(dk + out, dv + out, dspan, dk_acc, dv_acc, dspan_acc, mask, index >= 0)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "window", "row_words"])
+def _long_tiles(
+    words, dk, dv, dspan, sums, S, slots, kv_heads, heads, row_words, window, FINISH: tl.constexpr, PLAN_N: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of tiles longer than a window: clear the sums before the parts are added, or round them into dk and dv after."""
+    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    words += (bh // kv_heads * heads + bh % kv_heads % heads) * row_words
+    total = tl.load(words + CLASSES)
+    if tile * (BLOCK_N // PLAN_N) >= total:
+        return
+    first, _, end, _ = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
+    if tl.cdiv(end, BLOCK_M) - first // BLOCK_M <= window:
+        return
+    slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = tl.load(words + HEAD + slot, mask=slot < total * PLAN_N, other=-1)
+    d = tl.arange(0, D_PAD)
+    mask = (index >= 0)[:, None] & (d[None, :] < D)
+    dk_sum = sums + (bh * slots + slot)[:, None] * D + d[None, :]
+    dv_sum = dk_sum + tl.num_programs(1).to(tl.int64) * slots * D
+    if FINISH:
+        out = (bh * S + tl.maximum(index, 0))[:, None] * D + d[None, :]
+        tl.store(dk + out, tl.load(dk_sum, mask=mask, other=0.0).to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + out, tl.load(dv_sum, mask=mask, other=0.0).to(dv.dtype.element_ty), mask=mask)
+    else:
+        zeros = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+        tl.store(dk_sum, zeros, mask=mask)
+        tl.store(dv_sum, zeros, mask=mask)
+        tl.store(dspan + bh * S + index, tl.zeros([BLOCK_N], tl.float32), mask=index >= 0)
 
 
 @dataclass(frozen=True)
@@ -242,22 +314,22 @@ class Backward:
     def _heads(self) -> tuple[int, int, int]:
         """Key/value heads, query heads of each, and span rows per batch row."""
         kv_heads = self.plan.k.shape[1]
-        return kv_heads, self.q.shape[1] // kv_heads, self.plan.order.shape[0] // self.q.shape[0]
+        return kv_heads, self.q.shape[1] // kv_heads, self.plan.words.shape[0] // self.q.shape[0]
 
     def _rows(self, launch: Launch) -> tuple:
         return tuple(query_source(x, launch.block_m, self.tuning.tma) for x in (self.q, self.dy))
 
-    def _sorted(self) -> tuple:
-        return tuple(memory_source(x, self.tuning.block_n, self.tuning.tma) for x in (self.plan.k, self.plan.v))
+    def _sorted(self, block_n: int) -> tuple:
+        return tuple(memory_source(x, block_n, self.tuning.tma) for x in (self.plan.k, self.plan.v))
 
     def _numbers(self) -> tuple[int | float, ...]:
         strides = (*self.q.stride()[:3], *self.dy.stride()[:3], self.q_pos.stride(0))
         return *strides, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
 
     def _options(self, launch: Launch) -> dict[str, Any]:
-        dim, tuning = self.q.shape[-1], self.tuning
-        shape = dict(D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=tuning.block_n)
-        kind = dict(HAS_DOCS=self.has_docs, PRECISION=self.precision, TMA=tuning.tma)
+        dim = self.q.shape[-1]
+        shape = dict(D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m)
+        kind = dict(HAS_DOCS=self.has_docs, PRECISION=self.precision, TMA=self.tuning.tma)
         return dict(**shape, **kind, num_warps=launch.warps, num_stages=launch.stages)
 
     def delta(self) -> Tensor:
@@ -270,47 +342,59 @@ class Backward:
         )  # fmt: skip
         return out
 
-    def query_gradient(self, delta: Tensor) -> Tensor:
-        """dq [B, Hq, T, D]."""
+    def query_gradient(self) -> tuple[Tensor, Tensor]:
+        """dq [B, Hq, T, D], and delta [B, Hq, T] for the memories' gradients."""
         batch, q_heads, queries, _ = self.q.shape
-        _, group, heads = self._heads
-        dq, plan, launch = (
-            torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device),
-            self.plan,
-            self.tuning.dq,
-        )
+        (_, group, heads), plan, tuning = self._heads, self.plan, self.tuning
+        launch, delta = tuning.dq, torch.empty_like(self.lse)
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         _query_gradient[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
-            *self._rows(launch), self.lse, delta, *self._sorted(), plan.keys, plan.spans, plan.runs, self.q_pos, dq,
-            queries, plan.k.shape[2], q_heads, group, heads, *self._numbers(), **self._options(launch),
+            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words, self.q_pos, dq,
+            queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(),
+            PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
         )  # fmt: skip
-        return dq
+        return dq, delta
 
     def memory_gradients(self, delta: Tensor, dq: Tensor | None, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """dk and dv [B, Hkv, S, D], dspan [B, Hkv, S], and, where `dq` (float32) is given, dq added to it.
 
-        splits: programs that share a memory tile's queries; more than one add into float32 with atomics.
+        splits: programs that may share a long-lived tile's queries; more than one add into float32 with atomics.
         """
         plan, launch, (kv_heads, group, heads) = self.plan, self.tuning.dkv, self._heads
         batch, queries, dim, slots = self.q.shape[0], self.q.shape[2], self.q.shape[3], plan.k.shape[2]
-        shape = (batch, kv_heads, self.memories)
-        new, dtype = (torch.zeros, torch.float32) if splits > 1 else (torch.empty, self.q.dtype)
-        dk, dv = (new((*shape, dim), dtype=dtype, device=self.q.device) for _ in range(2))
-        dspan = new(shape, dtype=torch.float32, device=self.q.device)
+        like = dict(dtype=self.q.dtype, device=self.q.device)
+        dk, dv = (torch.empty(batch, kv_heads, self.memories, dim, **like) for _ in range(2))
+        dspan = torch.empty(batch, kv_heads, self.memories, dtype=torch.float32, device=self.q.device)
+        sums = plan.k.new_empty(2, *plan.k.shape, dtype=torch.float32) if splits > 1 else dspan
         dq_rows = self.lse if dq is None else query_source(dq, launch.block_m, self.tuning.tma)
+        plan_n, block_n = self.tuning.block_n, self.tuning.memories_per_program
+        row_words, num_rows, num_tiles = plan.words.shape[1], batch * kv_heads, triton.cdiv(slots, block_n)
         window = triton.cdiv(triton.cdiv(queries, launch.block_m), splits)
-        _memory_gradients[(slots // self.tuning.block_n, batch * kv_heads, splits)](
-            *self._rows(launch), self.lse, delta, *self._sorted(), plan.order, plan.keys, plan.spans, plan.tiles,
-            plan.class_tiles, self.q_pos, dq_rows, dk, dv, dspan, queries, self.memories, slots, kv_heads, group, heads,
-            window, *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, **self._options(launch),
+
+        def long_tiles(finish: bool) -> None:
+            _long_tiles[(num_tiles, num_rows)](
+                plan.words, dk, dv, dspan, sums, self.memories, slots, kv_heads, heads, row_words, window, FINISH=finish,
+                PLAN_N=plan_n, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
+            )  # fmt: skip
+
+        if splits > 1:
+            long_tiles(finish=False)
+        _memory_gradients[(num_tiles * num_rows * splits,)](
+            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self.q_pos, dq_rows, dk, dv, dspan,
+            sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
+            *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_N=plan_n, BLOCK_N=block_n,
+            **self._options(launch),
         )  # fmt: skip
-        return dk.to(self.q.dtype), dv.to(self.q.dtype), dspan
+        if splits > 1:
+            long_tiles(finish=True)
+        return dk, dv, dspan
 
     def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv and dspan (one part per key/value head)."""
-        delta = self.delta()
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
         if self.tuning.fuse_dq and not deterministic:
             dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
-            parts = self.memory_gradients(delta, dq, splits)
+            parts = self.memory_gradients(self.delta(), dq, splits)
             return dq.to(self.q.dtype), *parts
-        return self.query_gradient(delta), *self.memory_gradients(delta, None, splits)
+        dq, delta = self.query_gradient()
+        return dq, *self.memory_gradients(delta, None, splits)

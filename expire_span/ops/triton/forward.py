@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .lists import FULL_AT, MASKED_AT, WORDS, Plan
+from .lists import FULL_AT, HEAD, MASKED_AT, WORDS, Plan
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -73,18 +73,18 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 
 @triton.jit
-def load_fate(keys, spans, slots, slot, t0, ramp):
+def load_fate(keys, slots, slot, t0, ramp):
     """Of each slot: its first query, the query after its last, and steps left until its death at position t0."""
     first = tl.load(keys + slot)
     end = tl.load(keys + slots + slot)
     born = tl.load(keys + 2 * slots + slot)
-    left = (tl.load(spans + slot) - (t0 - born).to(tl.float32)) + ramp
-    return first, end, left
+    length = tl.load(keys + 3 * slots + slot).to(tl.float32, bitcast=True)
+    return first, end, (length - (t0 - born).to(tl.float32)) + ramp
 
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, spans, slots, q_index, t0, since, scale, ramp,
+    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, slots, q_index, t0, since, scale, ramp,
     inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _walk(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, life = load_fate(keys, spans, slots, slot, t0, ramp)
+            first, end, life = load_fate(keys, slots, slot, t0, ramp)
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
@@ -105,8 +105,10 @@ def _walk(
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None])
-            p = tl.where(alive, p, 0.0)
+            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None])  # 0 where not alive
+            # The sum must be of what the product with v sees: where all that lives is nearly dead, the span's gradient
+            # magnifies a mismatch of y by 1 / mask.
+            p = p.to(k.dtype).to(tl.float32)
         else:
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = new_peak
@@ -121,9 +123,9 @@ def _walk(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["q_heads"])
+@triton.jit(do_not_specialize=["q_heads", "row_words"])
 def _forward(
-    q, k, v, keys, spans, runs, q_pos, y, lse, T, slots, q_heads, group, heads, q_b, q_h, q_t, qp_b, scale, ramp,
+    q, k, v, words, q_pos, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, qp_b, scale, ramp,
     inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -141,18 +143,18 @@ def _forward(
     t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     since = (t - t0).to(tl.float32)
-    keys += row * 3 * slots
-    spans += row * slots
-    runs += (row * tl.num_programs(0) + qt) * WORDS
+    words += row * row_words + HEAD
+    keys = words + slots
+    runs = words + 5 * slots + 4 * (slots // BLOCK_N) + qt * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, spans, slots, q_index, t0,
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, t0,
         since, scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, spans, slots, q_index,
+        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, slots, q_index,
         t0, since, scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
@@ -173,8 +175,8 @@ def run_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _forward[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
-        plan.keys, plan.spans, plan.runs, q_pos, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.order.shape[0] // batch, *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
+        plan.words, q_pos, y, lse, queries, slots, q_heads, q_heads // kv_heads, plan.words.shape[0] // batch,
+        plan.words.shape[1], *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
         HAS_DOCS=has_docs, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
         PRECISION=precision, TMA=tma, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -10,11 +10,12 @@ kernels read whole contiguous tiles.
 The plan's size is linear in T and S: no list of pairs, no list of indices per query. Its passes:
 
     classify   first, last and first-fading query of each memory; its class; how many of each class per block
-    place      where each (class, block) goes; classes start on a tile boundary
-    scatter    `order`: which memory stands in which slot
+    scatter    `order`: which memory stands in which slot; classes start on a tile boundary
     gather     keys, values and per-memory numbers into that order; the extent of each tile
-    scan       running maximum of tile ends and minimum of fading starts, inside a class
     find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask
+
+All integers of a row lie in one stretch of `words`, one after the other, since every tensor costs the host time:
+class_tiles, order, first, end, born, span (float32 bits), tiles, runs.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ SHORTEST = 128
 """Memories seen by at most this many queries share one class."""
 BLOCK = 1024
 """Memories per program while building."""
+HEAD_WORDS = 32
+"""Words before `order` in a row of the plan; they hold class_tiles."""
 RUN_WORDS = 128
 """Words of one query tile's entry in `runs`: counts, then (start, length) of full runs, then of masked runs."""
 
 CLASSES = tl.constexpr(NUM_CLASSES)
 DEAD = tl.constexpr(NUM_CLASSES - 1)
 FIRST_LIMIT = tl.constexpr(SHORTEST)
+HEAD = tl.constexpr(HEAD_WORDS)
 WORDS = tl.constexpr(RUN_WORDS)
 FULL_AT = tl.constexpr(2)
 MASKED_AT = tl.constexpr(2 + 2 * NUM_CLASSES)
@@ -49,29 +53,40 @@ NEVER = tl.constexpr(2**31 - 1)
 class Plan:
     """The sorted memories of every row, and the runs of tiles of every query tile. R rows = B x (1 or Hkv)."""
 
-    order: Tensor
-    """Which memory stands in a slot, or -1: int32 [R, slots]."""
-    keys: Tensor
-    """Per slot: first query, query after the last, position relative to the row's first query: int32 [R, 3, slots]."""
-    spans: Tensor
-    """Per slot: span: float32 [R, slots]."""
-    tiles: Tensor
-    """Per tile: smallest and largest first query, largest end, smallest fading start: int32 [R, 4, slots / block_n]."""
-    class_tiles: Tensor
-    """First tile of each class, and the tile after the last: int32 [R, NUM_CLASSES + 1]."""
-    runs: Tensor
-    """Per query tile: its runs: int32 [R, query tiles, RUN_WORDS]."""
+    words: Tensor
+    """Every integer of the plan: int32 [R, num_words(...)]. The properties below are views of it."""
     k: Tensor
     """Keys in slot order [B, Hkv, slots, D]."""
     v: Tensor
     """Values in slot order [B, Hkv, slots, D]."""
 
+    @property
+    def class_tiles(self) -> Tensor:
+        """First tile of each class, and the tile after the last: [R, NUM_CLASSES + 1]."""
+        return self.words[:, : NUM_CLASSES + 1]
+
+    @property
+    def order(self) -> Tensor:
+        """Which memory stands in a slot, or -1: [R, slots]."""
+        return self.words[:, HEAD_WORDS : HEAD_WORDS + self.k.shape[2]]
+
+    def runs(self, block_n: int) -> Tensor:
+        """Per query tile, its runs: [R, query tiles, RUN_WORDS]."""
+        slots = self.k.shape[2]
+        return self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :].unflatten(1, (-1, RUN_WORDS))
+
 
 def num_slots(memories: int, queries: int, block_n: int) -> int:
-    """Slots that are enough for any spans: each class that can occur may leave one tile partly empty."""
+    """Slots that are enough for any spans: each class that can occur may leave one tile partly empty. Whole pairs of tiles."""
     lengths = max(0, (max(queries, 1) - 1) // SHORTEST).bit_length() + 1
     classes = min(NUM_CLASSES, lengths + 2)
-    return (-(-memories // block_n) + classes - 1) * block_n
+    tiles = -(-memories // block_n) + classes - 1
+    return (tiles + 1) // 2 * 2 * block_n
+
+
+def num_words(slots: int, queries: int, block_m: int, block_n: int) -> int:
+    """Words of one row of a plan."""
+    return HEAD_WORDS + 5 * slots + 4 * (slots // block_n) + -(-queries // block_m) * RUN_WORDS
 
 
 @triton.jit
@@ -91,7 +106,7 @@ def _lower_bound(sorted_ptr, length, steps, target):
 
 @triton.jit(do_not_specialize=["steps", "num_blocks"])
 def _classify(
-    k_pos, span, q_pos, k_doc, q_doc, ranges, label, counts, S, T, heads, steps, num_blocks,
+    k_pos, span, q_pos, k_doc, q_doc, scratch, S, T, heads, steps, num_blocks,
     kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,
     MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -124,130 +139,97 @@ def _classify(
         limit = limit * 2
     kind = tl.where(end == last, 0, kind)
     kind = tl.where(dead, DEAD, kind)
-    tl.store(ranges + (row * 3) * S + at, first, mask=inside)
-    tl.store(ranges + (row * 3 + 1) * S + at, end, mask=inside)
-    tl.store(ranges + (row * 3 + 2) * S + at, fades, mask=inside)
-    tl.store(label + row * S + at, kind, mask=inside)
+    scratch += row * (4 * S + CLASSES * num_blocks)
+    tl.store(scratch + at, first, mask=inside)
+    tl.store(scratch + S + at, end, mask=inside)
+    tl.store(scratch + 2 * S + at, fades, mask=inside)
+    tl.store(scratch + 3 * S + at, kind, mask=inside)
+    counts = scratch + 4 * S + block
     for c in tl.static_range(CLASSES):
         count = tl.sum(((kind == c) & inside).to(tl.int32), 0)
-        tl.store(counts + (row * CLASSES + c) * num_blocks + block, count)
+        tl.store(counts + c * num_blocks, count)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _place(counts, class_tiles, num_blocks, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
-    """Turn counts into the first slot of each (class, block), in place."""
-    row = tl.program_id(0).to(tl.int64)
-    start = 0
-    for c in range(CLASSES):
-        tl.store(class_tiles + row * (CLASSES + 1) + c, start // BLOCK_N)
-        here = start
-        for piece in range(0, num_blocks, PIECE):
-            block = piece + tl.arange(0, PIECE)
-            at = counts + (row * CLASSES + c) * num_blocks + block
-            count = tl.load(at, mask=block < num_blocks, other=0)
-            tl.store(at, here + tl.cumsum(count, 0) - count, mask=block < num_blocks)
-            here += tl.sum(count, 0)
-        start = tl.cdiv(here, BLOCK_N) * BLOCK_N
-    tl.store(class_tiles + row * (CLASSES + 1) + CLASSES, start // BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def _scatter(label, counts, order, S, slots, num_blocks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_blocks", "row_words"])
+def _scatter(
+    scratch, words, S, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """Every program adds up all counts for itself, which is cheaper than a launch that does it once."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scratch += row * (4 * S + CLASSES * num_blocks)
+    words += row * row_words
+    c = tl.arange(0, CLASSES)
+    before = tl.zeros([CLASSES], tl.int32)
+    total = tl.zeros([CLASSES], tl.int32)
+    for piece in range(0, num_blocks, PIECE):
+        other = piece + tl.arange(0, PIECE)
+        at = scratch + 4 * S + c[:, None] * num_blocks + other[None, :]
+        count = tl.load(at, mask=(other < num_blocks)[None, :], other=0)
+        before += tl.sum(tl.where((other < block)[None, :], count, 0), 1)
+        total += tl.sum(count, 1)
+    tiles = (total + BLOCK_N - 1) // BLOCK_N
+    stop = tl.cumsum(tiles, 0)
+    start = (stop - tiles) * BLOCK_N
+    if block == 0:
+        tl.store(words + c, stop - tiles)
+        tl.store(words + CLASSES, tl.sum(tiles, 0))
+        padding = (start + total)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(words + HEAD + padding, tl.zeros_like(padding) - 1, mask=padding < (stop * BLOCK_N)[:, None])
     i = block * BLOCK + tl.arange(0, BLOCK)
-    kind = tl.load(label + row * S + i, mask=i < S, other=-1)
+    kind = tl.load(scratch + 3 * S + i, mask=i < S, other=-1)
     slot = tl.zeros_like(i)
-    for c in tl.static_range(CLASSES):
-        mine = (kind == c).to(tl.int32)
-        start = tl.load(counts + (row * CLASSES + c) * num_blocks + block)
-        slot = tl.where(mine == 1, start + tl.cumsum(mine, 0) - 1, slot)
-    tl.store(order + row * slots + slot, i, mask=i < S)
+    for n in tl.static_range(CLASSES):
+        mine = (kind == n).to(tl.int32)
+        here = tl.sum(tl.where(c == n, start + before, 0), 0)
+        slot = tl.where(mine == 1, here + tl.cumsum(mine, 0) - 1, slot)
+    tl.store(words + HEAD + slot, i, mask=i < S)
 
 
-@triton.jit(do_not_specialize=["kv_heads"])
+@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks"])
 def _gather(
-    k, v, order, ranges, k_pos, span, q_pos, class_tiles, k_out, v_out, keys, spans, tiles, S, slots, kv_heads, heads,
-    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
+    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, slots, kv_heads, heads, row_words, num_blocks, k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     row, row_head = b * heads + h % heads, h % heads  # heads is 1 or kv_heads
-    if tile >= tl.load(class_tiles + row * (CLASSES + 1) + CLASSES):
+    words += row * row_words
+    used_tiles = tl.load(words + CLASSES)
+    living = tl.load(words + DEAD)
+    paired = (living + 1) // 2 * 2  # a kernel that takes tiles in pairs finds zeros beside the last living one
+    if tile >= tl.maximum(used_tiles, paired):
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = tl.load(order + row * slots + slot)
+    index = tl.load(words + HEAD + slot, mask=slot < used_tiles * BLOCK_N, other=-1)
     used = index >= 0
     at = tl.maximum(index, 0).to(tl.int64)
     d = tl.arange(0, D_PAD)
-    if tile < tl.load(class_tiles + row * (CLASSES + 1) + DEAD):
-        taken = used[:, None] & (d[None, :] < D)
+    if tile < paired:
+        taken = used[:, None] & (d[None, :] < D) & (tile < living)
         out = (bh * slots + slot)[:, None] * D + d[None, :]
         rows = tl.load(k + b * k_b + h * k_h + at[:, None] * k_s + d[None, :], mask=taken, other=0.0)
         tl.store(k_out + out, rows, mask=d[None, :] < D)
         rows = tl.load(v + b * v_b + h * v_h + at[:, None] * v_s + d[None, :], mask=taken, other=0.0)
         tl.store(v_out + out, rows, mask=d[None, :] < D)
     if h < heads:
-        first = tl.load(ranges + (row * 3) * S + at, mask=used, other=NEVER)
-        end = tl.load(ranges + (row * 3 + 1) * S + at, mask=used, other=0)
-        fades = tl.load(ranges + (row * 3 + 2) * S + at, mask=used, other=NEVER)  # padding hides no full tile
+        scratch += row * (4 * S + CLASSES * num_blocks)
+        first = tl.load(scratch + at, mask=used, other=NEVER)
+        end = tl.load(scratch + S + at, mask=used, other=0)
+        fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding hides no full tile
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
-        tl.store(keys + (row * 3) * slots + slot, first)
-        tl.store(keys + (row * 3 + 1) * slots + slot, end)
-        tl.store(keys + (row * 3 + 2) * slots + slot, born)
-        tl.store(spans + row * slots + slot, length)
+        keys = words + HEAD + slots + slot
+        tl.store(keys, first)
+        tl.store(keys + slots, end)
+        tl.store(keys + 2 * slots, born)
+        tl.store(keys + 3 * slots, length.to(tl.int32, bitcast=True))
         num_tiles = slots // BLOCK_N
-        tl.store(tiles + (row * 4) * num_tiles + tile, tl.min(first, 0))
-        tl.store(tiles + (row * 4 + 1) * num_tiles + tile, tl.max(first, 0))
-        tl.store(tiles + (row * 4 + 2) * num_tiles + tile, tl.max(end, 0))
-        tl.store(tiles + (row * 4 + 3) * num_tiles + tile, tl.min(fades, 0))
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _scan(tiles, scans, class_tiles, num_tiles, PIECE: tl.constexpr):
-    """Inside one class: the largest end so far, and the smallest fading start from here on."""
-    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    low = tl.load(class_tiles + row * (CLASSES + 1) + c)
-    high = tl.load(class_tiles + row * (CLASSES + 1) + c + 1)
-    best = 0
-    pieces = tl.cdiv(high - low, PIECE)
-    for n in range(pieces):
-        tile = low + n * PIECE + tl.arange(0, PIECE)
-        end = tl.load(tiles + (row * 4 + 2) * num_tiles + tile, mask=tile < high, other=0)
-        end = tl.maximum(tl.associative_scan(end, 0, _larger), best)
-        tl.store(scans + (row * 2) * num_tiles + tile, end, mask=tile < high)
-        best = tl.maximum(best, tl.max(end, 0))
-    least = NEVER
-    for n in range(pieces):
-        tile = low + (pieces - 1 - n) * PIECE + tl.arange(0, PIECE)
-        fades = tl.load(tiles + (row * 4 + 3) * num_tiles + tile, mask=tile < high, other=NEVER)
-        fades = tl.minimum(tl.associative_scan(fades, 0, _smaller, reverse=True), least)
-        tl.store(scans + (row * 2 + 1) * num_tiles + tile, fades, mask=tile < high)
-        least = tl.minimum(least, tl.min(fades, 0))
-
-
-@triton.jit
-def _partition_point(values, low, high, steps, bound):
-    """First index in [low, high) whose value is at least `bound`; values never fall there."""
-    for _ in range(steps):
-        middle = (low + high) // 2
-        right = (low < high) & (tl.load(values + middle, mask=low < high, other=0) < bound)
-        stop = low < high
-        high = tl.where(stop & (right == 0), middle, high)
-        low = tl.where(right, middle + 1, low)
-    return low
+        tiles = words + HEAD + 5 * slots + tile
+        tl.store(tiles, tl.min(first, 0))
+        tl.store(tiles + num_tiles, tl.max(first, 0))
+        tl.store(tiles + 2 * num_tiles, tl.max(end, 0))
+        tl.store(tiles + 3 * num_tiles, tl.min(fades, 0))
 
 
 @triton.jit
@@ -260,22 +242,40 @@ def _store_runs(at, start, length, rank_from):
     return rank_from + tl.sum(some, 0)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "steps"])
-def _find_runs(tiles, scans, class_tiles, runs, T, num_tiles, steps, BLOCK_M: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tiles", "row_words"])
+def _find_runs(words, T, slots, num_tiles, row_words, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
+    """One look at the extents of all tiles. Births never fall inside a class, so the tiles born form a prefix of it."""
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M
     q1 = tl.minimum(q0 + BLOCK_M, T)
+    words += row * row_words
     c = tl.arange(0, CLASSES)
-    start = tl.load(class_tiles + row * (CLASSES + 1) + c)
-    stop = tl.load(class_tiles + row * (CLASSES + 1) + c + 1)
-    stop = tl.where(c == DEAD, start, stop)
-    tiles += row * 4 * num_tiles
-    scans += row * 2 * num_tiles
-    high = _partition_point(tiles, start, stop, steps, q1)  # tiles born before the query tile ends
-    low = _partition_point(scans, start, high, steps, q0 + 1)  # all before are dead
-    full_high = _partition_point(tiles + num_tiles, low, high, steps, q0 + 1)  # all before are wholly born
-    full_low = _partition_point(scans + num_tiles, low, full_high, steps, q1)  # none from here on fades
-    out = runs + (row * tl.num_programs(0) + qt) * WORDS
+    start = tl.load(words + c)
+    stop = tl.where(c == DEAD, start, tl.load(words + c + 1))
+    tiles = words + HEAD + 5 * slots
+    high = start  # tiles before it are born before the query tile ends
+    low = stop  # tiles before it are dead
+    full_high = start  # tiles before it are wholly born
+    full_low = start  # tiles from here on that are wholly born do not fade
+    last = tl.max(stop, 0)
+    for piece in range(0, last, PIECE):
+        tile = piece + tl.arange(0, PIECE)
+        inside = tile < last
+        born = (tl.load(tiles + tile, mask=inside, other=NEVER) < q1)[None, :]
+        wholly = (tl.load(tiles + num_tiles + tile, mask=inside, other=NEVER) <= q0)[None, :]
+        lives = (tl.load(tiles + 2 * num_tiles + tile, mask=inside, other=0) > q0)[None, :]
+        fades = (tl.load(tiles + 3 * num_tiles + tile, mask=inside, other=NEVER) < q1)[None, :]
+        mine = (tile[None, :] >= start[:, None]) & (tile[None, :] < stop[:, None])
+        index = tl.broadcast_to(tile[None, :], [CLASSES, PIECE])
+        after = index + 1
+        high = tl.maximum(high, tl.max(tl.where(mine & born, after, 0), 1))
+        low = tl.minimum(low, tl.min(tl.where(mine & lives, index, NEVER), 1))
+        full_high = tl.maximum(full_high, tl.max(tl.where(mine & wholly, after, 0), 1))
+        full_low = tl.maximum(full_low, tl.max(tl.where(mine & wholly & fades, after, 0), 1))
+    low = tl.minimum(low, high)
+    full_high = tl.minimum(tl.maximum(full_high, low), high)
+    full_low = tl.minimum(tl.maximum(full_low, low), full_high)
+    out = tiles + 4 * num_tiles + qt * WORDS
     _store_runs(out + FULL_AT, full_low, full_high - full_low, 0)
     older = _store_runs(out + MASKED_AT, low, full_low - low, 0)
     _store_runs(out + MASKED_AT, full_high, high - full_high, older)
@@ -290,36 +290,24 @@ def build_plan(
     """Sort the memories by length of life and find the runs of every query tile. See the module's docstring."""
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], span.shape[1]
     rows, slots = batch * heads, num_slots(memories, queries, block_n)
-    num_tiles, num_blocks = slots // block_n, max(1, triton.cdiv(memories, BLOCK))
-    like = dict(device=k.device, dtype=torch.int32)
-    ranges, label = torch.empty(rows, 3, memories, **like), torch.empty(rows, memories, **like)
-    counts, class_tiles = torch.empty(rows, NUM_CLASSES, num_blocks, **like), torch.empty(rows, NUM_CLASSES + 1, **like)
-    order = torch.full((rows, slots), -1, **like)
-    keys, spans = torch.empty(rows, 3, slots, **like), torch.empty(rows, slots, device=k.device)
-    tiles, scans = torch.empty(rows, 4, num_tiles, **like), torch.empty(rows, 2, num_tiles, **like)
-    query_tiles = triton.cdiv(queries, block_m)
-    runs = torch.empty(rows, query_tiles, RUN_WORDS, **like)
+    num_tiles, num_blocks = slots // block_n, max(1, -(-memories // BLOCK))
+    row_words = num_words(slots, queries, block_m, block_n)
+    scratch = torch.empty(rows * (4 * memories + NUM_CLASSES * num_blocks), device=k.device, dtype=torch.int32)
+    words = torch.empty(rows, row_words, device=k.device, dtype=torch.int32)
     k_out, v_out = k.new_empty(batch, kv_heads, slots, dim), v.new_empty(batch, kv_heads, slots, dim)
 
     where = (*k_pos.stride(), *span.stride(), q_pos.stride(0))
     documents = (k_doc, q_doc) if k_doc is not None else (k_pos, q_pos)
     _classify[(rows, num_blocks)](
-        k_pos, span, q_pos, *documents, ranges, label, counts, memories, queries, heads, queries.bit_length(), num_blocks,
+        k_pos, span, q_pos, *documents, scratch, memories, queries, heads, queries.bit_length(), num_blocks,
         *where, ramp, MIN_AGE=0 if include_self else 1, HAS_DOCS=k_doc is not None, BLOCK=BLOCK,
     )  # fmt: skip
-    _place[(rows,)](
-        counts, class_tiles, num_blocks, BLOCK_N=block_n, PIECE=triton.next_power_of_2(min(num_blocks, 1024))
+    _scatter[(rows, num_blocks)](
+        scratch, words, memories, num_blocks, row_words, BLOCK=BLOCK, BLOCK_N=block_n, PIECE=64
     )
-    _scatter[(rows, num_blocks)](label, counts, order, memories, slots, num_blocks, BLOCK=BLOCK)
     _gather[(num_tiles, batch * kv_heads)](
-        k, v, order, ranges, k_pos, span, q_pos, class_tiles, k_out, v_out, keys, spans, tiles, memories, slots, kv_heads,
-        heads, *k.stride()[:3], *v.stride()[:3], *where,
-        D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
+        k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, slots, kv_heads, heads, row_words, num_blocks,
+        *k.stride()[:3], *v.stride()[:3], *where, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
-    _scan[(rows, NUM_CLASSES - 1)](
-        tiles, scans, class_tiles, num_tiles, PIECE=triton.next_power_of_2(min(num_tiles, 1024))
-    )
-    _find_runs[(query_tiles, rows)](
-        tiles, scans, class_tiles, runs, queries, num_tiles, num_tiles.bit_length(), BLOCK_M=block_m
-    )
-    return Plan(order, keys, spans, tiles, class_tiles, runs, k_out, v_out)
+    _find_runs[(-(-queries // block_m), rows)](words, queries, slots, num_tiles, row_words, BLOCK_M=block_m, PIECE=256)
+    return Plan(words, k_out, v_out)

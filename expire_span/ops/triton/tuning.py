@@ -18,32 +18,40 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the three kernels run. forward and dq share block_m, since they walk the same runs."""
+    """How the three kernels run. dq walks the forward pass's runs, so its block_m divides the forward pass's."""
 
     block_n: int
-    """Memories per tile, in all kernels."""
+    """Memories per tile."""
     forward: Launch
     dq: Launch
     dkv: Launch
+    wide: int = 1
+    """Neighbouring memory tiles that one program of the dkv kernel takes together, as one: 1 or 2."""
     fuse_dq: bool = False
     """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
     tma: bool = False
     """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
-    split_at: int = 16384
-    """Rows of more queries than this share a memory tile among several programs, lest the longest-lived hold up all."""
+    split_at: int = 4096
+    """Memory tiles seen by more queries than this are shared among several programs, lest the longest-lived hold up all."""
 
     def splits(self, queries: int) -> int:
         """Programs per memory tile in the dkv kernel."""
         return max(1, min(8, -(-queries // self.split_at)))
 
+    @property
+    def memories_per_program(self) -> int:
+        """Memories that one program of the dkv kernel takes."""
+        return self.block_n * self.wide
+
     def __post_init__(self) -> None:
-        assert self.forward.block_m == self.dq.block_m, (self.forward, self.dq)
+        assert self.forward.block_m % self.dq.block_m == 0, (self.forward, self.dq)
+        assert self.wide in (1, 2), self.wide
 
 
 _HALF = {
     32: Tuning(64, Launch(128, 4, 3), Launch(128, 4, 3), Launch(64, 4, 3)),
-    64: Tuning(64, Launch(128, 4, 3), Launch(128, 8, 2), Launch(64, 4, 2)),
-    128: Tuning(64, Launch(128, 8, 3), Launch(128, 8, 2), Launch(64, 8, 2)),
+    64: Tuning(64, Launch(64, 4, 3), Launch(64, 4, 3), Launch(64, 4, 3)),
+    128: Tuning(64, Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 8, 2), wide=2, tma=True, split_at=8192),
     256: Tuning(32, Launch(64, 8, 2), Launch(64, 8, 1), Launch(32, 8, 1)),
 }
 _SINGLE = {

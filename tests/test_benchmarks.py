@@ -1,0 +1,183 @@
+"""The benchmarks run, refuse what is wrong, and judge as they say.
+
+Imports stay inside the tests: they load triton, which the kernels' tests must set up first.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def test_attention_smoke(tmp_path: Path) -> None:
+    from benchmarks import attention, plots
+
+    attention.main(["--smoke", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "attention.json").read_text())
+    assert {row["system"] for row in found["anchors"]} >= {"ours", "cudnn", "flash"}
+    assert {row["system"] for row in found["lengths"]} == {"ours", "cudnn", "reference"}
+    assert found["linear"] and found["shares"] and found["ratios"]
+    assert set(found["checks"]["ours, " + found["anchors"][0]["workload"]]) >= {"y", "dq", "dk", "dv"}
+    assert all(row["both"]["min"] <= row["both"]["median"] <= row["both"]["max"] for row in found["anchors"])
+    assert found["environment"]["commit"] is None or found["environment"]["commit"]
+    plots.main([str(tmp_path / "attention.json"), "--out", str(tmp_path / "img")])
+    assert {p.name for p in (tmp_path / "img").iterdir()} == {"attention_time.png", "attention_share.png"}
+
+
+def test_a_wrong_system_is_not_timed(tmp_path: Path) -> None:
+    from benchmarks.attention import Session, is_correct
+    from benchmarks.systems import ours
+    from benchmarks.timing import Deadline
+    from benchmarks.workloads import Workload
+
+    session, w = Session(Deadline(60), tmp_path, smoke=True), Workload(1, 2, 300, 32, 0.05, 20.0)
+    assert is_correct(session, "ours", w, lambda x: ours)
+    assert {"y", "dq", "dk", "dv", "dspan"} == set(session.result["checks"][f"ours, {w.name}"])
+    assert not is_correct(session, "ours", w, lambda x: lambda x: 1.05 * ours(x))
+    assert "wrong, not timed" in session.result["errors"][f"check ours, {w.name}"]
+    assert not is_correct(session, "ours", w, lambda x: lambda x: ours(x) * float("nan"))
+
+
+@pytest.mark.parametrize("length", [500, 512])
+def test_flex_computes_expiring_attention_over_the_right_blocks(length: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from benchmarks.systems import Flex, expiry_blocks, reference
+    from benchmarks.workloads import Workload
+
+    x = Workload(2, 2, length, 32, 0.01, 5.0).tensors("cpu", torch.float32)
+    x["span"][0, :128] = 2.0 * length  # a block all of whose memories live on
+    got = expiry_blocks(x["span"])
+    want = create_block_mask(got.mask_mod, 2, 1, length, length, device="cpu")
+    assert torch.equal(got.to_dense(), want.to_dense())
+    assert got.full_kv_num_blocks is not None and want.full_kv_num_blocks is not None
+    assert got.full_kv_num_blocks.sum() > 0
+    assert torch.equal(got.full_kv_num_blocks, want.full_kv_num_blocks)
+    with torch.no_grad():
+        torch.testing.assert_close(Flex(compiled=False).prepare(x)(x), reference(x), atol=1e-5, rtol=1e-4)
+
+
+def test_living_pairs_are_counted_exactly() -> None:
+    from benchmarks.attention import pairs, rates
+    from benchmarks.workloads import RAMP, Workload
+
+    w = Workload(2, 3, 400, 32, 0.1, 30.0)
+    span = w.tensors("cpu", torch.float32)["span"]
+    age = torch.arange(400)[:, None] - torch.arange(400)
+    alive = (age >= 0) & (age < span[:, None] + RAMP)
+    assert pairs(w, span) == (int(alive.sum()), 2 * int((age >= 0).sum()))
+    row = {"both": {"median": 1.0}}
+    speed = rates(row, "ours", w, 1000, 5000)
+    assert speed["real_tflops"] == pytest.approx(14 * 32 * 3 * 1000 / 1e9)
+    assert speed["dense_equivalent_tflops"] == pytest.approx(5 * speed["real_tflops"])
+    assert rates(row, "cudnn", w, 1000, 5000)["real_tflops"] == pytest.approx(speed["dense_equivalent_tflops"])
+
+
+def test_list_building_is_all_of_the_forward_pass_but_its_attention() -> None:
+    from benchmarks.attention import list_building
+
+    forward = {"_forward": 60.0, "_classify": 3.0, "fill": 2.0}
+    found = list_building(forward, {**forward, "_memory_gradients": 35.0})
+    assert found["plan_share"] == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="no kernel named _forward"):
+        list_building({"renamed": 60.0}, forward)
+
+
+def test_growth_tells_linear_from_quadratic() -> None:
+    from benchmarks.attention import growth
+
+    def row(queries: int, gib: float | None) -> dict[str, Any]:
+        return {"queries": queries, "extra_gib": gib, "both": {"median": float(queries)}}
+
+    linear, square = growth([row(1000, 1.0), row(8000, 8.0)]), growth([row(1000, 1.0), row(8000, 64.0)])
+    assert linear is not None and (linear["memory"], linear["time"], linear["verdict"]) == (1.0, 1.0, "won")
+    assert square is not None and square["verdict"] == "missed"
+    assert growth([row(1000, None), row(8000, None)]) is None
+
+
+def test_ratios_are_judged_by_the_goal_of_their_workload() -> None:
+    from benchmarks.attention import ratios
+
+    def row(system: str, ms: float) -> dict[str, Any]:
+        both = {"both": {"median": ms}}
+        return {"workload": "w", "system": system, "queries": 65536, "share": 0.02, "short": 128.0, **both}
+
+    found = {
+        entry["against"]: entry
+        for entry in ratios([row("ours", 1), row("cudnn", 11), row("flex", 21), row("flash", 9)])
+    }
+    assert (found["cudnn"]["goal"], found["cudnn"]["verdict"]) == (12.0, "missed")
+    assert (found["flex"]["goal"], found["flex"]["verdict"]) == (20.0, "won")
+    assert found["flash"]["ratio"] == 9 and "goal" not in found["flash"]
+
+
+def test_what_fails_or_comes_too_late_is_recorded() -> None:
+    from benchmarks.timing import Deadline, guarded
+
+    errors: dict[str, str] = {}
+    assert guarded(errors, "broken", lambda: 1 / 0) is None
+    assert guarded(errors, "late", lambda: 1, Deadline(-1)) is None
+    assert guarded(errors, "fine", lambda: 1, Deadline(60)) == 1
+    assert errors["broken"].startswith("ZeroDivisionError") and "no time left" in errors["late"] and len(errors) == 2
+
+
+def test_training_smoke(tmp_path: Path) -> None:
+    from benchmarks import training
+
+    training.main(["--smoke", "--profile", "--only", "small", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "training.json").read_text())
+    assert not found["errors"]
+    assert [row["case"] for row in found["rows"]] == [case.name for case in training.cases() if "small" in case.name]
+    assert all((tmp_path / name).stat().st_size > 1000 for name in found["profiles"]) and found["profiles"]
+    with pytest.raises(SystemExit, match="no case's name contains 'nothing'"):
+        training.main(["--smoke", "--only", "nothing", "--out", str(tmp_path)])
+
+
+def test_training_fills_the_memory_before_it_times() -> None:
+    from benchmarks.training import Bench, cases, shrink
+
+    bench = Bench(shrink(cases()[0]), torch.device("cpu"))
+    seen = []
+    for _ in range(bench.case.fill + 3):
+        bench.step()
+        assert bench.live is not None
+        seen.append(bench.live.mean().item())
+    assert seen[bench.case.fill - 1 :] == pytest.approx([seen[-1]] * 4, rel=1e-3)
+
+
+def test_training_goals_are_for_the_released_models_only() -> None:
+    from benchmarks.training import against, cases
+
+    paper, modern = (
+        next(c for c in cases() if c.name.startswith(kind) and c.size == "small") for kind in ("paper", "modern")
+    )
+    found = against(paper, 2_500_000.0, 1.2)
+    assert (found["speed_verdict"], found["memory_verdict"]) == ("won", "missed")
+    assert "speed_verdict" not in against(modern, 2_500_000.0, 1.0)
+
+
+def test_decode_smoke(tmp_path: Path) -> None:
+    from benchmarks import decode
+
+    decode.main(["--smoke", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "decode.json").read_text())
+    assert not found["errors"] and [row["mark"] for row in found["rows"]] == list(decode.SMOKE[0].marks)
+    assert all(row["live"] > 0 and row["bytes_held"] > 0 for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    "live, ms, wanted", [(100.0, 1.05, "won"), (100.0, 1.2, "missed"), (120.0, 1.0, "not comparable")]
+)
+def test_decode_compares_equal_live_counts_only(live: float, ms: float, wanted: str) -> None:
+    from benchmarks.decode import verdict
+
+    def row(mark: int, live: float, ms: float) -> dict[str, Any]:
+        times = {"ms": {"median": ms}, "mean_ms": ms, "device_us": 0}
+        return {"case": "c", "mark": mark, "filled": mark > 1000, "live": live, "bytes_held": 10, **times}
+
+    found = verdict([row(1000, 50.0, 0.5), row(10_000, 100.0, 1.0), row(1_000_000, live, ms)])
+    assert found is not None and found["from"] == 10_000 and found["verdict"].startswith(wanted)

@@ -1,0 +1,80 @@
+"""The documents keep their word: snippets run, links lead somewhere, commands and options exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expire_span.cli import VERBS
+from expire_span.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_readme_is_short_and_its_snippets_run(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    snippets = blocks(text, "python")
+    assert len(snippets) == 2
+    for snippet in snippets:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", snippet]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if link.startswith("http"):
+            continue
+        file, _, part = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{name} links to {link}"
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if part else []
+        assert not part or part in map(anchor, headings), f"{name} links to {link}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_exist(name):
+    text = (ROOT / name).read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for verb, recipe in re.findall(r"(?:expire-span|-m expire_span) ([a-z]+)(?: ([a-z]\w*))?", text):
+        assert verb in VERBS, f"{name} names the command {verb}"
+        assert verb != "train" or not recipe or recipe in RECIPES, f"{name} names the recipe {recipe}"
+    for target in re.findall(r"`?make ([a-z-]+)`?(?: |$|\n)", "\n".join(blocks(text, "bash"))):
+        assert f"\n{target}:" in makefile, f"{name} names make {target}"
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{name} names {module}"
+    for file in re.findall(r"`((?:tests|examples|benchmarks)/\w+\.py)`", text):
+        assert (ROOT / file).exists(), f"{name} names {file}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_exist(name):
+    """Every --train.x, --task.x, --model.x is a field."""
+    text = (ROOT / name).read_text()
+    configs = [make() for make in RECIPES.values()]
+    for option in re.findall(r"--((?:train|task|model)\.[\w.-]+)", text):
+        path = option.rstrip(".").replace("-", "_").split(".")
+        assert any(has_field(config, path) for config in configs), f"{name} names --{option}"
+
+
+def has_field(value: object, path: list[str]) -> bool:
+    return not path or (hasattr(value, path[0]) and has_field(getattr(value, path[0]), path[1:]))

@@ -1,0 +1,156 @@
+"""The list of memory systems: command, docs and registry agree, and each can be trained, resumed, scored and reported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from expire_span import cli
+from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
+from expire_span.generate import Sampling, generate_bytes
+from expire_span.memories import MEMORIES, as_markdown, state_bytes
+from expire_span.mixer_configs import MIXER_CONFIGS, mixer_config
+from expire_span.models.decoder import Decoder
+from expire_span.models.mixer import MIXERS
+from expire_span.runs import RunFolder
+from expire_span.train.checkpoint import load_model
+from expire_span.train.supervised import Trainer, resume, train
+from expire_span.view.report import write_report
+
+from .test_mixers import SMALL
+from .tiny import tiny_config, write_text
+
+DOCS = Path(__file__).parent.parent / "docs" / "memories.md"
+KINDS = sorted(MIXERS)
+
+
+def test_docs_and_registry_agree():
+    assert as_markdown() in DOCS.read_text(), "rewrite the table of docs/memories.md with memories.as_markdown()"
+    assert list(MEMORIES) == list(MIXERS) == list(MIXER_CONFIGS)
+
+
+def test_the_command_lists_every_system(capsys):
+    assert cli.main(["memories"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {kind} " in shown and memory.state in shown for kind, memory in MEMORIES.items())
+    assert cli.main(["memories", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in told] == list(MIXERS)
+    assert all(row["rule"] and row["state"] for row in told)
+
+
+def test_an_unknown_mixer_is_refused_with_the_known_ones(capsys):
+    assert cli.main(["train", "recall", "--mixer", "nothing"]) == 2
+    assert "unknown mixer 'nothing', known are: expire_span, full" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_mixer_and_its_fields(tmp_path, capsys):
+    options = ["--mixer", "gru", "--model.mixer.hidden", "7", "--train.steps", "1", "--train.batch", "2"]
+    options += [
+        "--task.max-length",
+        "12",
+        "--task.min-length",
+        "5",
+        "--runs-dir",
+        str(tmp_path),
+        "--train.device",
+        "cpu",
+    ]
+    assert cli.main(["train", "recall", *options]) == 0, capsys.readouterr().err
+    saved = json.loads((tmp_path / "recall" / "config.json").read_text())
+    assert '"hidden": 7' in json.dumps(saved) and '"kind": "gru"' in json.dumps(saved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_configs_survive_json(kind):
+    config = DecoderConfig(mixer=mixer_config(kind))
+    assert from_dict(DecoderConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        ("transformer_xl", {"span": 0}, "span must be at least 1, got 0"),
+        ("reformer", {"buckets": 3}, "buckets must be 1 or even, got 3"),
+        ("compressive", {"reconstruction": True}, "got pooling mean; use conv"),
+        ("forgetting", {"initial_gate": 1.0}, "initial_gate must lie between 0 and 1, got 1.0"),
+        ("gru", {"hidden": 0}, "hidden must be at least 1, got 0"),
+        ("adaptive_span", {"initial_span": 2}, r"initial_span must lie in \[0, 1\], got 2"),
+        ("longformer", {"growth": 0.5}, "growth must be at least 1, got 0.5"),
+    ],
+)
+def test_bad_settings_are_refused(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        mixer_config(kind, **fields)
+
+
+@pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        ("longformer", {"dilated_heads": 5}, "at most the 4 key/value heads, got 5"),
+        ("routing", {"local_heads": 4}, "fewer than the 4 heads, got 4"),
+    ],
+)
+def test_settings_that_do_not_fit_the_decoder_are_refused(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(DecoderConfig(dim=32, mixer=mixer_config(kind, **fields)))
+
+
+def run_config(tmp_path: Path, kind: str, **train_fields) -> RunConfig:
+    config = tiny_config(write_text(tmp_path), **train_fields)
+    mixer = mixer_config(kind, **SMALL.get(kind, {"max_span": 30, "ramp": 4}))
+    return replace(config, model=replace(config.model, mixer=mixer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_system_trains_resumes_generates_and_reports(kind, tmp_path):
+    config = run_config(tmp_path, kind, steps=4, checkpoint_every=2, eval_every=4, log_every=1)
+    run = train(config, tmp_path / "run", shown=False)
+    result = run.read_result()
+    assert len(result["live"]) == len(result["span"]) == config.model.layers
+    assert all(live > 0 for live in result["live"]) and result["peak_bytes"] > 0
+    decoder, _ = load_model(run)
+    assert len(list(generate_bytes(decoder, b"one two", Sampling(seed=1), max_tokens=5, samples=2))) == 5
+    assert write_report(run).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kind", ["compressive", "routing", "forgetting", "lstm", "bigbird"])
+def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
+    """Weights, buffers and every kind of state survive a checkpoint: the finished run equals an unbroken one."""
+    config = run_config(tmp_path, kind, steps=6, log_every=1, checkpoint_every=3, eval_every=5)
+    unbroken = train(config, tmp_path / "unbroken", shown=False)
+    broken = RunFolder.create(tmp_path / "broken", config, recipe="", environment={})
+    trainer = Trainer(config, shown=False)
+    monkeypatch.setattr(trainer, "_evaluate", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(broken)
+    resume(broken, shown=False)
+    assert (broken.path / "result.json").read_bytes() == (unbroken.path / "result.json").read_bytes()
+    assert (broken.path / "metrics.jsonl").read_bytes() == (unbroken.path / "metrics.jsonl").read_bytes()
+
+
+def _stop(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_compile(kind):
+    """Sequences that stand alone run compiled blocks; here without code generation, which would take minutes."""
+    torch.manual_seed(0)
+    config = DecoderConfig(vocab=30, dim=16, layers=1, heads=2, ff_dim=16)
+    fields = {**SMALL.get(kind, {"max_span": 30, "ramp": 4})}
+    model = Decoder(replace(config, mixer=mixer_config(kind, **fields))).train()
+    x = torch.randint(0, 30, (2, 24))
+    want = model(x, remember=False)[0]
+    for block in model.layers():
+        block.compiled = torch.compile(block.forward, backend="aot_eager")
+    got = model(x, remember=False)[0]
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+
+
+def test_state_bytes_of_the_paper_sized_model():
+    model = DecoderConfig.modern(dim=512, layers=12, heads=8, mixer=mixer_config("full"))
+    assert state_bytes(model, 1000) == 12 * 1000 * (2 * 8 * 64 * 4 + 12)
