@@ -334,3 +334,19 @@ def test_a_shut_gate_keeps_a_value_bit_for_bit():
     assert torch.equal(cell(torch.randn(2, 50, 5, dtype=torch.float64), h)[1], h)
     cell.input.bias.data[:3] = 1e4
     assert not torch.equal(cell(torch.randn(2, 50, 5, dtype=torch.float64), h)[1], h)
+
+
+@pytest.mark.parametrize("kind, selection", [("routing", "top"), ("reformer", "chunks")])
+def test_the_published_selection_looks_ahead_in_training_only(kind, selection):
+    """What docs/memories.md says of them: training leaks, evaluation is causal and streams exactly."""
+    fields = {"members": 4, **({"clusters": 3, "decay": 1.0} if kind == "routing" else {"buckets": 4, "rounds": 1})}
+    model = decoder(kind, selection=selection, **fields)
+    x = tokens()
+    other = x.clone()
+    other[:, 30:] = (other[:, 30:] + 1) % 30
+    for training in (True, False):
+        model.train(training)
+        with torch.no_grad():
+            moved = (model(x)[0] - model(other)[0])[:, :30].abs().max()
+        assert (moved > 1e-6) == training
+    torch.testing.assert_close(outputs(model, 7), outputs(model), rtol=0, atol=1e-11)

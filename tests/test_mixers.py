@@ -211,10 +211,13 @@ def test_bytes_held_are_what_the_state_occupies(decoder):
         tensors = {name: x for name, x in states.pack(state)[0].items() if not name.endswith("evicted")}
         used = sum(x.numel() * x.element_size() for x in tensors.values())
         assert used <= aux.bytes_held <= (3 * used + 200_000 if any(".slots." in name for name in tensors) else used)
-        for x in tensors.values():
-            assert x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size() + 64, (
-                "a view keeps more than it shows"
-            )
+        states.map_tensors(state, check_storage)
+
+
+def check_storage(x):
+    """A view of a large tensor would hold all of it."""
+    assert x.untyped_storage().nbytes() <= x.numel() * x.element_size() + 64
+    return x
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -312,3 +315,19 @@ def test_cap_holds_and_counts():
     for part in state:
         assert int(part["memory"].live().max()) <= 5
         assert int(part["memory"].evicted.min()) > 30
+
+
+@pytest.mark.parametrize("name", [*SMALL, "modern"])
+def test_half_precision_trains_with_carried_memory(name):
+    model = build(name).float().train()
+    x = tokens()
+    with torch.no_grad():
+        want = stream(model, x, 30)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state, _ = model(x[:, :30])
+        z, _, aux = model(x[:, 30:], states.detach(state))
+    got = torch.cat([y, z], 1).float()
+    if name not in ("routing", "reformer"):  # where a rounding error sends a token elsewhere
+        assert (got - want).norm() < 0.03 * want.norm()
+    (got.square().mean() + aux.loss.float()).backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

@@ -31,7 +31,7 @@ class HeadSpans(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, heads, S]."""
         ratio = self.ratio + (self.ratio.clamp(0, 1) - self.ratio).detach()
-        return (self.max_span * ratio)[None, :, None].expand(h.shape[0], -1, h.shape[1])
+        return (self.max_span * ratio)[None, :, None].repeat(h.shape[0], 1, h.shape[1])
 
 
 class AdaptiveSpan(ExpireSpan):

@@ -144,7 +144,7 @@ class WindowMixer(AttentionMixer):
         total = torch.zeros((), device=seen.device)
         for band in self.bands:
             near = ((past + band.dilation - 1) // band.dilation).clamp(max=band.window)
-            older = torch.minimum(past, torch.as_tensor(self.sinks, device=seen.device))
+            older = past.clamp(max=self.sinks)
             if band.dilation == 1:
                 older = torch.minimum(older, (past - band.window).clamp_min(0))
             total = total + band.heads * (near + older).float().mean()
