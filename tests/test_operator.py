@@ -80,6 +80,21 @@ def test_any_shape_and_chunk_length(
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["one query", "one query, long store", "five queries", "five, per head", "dead"])
+def test_decoding_equals_the_definition(name):
+    """A few queries without gradient take a shorter way."""
+    case = {
+        "five queries": Case(queries=5, stored=70, spans="scattered", options={"include_self": False}),
+        "five, per head": Case(queries=5, stored=70, per_head=True),
+        "dead": Case(queries=3, stored=20, spans="expired", options={"include_self": False}),
+    }.get(name) or CASES[name]
+    x = case.tensors()
+    with torch.no_grad():
+        for ramp in (1.0, 7.0):
+            want = expire_attention(**x, ramp=ramp, impl="reference", **case.options)
+            torch.testing.assert_close(expire_attention(**x, ramp=ramp, **case.options), want, rtol=0, atol=1e-12)
+
+
 def test_gradients_by_finite_differences():
     case = Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4, relative=3)
     x = case.tensors()

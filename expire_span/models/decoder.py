@@ -21,9 +21,15 @@ from .mixer import MixerAux, build_mixer
 class DecoderAux:
     """What the blocks report, layer by layer."""
 
-    row_loss: Tensor
-    """Span loss of each row summed over layers, unweighted, [B]."""
+    hidden: Tensor
+    """The last block's output [B, T, C]: where there is no span loss, its rows and device say what zero looks like."""
     layers: list[MixerAux]
+
+    @property
+    def row_loss(self) -> Tensor:
+        """Span loss of each row summed over layers, unweighted, [B]."""
+        losses = [aux.loss for aux in self.layers if aux.loss is not None]
+        return torch.stack(losses).sum(0) if losses else self.hidden.new_zeros(len(self.hidden))
 
     @property
     def loss(self) -> Tensor:
@@ -186,9 +192,7 @@ class Decoder(nn.Module):
             h, part, aux = run(h, part, keep, fresh, remember)
             states.append(part)
             auxes.append(aux)
-        losses = [aux.loss for aux in auxes if aux.loss is not None]
-        row_loss = torch.stack(losses).sum(0) if losses else h.new_zeros(len(h))
-        return self.head(self.norm(h)), states, DecoderAux(row_loss, auxes)
+        return self.head(self.norm(h)), states, DecoderAux(h.detach(), auxes)
 
     def _layer_keep(self, h: Tensor) -> list[Tensor | None]:
         """LayerDrop: which blocks take part in this training forward."""

@@ -12,6 +12,7 @@ the mixer's output instead of the attention weights; with pre-norm, memories are
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -210,12 +211,16 @@ class ExpireSpan(AttentionMixer):
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
         k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
-        last = start + count - 1
-        fixed = span.detach()
-        alive = live_queries(fixed, k_pos, start, last, ramp=self.mixer.ramp, include_self=self.mixer.include_self)
-        live = alive.sum(-1).mean() / count
-        new = fixed[..., -count:]
-        return MixerAux(loss=self._span_loss(span, k_pos, start, count), span=new.squeeze(1), live=live)
+        new = span.detach()[..., -count:].squeeze(1)
+        if torch.is_grad_enabled():  # training asks for both, and a compiled block cannot hand out functions
+            return MixerAux(self._span_loss(span, k_pos, start, count), new, self._live(span, k_pos, start, count))
+        loss, live = (partial(f, span, k_pos, start, count) for f in (self._span_loss, self._live))
+        return MixerAux(loss, new, live)
+
+    def _live(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
+        options = dict(ramp=self.mixer.ramp, include_self=self.mixer.include_self)
+        alive = live_queries(span.detach(), k_pos, start, start + count - 1, **options)
+        return alive.sum(-1).mean() / count
 
     def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
         """The price of this block's lifetimes for each row, [B]."""

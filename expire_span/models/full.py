@@ -6,8 +6,6 @@ so that the same store and the same kernels serve it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,7 +49,9 @@ class Full(ExpireSpan):
         return self._finish(y)
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
-        return replace(super()._report(span, k_pos, start, count), span=None)  # nothing was given a span
+        aux = super()._report(span, k_pos, start, count)
+        aux.span = None  # nothing was given a span
+        return aux
 
     def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> None:
         return None

@@ -8,6 +8,7 @@ reorders it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,40 @@ from torch import Tensor, nn
 from expire_span.config import DecoderConfig
 
 
-@dataclass
 class MixerAux:
-    """What a mixer reports beside its output; tensors stay on their device."""
+    """What a mixer reports beside its output; tensors stay on their device.
 
-    loss: Tensor | None = None
-    """Span loss of this block for each row, [B]; unweighted, with gradient."""
-    span: Tensor | None = None
-    """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
-    live: Tensor | None = None
-    """Mean number of memories alive per query of this block (scalar)."""
-    bytes_held: int = 0
-    """Bytes of memory that the state really occupies after this block."""
+    `loss` and `live` may be given as functions, called when somebody asks: decoding token by token asks for neither.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor | Callable[[], Tensor | None] | None = None,
+        span: Tensor | None = None,
+        live: Tensor | Callable[[], Tensor] | None = None,
+        bytes_held: int = 0,
+    ) -> None:
+        self._loss, self._live = loss, live
+        self.span = span
+        """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
+        self.bytes_held = bytes_held
+        """Bytes of memory that the state really occupies after this block."""
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Span loss of this block for each row, [B]; unweighted, with gradient."""
+        self._loss = self._loss() if callable(self._loss) else self._loss
+        return self._loss
+
+    @loss.setter
+    def loss(self, value: Tensor | None) -> None:
+        self._loss = value
+
+    @property
+    def live(self) -> Tensor | None:
+        """Mean number of memories alive per query of this block (scalar)."""
+        self._live = self._live() if callable(self._live) else self._live
+        return self._live
 
 
 @dataclass

@@ -6,18 +6,22 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("expire_span::rotary_angles", mutates_args=())
 def rotary_angles(pos: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for integer positions [..] -> two tensors [.., dim / 2].
+    """Cosines and sines for integer positions [..] -> two tensors [.., dim / 2]."""
+    return (_angles_op if torch.compiler.is_compiling() else _angles)(pos, dim, base, dtype)
 
-    An op of its own, so that a compiler makes the table once instead of computing float64 angles for every element.
-    """
+
+def _angles(pos: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     power = torch.arange(0, dim, 2, dtype=torch.float64, device=pos.device) / dim
     angle = pos.to(torch.float64).unsqueeze(-1) * base**-power
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-@rotary_angles.register_fake
+_angles_op = torch.library.custom_op("expire_span::rotary_angles", _angles, mutates_args=())
+"""An op of its own, so that a compiler makes the table once instead of computing float64 angles for every element."""
+
+
+@_angles_op.register_fake
 def _(pos, dim, base, dtype):
     shape = (*pos.shape, (dim + 1) // 2)
     return torch.empty(shape, dtype=dtype, device=pos.device), torch.empty(shape, dtype=dtype, device=pos.device)

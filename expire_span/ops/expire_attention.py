@@ -88,7 +88,13 @@ def expire_attention(
         return _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic, options)
     if ids is not None:
         span, q_pos, k_pos = move_apart(ids, span, q_pos, k_pos)
-    options.update(causal=causal, relative_keys=relative_keys, normalizer_eps=normalizer_eps)
+    options.update(causal=causal)
+    plain = relative_keys is None and normalizer_eps == 0
+    if chosen == "chunked" and plain and q.shape[2] <= DECODE_QUERIES and k.shape[2] and not _learns(q, k, v, span):
+        from .decode import decode_attention
+
+        return decode_attention(q, k, v, span, q_pos, k_pos, **options)
+    options.update(relative_keys=relative_keys, normalizer_eps=normalizer_eps)
     if chosen == "reference":
         from .reference import reference_attention
 
@@ -103,10 +109,13 @@ def _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic: bool, options: 
     """Few queries without gradient go to the decode kernel, the rest to the one that trains."""
     from .triton import triton_attention, triton_decode
 
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, span))
-    if q.shape[2] <= DECODE_QUERIES and not learns and ids is None:
+    if q.shape[2] <= DECODE_QUERIES and ids is None and not _learns(q, k, v, span):
         return triton_decode(q, k, v, span, q_pos, k_pos, **options)
     return triton_attention(q, k, v, span, q_pos, k_pos, documents=ids, deterministic=deterministic, **options)
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def resolve_impl(
