@@ -214,12 +214,12 @@ class ExpireSpan(AttentionMixer):
         new = span.detach()[..., -count:].squeeze(1)
         if torch.is_grad_enabled():  # training asks for both, and a compiled block cannot hand out functions
             return MixerAux(self._span_loss(span, k_pos, start, count), new, self._live(span, k_pos, start, count))
-        loss, live = (partial(f, span, k_pos, start, count) for f in (self._span_loss, self._live))
-        return MixerAux(loss, new, live)
+        where = (span, k_pos, start, count)
+        return MixerAux(partial(self._span_loss, *where), new, partial(self._live, *where))
 
     def _live(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
-        options = dict(ramp=self.mixer.ramp, include_self=self.mixer.include_self)
-        alive = live_queries(span.detach(), k_pos, start, start + count - 1, **options)
+        ramp, include_self = self.mixer.ramp, self.mixer.include_self
+        alive = live_queries(span.detach(), k_pos, start, start + count - 1, ramp=ramp, include_self=include_self)
         return alive.sum(-1).mean() / count
 
     def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:

@@ -1,5 +1,8 @@
 """torch.optim.Muon with all matrices of one shape orthogonalised together: a few batched products instead of thousands."""
 
+# pyright: reportPrivateImportUsage=false
+# The foreach functions are how torch's own optimizers update many tensors in one launch.
+
 from __future__ import annotations
 
 import math
@@ -30,7 +33,7 @@ class BatchedMuon(torch.optim.Muon):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         momenta = [self._momentum(p) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
