@@ -46,9 +46,9 @@ def banded_attention(
 
     Args:
         q: [B, H, T, D].
-        k, v: [B, H, window + T, D]: `window` older entries, then the queries' own.
-        pos: positions of k [B, 1 or H, window + T]; NEVER marks an empty entry.
-        group: integers like pos: a query reads only entries of its own group.
+        k, v: [B, H, S + T, D]: up to `window` older entries, then the queries' own.
+        pos: positions of k [B, 1 or H, S + T]; NEVER marks an empty entry.
+        group: integers like pos, with a whole window of older entries: a query reads only entries of its own group.
         chunks: read the whole own chunk of `window` entries (up to the query) and the whole chunk before it.
         dilation: distance in steps between neighbouring entries; says which extra entries the window holds already.
         extra: entries outside the band.
@@ -58,21 +58,25 @@ def banded_attention(
     """
     count = q.shape[2]
     block = window if chunks else min(count, max(window, LEAST_BLOCK))
+    older = k.shape[2] - count
+    if older < window and (chunks or count > block):  # every later block has a whole window behind it
+        k, v = (F.pad(x, (0, 0, window - older, 0)) for x in (k, v))
+        pos, older = F.pad(pos, (window - older, 0), value=NEVER), window
     short = -count % block
     q, k, v = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))
     pos = F.pad(pos, (0, short), value=NEVER)
-    width = window + block
+    width = older + block
     q = q.unflatten(2, (-1, block))  # [B, H, N, block, D]
     k, v = (x.unfold(2, width, block).transpose(-1, -2) for x in (k, v))  # [B, H, N, width, D]
     k_pos = pos.unfold(-1, width, block).unsqueeze(-2)  # [B, h, N, 1, width]
-    q_pos = pos[..., window:].unflatten(-1, (-1, block)).unsqueeze(-1)  # [B, h, N, block, 1]
-    distance = torch.arange(window, width, device=q.device)[:, None] - torch.arange(width, device=q.device)
+    q_pos = pos[..., older:].unflatten(-1, (-1, block)).unsqueeze(-1)  # [B, h, N, block, 1]
+    distance = torch.arange(older, width, device=q.device)[:, None] - torch.arange(width, device=q.device)
     near = (distance >= 0) if chunks else (distance >= 0) & (distance < window)
     seen = near & (k_pos != NEVER)
     if group is not None:
         group = F.pad(group, (0, short), value=-1)
         theirs = group.unfold(-1, width, block).unsqueeze(-2)
-        seen = seen & (theirs == group[..., window:].unflatten(-1, (-1, block)).unsqueeze(-1))
+        seen = seen & (theirs == group[..., older:].unflatten(-1, (-1, block)).unsqueeze(-1))
     seen = seen | (distance == 0)  # padding reads itself, so that no row is empty
     if extra is not None:
         k, v, seen, k_pos = _with_extra(k, v, seen, q_pos, k_pos, extra, window, dilation)

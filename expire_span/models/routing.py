@@ -60,7 +60,7 @@ class Routing(AttentionMixer):
         stretch = self.ring.extend(state["ring"], q[:, :local], v[:, :local], pos)
         parts = []
         if local:
-            parts.append(self.ring.band.attend(q[:, :local], stretch, None, self.relative_keys))
+            parts.append(self.ring.band.attend(q[:, :local], stretch, start, None, self.relative_keys))
         y, slots, live = self._route(plain[:, local:], q[:, local:], v[:, local:], pos, state["slots"])
         after = {"slots": slots, "ring": self.ring.cut(stretch), "position": start + count}
         after["seen"] = state["seen"] + count

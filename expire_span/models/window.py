@@ -33,9 +33,18 @@ class Band:
         return self.window * self.dilation
 
     def attend(
-        self, q: Tensor, stretch: dict[str, Tensor], extra: Extra | None, relative_keys: Tensor | None
+        self, q: Tensor, stretch: dict[str, Tensor], past: int, extra: Extra | None, relative_keys: Tensor | None
     ) -> Tensor:
-        """q [B, Hq, T, D]; stretch of k, v [B, H, reach + T, D] and pos [B, reach + T] -> y [B, Hq, T, D]."""
+        """q [B, Hq, T, D]; stretch of k, v [B, H, reach + T, D] and pos [B, reach + T] -> y [B, Hq, T, D].
+
+        `past`: how many tokens came before at most; slots that cannot have been filled are left out.
+        """
+        unused = max(self.reach - past, 0) // self.dilation * self.dilation
+        stretch = {
+            "k": stretch["k"][:, :, unused:],
+            "v": stretch["v"][:, :, unused:],
+            "pos": stretch["pos"][:, unused:],
+        }
         k, v, pos = share_heads(stretch["k"], q.shape[1]), share_heads(stretch["v"], q.shape[1]), stretch["pos"]
         options: dict[str, Any] = {"window": self.window, "dilation": self.dilation, "relative_keys": relative_keys}
         if extra is not None:
@@ -116,7 +125,7 @@ class WindowMixer(AttentionMixer):
             queries = q[:, heads.start * share : heads.stop * share]
             stretch = ring.extend(old, k[:, heads], v[:, heads], pos)
             extra = Extra(sinks["k"][:, heads], sinks["v"][:, heads], sinks["pos"].unsqueeze(1)) if self.sinks else None
-            parts.append(ring.band.attend(queries, stretch, extra, self.relative_keys))
+            parts.append(ring.band.attend(queries, stretch, start, extra, self.relative_keys))
             rings.append(old if state["cache"] == "none" else ring.cut(stretch))
             first = heads.stop
         kept = {name: x.detach() for name, x in sinks.items()}
