@@ -23,7 +23,7 @@ test-gpu: .venv/.ready  ## the operator's tests on a real GPU
 lint: .venv/.ready  ## style, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: .venv/.ready  ## the operator on the CPU against dense attention
 	$(BIN)/python -m benchmarks.cpu
