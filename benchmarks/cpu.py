@@ -66,18 +66,18 @@ def systems(length: int, workload: str) -> dict[str, Callable[[], Tensor]]:
 
 
 def measure_here(length: int, workload: str, system: str, rounds: int) -> dict:
-    """Seconds of forward + backward and the peak of resident memory above what the inputs and PyTorch itself take."""
+    """Median seconds of forward + backward and the peak of resident memory above what the inputs and PyTorch itself take."""
     run = systems(length, workload)[system]
     systems(256, workload)[system]().sum().backward()  # load the libraries before the baseline is read
     before = peak_resident()
+    run().sum().backward()  # the first round also pays for fresh memory
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         run().sum().backward()
         seconds.append(time.perf_counter() - start)
     peak = peak_resident() - before
-    spread = statistics.stdev(seconds) if rounds > 1 else None
-    return {"seconds": min(seconds), "spread": spread, "peak_mib": peak}
+    return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "peak_mib": peak}
 
 
 def peak_resident() -> float:
@@ -138,7 +138,7 @@ def _line(row: dict) -> str:
     head = f"{row['workload']:15} alive {row['alive']:6.1%}  {row['system']:20}"
     if "failed" in row:
         return f"{head} failed: {row['failed']}"
-    return f"{head} {row['seconds']:7.2f} s  peak {row['peak_mib']:7.0f} MiB"
+    return f"{head} {row['seconds']:7.2f} s [{row['min']:.2f}-{row['max']:.2f}]  peak {row['peak_mib']:7.0f} MiB"
 
 
 def _ratios(rows: list[dict]) -> dict[str, float]:
