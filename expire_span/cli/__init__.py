@@ -1,0 +1,70 @@
+"""The command line. Each verb imports what it needs inside: help and bad input answer without loading torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from expire_span import __version__
+from expire_span.runs import RunError, UserError
+
+from .lists import run_memories, run_recipes
+from .parsing import PROGRAM, nearest
+from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors of the user are one sentence on stderr, never a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(argv)
+    except RunError as error:
+        return _fail(str(error), error.exit_code)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
+    return VERBS[verb][1](rest)
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {name:<10}{text}" for name, (text, _) in VERBS.items())
+    return (
+        f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
+        "Models that learn when each memory expires, and pay only for the ones that live.\n\n"
+        f"commands:\n{verbs}\n\n"
+        f"{PROGRAM} COMMAND --help explains a command; {PROGRAM} train RECIPE --help lists every field of a recipe.\n"
+        f"Several processes or machines: accelerate launch -m expire_span train RECIPE ..."
+    )
+
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "train": ("train a recipe: expire-span train RECIPE [--field value ...]", run_train),
+    "resume": ("go on with an interrupted run", run_resume),
+    "eval": ("score a run's newest checkpoint", run_eval),
+    "generate": ("write text with a run's newest checkpoint", run_generate),
+    "report": ("write a run's report.html", run_report),
+    "demo": ("train the recall recipe and show what it remembers", run_demo),
+    "recipes": ("list the recipes", run_recipes),
+    "memories": ("list the memory systems", run_memories),
+}

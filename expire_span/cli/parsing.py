@@ -1,0 +1,62 @@
+"""What every verb shares: options into a dataclass, and one sentence where they are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from typing import Any
+
+import tyro
+
+from expire_span.runs import UserError
+
+PROGRAM = "expire-span"
+
+
+def parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
+    """Read options into a dataclass; what tyro says about bad ones becomes one sentence."""
+    said = io.StringIO()
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff), **options
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise UserError(one_sentence(said.getvalue(), prog))
+
+
+def spell_out(args: list[str]) -> list[str]:
+    """A bare --json means --json True."""
+    return [*args, "True"] if args[-1:] == ["--json"] else args
+
+
+def one_sentence(said: str, prog: str) -> str:
+    """The message inside tyro's box, without its frame (drawn, or in ASCII under a title) and the help below it."""
+    drawn = "╭" in said
+    lines = [line.strip("│ ") for line in said.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = re.split(r"\n[─-]{4,}\n", "\n".join(lines))[0 if drawn else 1 :]
+    message = " ".join(parts[0].split()).replace("Error parsing --", "--")
+    message = re.sub(r"^Error parsing [\w.]*: ", "", message)
+    unknown = re.match(r"Unrecognized options: ([^\s,]+)", message)
+    if not unknown:
+        return f"{message.removesuffix('.')}; see {prog} --help"
+    near = re.search(r"--(?!help)\S+", " ".join(parts[1:])) if unknown[1].startswith("--") else None
+    return f"unknown option {unknown[1]}; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are: {', '.join(known)}"
+
+
+# Parsing
+
+
+def warn(message: str) -> None:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
