@@ -18,10 +18,10 @@ import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig, TrainConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.state import detach
 from expire_span.ops import resolve_impl
 from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
 from expire_span.train.scorer import Scorer
+from expire_span.train.step import Pass, TrainStep
 
 from .record import save
 from .timing import GIB, Deadline, guarded, spread, synchronize
@@ -106,16 +106,19 @@ class Bench:
         self.scorer = Scorer(decoder, case.train.precision).train()
         self.optimizers = build_optimizers(self.scorer, case.train)
         self.state: Any = None
-        self.tokens = torch.randint(0, 256, (case.train.batch, case.train.block + 1), device=device)
-        self.mask = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
+        graphs = device.type == "cuda" and case.train.graphs and case.train.carry
+        self.run_pass = TrainStep(self.scorer, torch.Tensor.backward, graphs=graphs)
+        tokens = torch.randint(0, 256, (case.train.batch, case.train.block + 1), device=device)
+        self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.mask = torch.ones_like(self.y, dtype=torch.bool)
+        self.scale = torch.tensor(1 / self.y.numel(), device=device)
+        self.weight = torch.tensor(case.train.span_weight, device=device)
         self.done, self.live = 0, None
 
     def step(self) -> None:
         set_rates(self.optimizers, rate_factor(self.done, self.config))
-        x, y = self.tokens[:, :-1], self.tokens[:, 1:]
-        sums, state, _ = self.scorer(x, y, self.mask, self.state, None, self.config.carry)
-        self.state = detach(state) if self.config.carry else None
-        (sums["nll"] / y.numel() + self.config.span_weight * sums["span_loss"]).backward()
+        given = Pass(self.x, self.y, self.mask, self.state, None, self.scale, self.weight, self.config.carry)
+        sums, self.state, _ = self.run_pass(given)
         torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()

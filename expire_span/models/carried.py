@@ -1,6 +1,6 @@
 """What training carries from block to block: the hidden states of living memories, as plain tensors.
 
-    hidden [B, S, C], pos [B, S], living [B] (how many of a row's slots count, where `settle` is due), evicted [B]
+    hidden [B, S, C]   pos [B, S]   evicted [B]   block, how many tokens came last   living [B], None once settled
 
 Positions count from the start of the block to come, so a stored memory's is negative and none grows without bound. At the
 end of a block the dead are wiped and moved to the front, the living stay behind them in order of birth. That result is as
@@ -24,7 +24,7 @@ def empty(batch: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> 
     hidden = torch.zeros(batch, 0, dim, dtype=dtype, device=device)
     pos = torch.zeros(batch, 0, dtype=torch.int64, device=device)
     evicted = torch.zeros(batch, dtype=torch.int64, device=device)
-    return {"hidden": hidden, "pos": pos, "living": None, "evicted": evicted, "before": 0}
+    return {"hidden": hidden, "pos": pos, "living": None, "evicted": evicted, "block": 0}
 
 
 def delete_dead(hidden: Tensor, pos: Tensor, left: Tensor, state: Carried, *, block: int, cap: int | None) -> Carried:
@@ -38,7 +38,7 @@ def delete_dead(hidden: Tensor, pos: Tensor, left: Tensor, state: Carried, *, bl
         alive, lost = _hold_to_cap(alive, left, cap)
         evicted = evicted + lost
     kept = _dead_first(hidden.detach(), pos - block, alive)
-    return {**state, **kept, "living": alive.sum(-1), "evicted": evicted, "before": state["hidden"].shape[1]}
+    return {**state, **kept, "living": alive.sum(-1), "evicted": evicted, "block": block}
 
 
 def forget_rows(state: Carried, rows: Tensor, start: Carried) -> Carried:
@@ -71,17 +71,19 @@ def _is_pending(state: Any) -> bool:
 
 
 def _cut(state: Carried, count: int) -> Carried:
-    width = choose_width(count, state["before"], state["pos"].shape[1])
     hidden, pos = state["hidden"], state["pos"]
+    width = choose_width(count, pos.shape[1] - state["block"], pos.shape[1])
     if width < pos.shape[1]:
-        hidden, pos = hidden[:, pos.shape[1] - width :], pos[:, pos.shape[1] - width :]
-        if not torch.compiler.is_compiling():
-            hidden, pos = hidden.clone(), pos.clone()  # a view would hold all of the wider one
+        cut = pos.shape[1] - width
+        hidden, pos = hidden[:, cut:].contiguous(), pos[:, cut:].contiguous()  # a view would hold all of the wider one
     return {**state, "hidden": hidden, "pos": pos, "living": None}
 
 
 def choose_width(count: int, before: int, most: int) -> int:
-    """Slots to keep for `count` living ones: few different numbers, and slow to shrink, as each is a shape to compile for."""
+    """Slots for `count` living ones: few different numbers, and slow to shrink, since each is a shape to compile for.
+
+    before: the slots there were before the block was added; most: those there are now.
+    """
     step = max(8, 1 << max(count.bit_length() - 4, 0))
     want = -(-count // step) * step
     kept = before if want <= before <= want + want // 2 else want
