@@ -54,15 +54,18 @@ def bytes_held(state: Carried) -> int:
     return sum(state[name].numel() * state[name].element_size() for name in ("hidden", "pos", "living"))
 
 
-def settle(states: list[Any]) -> list[Any]:
-    """Cut off the slots that no row needs, in all layers' states at once. States of other kinds pass through."""
+def settle(states: list[Any], *, copy: bool = True) -> list[Any]:
+    """Cut off the slots that no row needs, in all layers' states at once. States of other kinds pass through.
+
+    copy: give the cut-off memory free; without, the states are views for a caller who copies them anyway.
+    """
     pending = [n for n, state in enumerate(states) if _is_pending(state)]
     if not pending:
         return states
     counts = torch.stack([states[n]["living"] for n in pending]).amax(-1).tolist()
     settled = list(states)
     for n, count in zip(pending, counts):
-        settled[n] = _cut(states[n], count)
+        settled[n] = _cut(states[n], count, copy)
     return settled
 
 
@@ -70,12 +73,12 @@ def _is_pending(state: Any) -> bool:
     return isinstance(state, dict) and state.get("living") is not None
 
 
-def _cut(state: Carried, count: int) -> Carried:
+def _cut(state: Carried, count: int, copy: bool) -> Carried:
     hidden, pos = state["hidden"], state["pos"]
     width = choose_width(count, pos.shape[1] - state["block"], pos.shape[1])
     if width < pos.shape[1]:
-        cut = pos.shape[1] - width
-        hidden, pos = hidden[:, cut:].contiguous(), pos[:, cut:].contiguous()  # a view would hold all of the wider one
+        hidden, pos = (x[:, pos.shape[1] - width :] for x in (hidden, pos))
+        hidden, pos = (hidden.contiguous(), pos.contiguous()) if copy else (hidden, pos)
     return {**state, "hidden": hidden, "pos": pos, "living": None}
 
 

@@ -51,7 +51,11 @@ class SpanPredictor(nn.Linear):
         """h [B, S, C] -> spans [B, outputs, S]."""
         with torch.autocast(h.device.type, enabled=False):
             h = h if h.dtype == torch.float64 else h.float()
-            logit = F.linear(h / self.temperature, self.weight, self.bias)
+            weight = self.weight / self.temperature
+            if torch.compiler.is_compiling() and self.out_features == 1:  # fuses into one pass over h
+                logit = (h * weight).sum(-1, keepdim=True) + self.bias
+            else:
+                logit = F.linear(h, weight, self.bias)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 

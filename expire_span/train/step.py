@@ -71,7 +71,7 @@ class TrainStep:
 
     def __call__(self, given: Pass) -> Outcome:
         if given.state is not None:
-            given = _replace_state(given, settle(given.state))
+            given = _replace_state(given, settle(given.state, copy=not self.graphs))
         if not self.graphs or given.fresh is not None or (given.remember and given.state is None):
             return self.run(given)
         key = tuple((x.shape, x.dtype) for x in given.tensors())
@@ -98,6 +98,7 @@ class TrainStep:
             p.grad = None
         with torch.cuda.graph(graph, pool=self.pool):
             outcome = self.run(inputs)
+        torch.cuda.empty_cache()  # what the unrecorded pass left behind; the graph has memory of its own
         self.recordings[key] = recording = Recording(graph, inputs, outcome, [p.grad for p in self.parameters])
         return recording
 
