@@ -1,6 +1,6 @@
 """Backward pass, with scores recomputed from lse. p = m e^(s - lse), e = e^(s - lse), delta = sum dy * y:
 
-    dv_i = sum_t p dy_t      ds = p (dp - delta)      dk_i = sum_t ds q_t      dq_t = sum_i ds k_i
+    dv_i = sum_t p dy_t      ds = p (dp - delta) - eps e delta      dk_i = sum_t ds q_t      dq_t = sum_i ds k_i
     dspan_i = sum over t on the ramp of e (dp - delta) / ramp            (never p / m: m may be tiny)
 
 A memory is seen by one contiguous range of queries, so one program owns a memory tile, walks its queries and writes its
@@ -52,6 +52,8 @@ class Backward:
     has_docs: bool
     tuning: Tuning
     precision: str
+    table: Tensor | None = None
+    eps: float = 0.0
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -65,6 +67,11 @@ class Backward:
     def _sorted(self, block_n: int) -> tuple:
         return tuple(memory_source(x, block_n, self.tuning.tma) for x in (self.plan.k, self.plan.v))
 
+    @property
+    def _table(self) -> Tensor:
+        """The table, or a tensor that stands in for it and is never read."""
+        return self.lse if self.table is None else self.table
+
     def _numbers(self) -> tuple[int | float, ...]:
         strides = (*self.q.stride()[:3], *self.dy.stride()[:3], self.q_pos.stride(0))
         return *strides, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
@@ -72,7 +79,8 @@ class Backward:
     def _options(self, launch: Launch) -> dict[str, Any]:
         dim = self.q.shape[-1]
         shape = dict(D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m)
-        kind = dict(HAS_DOCS=self.has_docs, PRECISION=self.precision, TMA=self.tuning.tma)
+        window = 0 if self.table is None else self.table.shape[-1]
+        kind = dict(HAS_DOCS=self.has_docs, WINDOW=window, EPS=self.eps, PRECISION=self.precision, TMA=self.tuning.tma)
         return dict(**shape, **kind, num_warps=launch.warps, num_stages=launch.stages)
 
     def delta(self) -> Tensor:
@@ -85,18 +93,19 @@ class Backward:
         )  # fmt: skip
         return out
 
-    def query_gradient(self) -> tuple[Tensor, Tensor]:
-        """dq [B, Hq, T, D], and delta [B, Hq, T] for the memories' gradients."""
+    def query_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, Hq, T, D]; delta [B, Hq, T] for the memories' gradients; the table's gradient, or nothing [0]."""
         batch, q_heads, queries, _ = self.q.shape
         (_, group, heads), plan, tuning = self._heads, self.plan, self.tuning
         launch, delta = tuning.dq, torch.empty_like(self.lse)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        dtable = torch.zeros_like(self.table) if self.table is not None else dq.new_empty(0)
         by_query.query_gradient[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
-            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words, self.q_pos, dq,
-            queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(),
+            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words, self.q_pos,
+            self._table, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(),
             PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
         )  # fmt: skip
-        return dq, delta
+        return dq, delta, dtable
 
     def memory_gradients(self, delta: Tensor, dq: Tensor | None, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """dk and dv [B, Hkv, S, D], dspan [B, Hkv, S], and, where `dq` (float32) is given, dq added to it.
@@ -123,8 +132,8 @@ class Backward:
         if splits > 1:
             long_tiles(finish=False)
         by_memory.memory_gradients[(num_tiles * num_rows * splits,)](
-            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self.q_pos, dq_rows, dk, dv, dspan,
-            sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
+            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self.q_pos, self._table, dq_rows, dk,
+            dv, dspan, sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
             *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_N=plan_n, BLOCK_N=block_n,
             **self._options(launch),
         )  # fmt: skip
@@ -132,12 +141,12 @@ class Backward:
             long_tiles(finish=True)
         return dk, dv, dspan
 
-    def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dspan (one part per key/value head)."""
+    def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dspan (one part per key/value head) and the table's gradient."""
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
-        if self.tuning.fuse_dq and not deterministic:
+        if self.tuning.fuse_dq and not deterministic and self.table is None:
             dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
             parts = self.memory_gradients(self.delta(), dq, splits)
-            return dq.to(self.q.dtype), *parts
-        dq, delta = self.query_gradient()
-        return dq, *self.memory_gradients(delta, None, splits)
+            return dq.to(self.q.dtype), *parts, dq.new_empty(0)
+        dq, delta, dtable = self.query_gradient()
+        return dq, *self.memory_gradients(delta, None, splits), dtable

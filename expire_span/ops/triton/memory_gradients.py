@@ -5,15 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import load_queries, load_tile
+from .forward import find_entries, load_queries, load_tile
 from .lists import CLASSES, DEAD, HEAD, NEVER
 
 
 @triton.jit
 def _walk_queries(
-    dk, dv, dspan, k, v, q, dy, lse, delta, dq, begin, pause, again, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h,
+    dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h,
     dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr,
-    ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr,
+    ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
@@ -29,7 +29,8 @@ def _walk_queries(
         s = s * log_scale - tl.load(lse + q_index, mask=inside, other=float("inf"))[None, :]
         dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
         dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
-        dp -= tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
+        delta_tile = tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
+        dp -= delta_tile
         if MASKED:
             t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
             t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
@@ -38,13 +39,21 @@ def _walk_queries(
             alive = (x > 0) & (q_index[None, :] >= first[:, None])
             if HAS_DOCS:
                 alive = alive & (q_index[None, :] < end[:, None])
+            if WINDOW > 0:
+                age = t[None, :] - born[:, None]
+                at, near = find_entries(table, q_index[None, :], age, alive & inside[None, :], WINDOW)
+                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)
         else:
-            p = tl.math.exp2(s)
+            e = tl.math.exp2(s)
+            p = e
         dv = tl.dot(p.to(dy_tile.dtype), dy_tile, dv, input_precision=PRECISION)
-        ds = (p * dp).to(q_tile.dtype)
+        ds = p * dp
+        if EPS != 0:
+            ds -= EPS * e * delta_tile
+        ds = ds.to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
         if ADD_DQ:
             part = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
@@ -60,19 +69,19 @@ def _walk_queries(
 
 @triton.jit
 def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
-    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest is never wholly born."""
+    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest always needs the mask."""
     num_tiles = slots // PLAN_N
     tiles = words + HEAD + 5 * slots
     living = tl.load(words + DEAD)
-    first, last, end, fades = NEVER, 0, 0, NEVER
+    first, plain, end, fades = NEVER, 0, 0, NEVER
     for n in tl.static_range(WIDTH):
         at = tile * WIDTH + n
         inside = at < living
         first = tl.minimum(first, tl.load(tiles + at, mask=inside, other=NEVER))
-        last = tl.maximum(last, tl.load(tiles + num_tiles + at, mask=inside, other=NEVER))
+        plain = tl.maximum(plain, tl.load(tiles + num_tiles + at, mask=inside, other=NEVER))
         end = tl.maximum(end, tl.load(tiles + 2 * num_tiles + at, mask=inside, other=0))
         fades = tl.minimum(fades, tl.load(tiles + 3 * num_tiles + at, mask=inside, other=NEVER))
-    return first, last, end, fades
+    return first, plain, end, fades
 
 
 @triton.jit
@@ -84,10 +93,11 @@ def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
 
 @triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows", "row_words"])
 def memory_gradients(
-    q, dy, lse, delta, k, v, words, q_pos, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words, window,
-    splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
-    SPLIT: tl.constexpr, PLAN_N: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, dy, lse, delta, k, v, words, q_pos, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
+    window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_N: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
 
@@ -100,7 +110,7 @@ def memory_gradients(
     words += row * row_words
     if tile * (BLOCK_N // PLAN_N) >= tl.load(words + CLASSES):
         return
-    born_from, born_to, dies, fading = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
+    born_from, plain_from, dies, fading = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
     stop = tl.cdiv(dies, BLOCK_M)
     begin = tl.minimum(born_from // BLOCK_M, stop)
     long = stop - begin > window
@@ -120,7 +130,7 @@ def memory_gradients(
     end = tl.load(keys + slots, mask=taken, other=0)
     born = tl.load(keys + 2 * slots, mask=taken, other=0)
     length = tl.load(keys + 3 * slots, mask=taken, other=0).to(tl.float32, bitcast=True)
-    full_from = tl.minimum(born_to, T)  # padding slots are never born
+    full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
     full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
     t_row = q_pos + b * qp_b
@@ -131,20 +141,20 @@ def memory_gradients(
     for g in range(group):
         q_head = h * group + g
         q_bh = bh * group + g
-        lse_at, delta_at = lse + q_bh * T, delta + q_bh * T
+        lse_at, delta_at, table_at = lse + q_bh * T, delta + q_bh * T, table + q_bh * T * WINDOW
         if ADD_DQ and not TMA:
             dq_at = dq + q_bh * T * D
         else:
             dq_at = dq
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, dq_at, full_from, full_to, full_to, full_to,
-            b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale, log_scale,
-            ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, full_from, full_to,
+            full_to, full_to, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            log_scale, ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, dq_at, begin, full_from, full_to, stop,
-            b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale, log_scale,
-            ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, begin, full_from,
+            full_to, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
     index = tl.load(words + HEAD + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)

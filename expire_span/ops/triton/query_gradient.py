@@ -5,35 +5,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import load_fate, load_queries, load_tile, next_tile
-from .lists import FULL_AT, HEAD, MASKED_AT, WORDS
+from .forward import find_entries, load_fate, load_queries, load_tile, next_tile
+from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
 
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, first_row, runs, count, keys, slots, q_index, t0, since, scale, ramp,
-    inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, t, t0, scale,
+    log_scale, ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    since = (t - t0).to(tl.float32)
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, life = load_fate(keys, slots, slot, t0, ramp)
+            first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
-            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(tl.where(alive, s, float("-inf")))  # 0 where not alive
+            if WINDOW > 0:
+                at, near = find_entries(table, q_index[:, None], t[:, None] - born[None, :], alive, WINDOW)
+                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
+            e = tl.math.exp2(tl.where(alive, s, float("-inf")))
+            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
         else:
-            p = tl.math.exp2(s)
+            e = tl.math.exp2(s)
+            p = e
         ds = p * (dp - delta[:, None])
+        if EPS != 0:
+            ds -= EPS * e * delta[:, None]
+        if MASKED and WINDOW > 0:  # no two living memories of one age, so nothing is stored twice
+            at, near = find_entries(dtable, q_index[:, None], t[:, None] - born[None, :], alive, WINDOW)
+            tl.store(at, (ds * scale).to(dtable.dtype.element_ty), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
     return dq
@@ -41,11 +52,12 @@ def _walk_tiles(
 
 @triton.jit(do_not_specialize=["q_heads", "row_words"])
 def query_gradient(
-    q, dy, y, lse, delta, k, v, words, q_pos, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, qp_b, scale, log_scale, ramp, inv_ramp, PLAN_M: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, dy, y, lse, delta, k, v, words, q_pos, table, dtable, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h,
+    q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, PLAN_M: tl.constexpr, HAS_DOCS: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq, and delta on the way, which the memories' gradients need."""
+    """dq, and delta on the way, which the memories' gradients need; where there is a table, its gradient too."""
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
@@ -65,17 +77,22 @@ def query_gradient(
     base = tl.load(t_row)
     t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
-    since = (t - t0).to(tl.float32)
+    if WINDOW > 0:
+        t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+        table += bh * T * WINDOW
+        dtable += bh * T * WINDOW
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots,
-        q_index, t0, since, log_scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys,
+        slots, q_index, t, t0, scale, log_scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys,
-        slots, q_index, t0, since, log_scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1),
+        keys, slots, q_index, t, t0, scale, log_scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
