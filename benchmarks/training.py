@@ -164,9 +164,8 @@ def time_case(case: Case, device: torch.device, deadline: Deadline, together: in
 def impl_of(case: Case, device: torch.device) -> str:
     """Which implementation of the operator this case runs."""
     model = case.model
-    needs_pytorch = model.positions == "relative" or model.mixer.normalizer_eps > 0
     dtype = torch.bfloat16 if case.train.precision == "bf16" else torch.float32
-    return resolve_impl(model.mixer.impl, device, needs_pytorch, head_dim=model.head_dim, dtype=dtype)
+    return resolve_impl(model.mixer.impl, device, head_dim=model.head_dim, dtype=dtype)
 
 
 def against(case: Case, speed: float, peak: float | None) -> dict[str, Any]:

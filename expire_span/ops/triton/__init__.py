@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .attention import attend
 from .decode import triton_decode
+from .forward import relative_table
 
 __all__ = ["triton_attention", "triton_decode"]
 
@@ -26,13 +27,19 @@ def triton_attention(
     ramp: float,
     include_self: bool = True,
     scale: float,
+    relative_keys: Tensor | None = None,
+    normalizer_eps: float = 0.0,
     documents: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v and span.
+    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span and relative_keys.
 
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
+
+    relative_keys [M, D]: their scores are made outside the kernels, a table [B, Hq, T, M] that PyTorch differentiates, and
+    looked up by age inside. The table's gradient has one place per query and age: two memories of one position that live
+    at once would share it, and one of them would be lost.
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
@@ -41,7 +48,9 @@ def triton_attention(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic)
+    table = relative_table(q, relative_keys)
+    options = (ramp, include_self, scale, normalizer_eps, deterministic)
+    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, table, *options)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

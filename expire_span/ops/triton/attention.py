@@ -34,29 +34,27 @@ def _define(name: str, run: Callable) -> Callable:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
-    k_doc: MaybeTensor, ramp: float, include_self: bool, scale: float, deterministic: bool,
+    k_doc: MaybeTensor, table: MaybeTensor, ramp: float, include_self: bool, scale: float, eps: float,
+    deterministic: bool,
 ) -> Outputs:  # fmt: skip
-    """y, lse, then the fields of the plan, which the backward pass walks again."""
+    """y, lse, then the fields of the plan, which the backward pass walks again.
+
+    table: [B, Hq, T, M], contiguous: what is added to the scores of memories of ages 1..M, before they are scaled.
+    """
     tuning = choose(q.shape[-1], q.dtype)
     q = readable(q)
     plan = build_plan(
         k, v, span, q_pos, k_pos, q_doc, k_doc, ramp=ramp, include_self=include_self,
-        block_m=tuning.forward.block_m, block_n=tuning.block_n,
+        block_m=tuning.forward.block_m, block_n=tuning.block_n, window=0 if table is None else table.shape[-1],
     )  # fmt: skip
     y, lse = run_forward(
-        q,
-        q_pos,
-        plan,
-        ramp=ramp,
-        scale=scale,
-        has_docs=q_doc is not None,
-        tuning=tuning,
+        q, q_pos, plan, table, ramp=ramp, scale=scale, eps=eps, has_docs=q_doc is not None, tuning=tuning,
         precision=dot_precision(q.dtype),
-    )
+    )  # fmt: skip
     return y, lse, plan.words, plan.k, plan.v
 
 
-def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
+def _fake_attention(q, k, v, span, *_):
     tuning = choose(q.shape[-1], q.dtype)
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
     slots = num_slots(memories, int(queries), tuning.block_n)
@@ -71,38 +69,40 @@ def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_sel
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor, v: Tensor, memories: int,
-    ramp: float, scale: float, has_docs: bool, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, q: Tensor, q_pos: Tensor, table: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor, v: Tensor,
+    memories: int, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
+) -> Outputs:  # fmt: skip
+    """dq, dk, dv, dspan with one part per key/value head, and the table's gradient, which is empty without a table."""
     work = Backward(
-        readable(dy), readable(q), q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs, choose(q.shape[-1], q.dtype),
-        dot_precision(q.dtype),
+        readable(dy), readable(q), q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs,
+        choose(q.shape[-1], q.dtype), dot_precision(q.dtype), table, eps,
     )  # fmt: skip
     return work.run(deterministic)
 
 
-def _fake_backward(dy, q, q_pos, y, lse, words, k, v, memories, *options):
+def _fake_backward(dy, q, q_pos, table, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
-    return torch.empty(q.shape, **like), dk, dv, torch.empty(shape, dtype=torch.float32, device=q.device)
+    dspan = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, **like), dk, dv, dspan, torch.empty(0 if table is None else table.shape, **like)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, _, span, q_pos, _, q_doc, _, ramp, _, scale, deterministic = inputs
+    q, k, _, span, q_pos, _, q_doc, _, table, ramp, _, scale, eps, deterministic = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, q_pos, *output)
-    ctx.options = (k.shape[2], ramp, scale, q_doc is not None, deterministic)
-    ctx.span_heads, ctx.span_dtype = span.shape[1], span.dtype
+    ctx.save_for_backward(q, q_pos, table, *output)
+    ctx.options = (k.shape[2], ramp, scale, eps, q_doc is not None, deterministic)
+    ctx.span_heads, ctx.span_dtype, ctx.has_table = span.shape[1], span.dtype, table is not None
 
 
 def _differentiate(ctx, dy, *_):
     if dy is None:
-        return (None,) * 12
-    dq, dk, dv, dspan = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
+        return (None,) * 14
+    dq, dk, dv, dspan, dtable = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
     if ctx.span_heads == 1:
         dspan = dspan.sum(1, keepdim=True)
-    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
+    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 4, dtable if ctx.has_table else None, *(None,) * 5
 
 
 attention = _define("attention", _attention)

@@ -185,10 +185,11 @@ def _scatter(
     tl.store(words + HEAD + slot, i, mask=i < S)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks", "steps"])
 def _gather(
-    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, slots, kv_heads, heads, row_words, num_blocks, k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, T, slots, kv_heads, heads, row_words, num_blocks, steps,
+    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
+    WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
@@ -217,6 +218,10 @@ def _gather(
         end = tl.load(scratch + S + at, mask=used, other=0)
         fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding hides no full tile
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
+        plain = tl.max(first, 0)
+        if WINDOW > 0:  # a tile with a memory of age WINDOW or less takes its scores' bias in the masked walk
+            youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
+            plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
         keys = words + HEAD + slots + slot
@@ -227,7 +232,7 @@ def _gather(
         num_tiles = slots // BLOCK_N
         tiles = words + HEAD + 5 * slots + tile
         tl.store(tiles, tl.min(first, 0))
-        tl.store(tiles + num_tiles, tl.max(first, 0))
+        tl.store(tiles + num_tiles, plain)
         tl.store(tiles + 2 * num_tiles, tl.max(end, 0))
         tl.store(tiles + 3 * num_tiles, tl.min(fades, 0))
 
@@ -285,9 +290,12 @@ def _find_runs(words, T, slots, num_tiles, row_words, BLOCK_M: tl.constexpr, PIE
 
 def build_plan(
     k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Tensor | None, k_doc: Tensor | None,
-    *, ramp: float, include_self: bool, block_m: int, block_n: int,
+    *, ramp: float, include_self: bool, block_m: int, block_n: int, window: int = 0,
 ) -> Plan:  # fmt: skip
-    """Sort the memories by length of life and find the runs of every query tile. See the module's docstring."""
+    """Sort the memories by length of life and find the runs of every query tile. See the module's docstring.
+
+    window: tiles with a memory of this age or younger count among those that need the mask.
+    """
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], span.shape[1]
     rows, slots = batch * heads, num_slots(memories, queries, block_n)
     num_tiles, num_blocks = slots // block_n, max(1, -(-memories // BLOCK))
@@ -298,16 +306,18 @@ def build_plan(
 
     where = (*k_pos.stride(), *span.stride(), q_pos.stride(0))
     documents = (k_doc, q_doc) if k_doc is not None else (k_pos, q_pos)
+    steps = queries.bit_length()
     _classify[(rows, num_blocks)](
-        k_pos, span, q_pos, *documents, scratch, memories, queries, heads, queries.bit_length(), num_blocks,
+        k_pos, span, q_pos, *documents, scratch, memories, queries, heads, steps, num_blocks,
         *where, ramp, MIN_AGE=0 if include_self else 1, HAS_DOCS=k_doc is not None, BLOCK=BLOCK,
     )  # fmt: skip
     _scatter[(rows, num_blocks)](
         scratch, words, memories, num_blocks, row_words, BLOCK=BLOCK, BLOCK_N=block_n, PIECE=64
     )
     _gather[(num_tiles, batch * kv_heads)](
-        k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, slots, kv_heads, heads, row_words, num_blocks,
-        *k.stride()[:3], *v.stride()[:3], *where, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
+        k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, queries, slots, kv_heads, heads, row_words,
+        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, WINDOW=window, D=dim,
+        D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
     _find_runs[(-(-queries // block_m), rows)](words, queries, slots, num_tiles, row_words, BLOCK_M=block_m, PIECE=256)
     return Plan(words, k_out, v_out)
