@@ -17,7 +17,9 @@ PAPER = DecoderConfig.paper(
     vocab=256, dim=64, layers=2, heads=2, ff_dim=64, relative_window=16,
     mixer=ExpireSpanConfig(max_span=200, ramp=8, initial_span=0.3, include_self=False, initial_memories=16),
 )  # fmt: skip
-MODERN = DecoderConfig.modern(vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8))
+MODERN = DecoderConfig.modern(
+    vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8)
+)
 
 
 def build(config, graphs):

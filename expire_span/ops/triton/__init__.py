@@ -37,7 +37,7 @@ def triton_attention(
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
 
-    relative_keys [M, D]: their scores are made outside the kernels, a table [B, Hq, T, M] that PyTorch differentiates, and
+    relative_keys [M, D]: their scores are made outside the kernels, a table [B, T, Hq, M] that PyTorch differentiates, and
     looked up by age inside. The table's gradient has one place per query and age: two memories of one position that live
     at once would share it, and one of them would be lost.
     """

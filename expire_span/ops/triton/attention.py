@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backward import Backward
-from .forward import run_forward
+from .forward import empty_rows, run_forward
 from .lists import Plan, build_plan, num_slots, num_words
 from .tuning import choose, dot_precision
 
@@ -39,7 +39,7 @@ def _attention(
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again.
 
-    table: [B, Hq, T, M], contiguous: what is added to the scores of memories of ages 1..M, before they are scaled.
+    table: [B, T, Hq, M], contiguous: what is added to the scores of memories of ages 1..M, before they are scaled.
     """
     tuning = choose(q.shape[-1], q.dtype)
     q = readable(q)
@@ -60,7 +60,7 @@ def _fake_attention(q, k, v, span, *_):
     slots = num_slots(memories, int(queries), tuning.block_n)
     words = num_words(slots, queries, tuning.forward.block_m, tuning.block_n)
     return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        empty_rows(*q.shape, dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
         torch.empty((batch * heads, words), dtype=torch.int32, device=q.device),
         k.new_empty(batch, kv_heads, slots, dim),
@@ -83,9 +83,9 @@ def _attention_backward(
 def _fake_backward(dy, q, q_pos, table, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
+    dk, dv = (empty_rows(*shape, k.shape[3], **like) for _ in range(2))
     dspan = torch.empty(shape, dtype=torch.float32, device=q.device)
-    return torch.empty(q.shape, **like), dk, dv, dspan, torch.empty(0 if table is None else table.shape, **like)
+    return empty_rows(*q.shape, **like), dk, dv, dspan, torch.empty(0 if table is None else table.shape, **like)
 
 
 def _save(ctx, inputs, output) -> None:
