@@ -1,7 +1,8 @@
 """Fused GPU kernels over live memories. Nothing outside this folder imports triton.
 
-`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take the
-dispatcher's normalised inputs: q [B, Hq, T, D], k and v [B, Hkv, S, D], span and k_pos [B, 1 or Hkv, S], q_pos [B, 1, T].
+`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take what the
+public operator takes, in any of its shapes, since every view costs the host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
+span [B, S] or [B, Hkv, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ from typing import Optional
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backward import Backward
 from .forward import run_forward
-from .lists import Plan, build_plan, num_slots, num_words
+from .lists import Plan, build_plan, num_heads, num_slots, num_words
 from .tuning import choose, dot_precision
 
 MaybeTensor = Optional[Tensor]  # noqa: UP045
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def readable(x: Tensor) -> Tensor:
@@ -54,9 +56,9 @@ def _attention(
     return y, lse, plan.words, plan.k, plan.v
 
 
-def _fake_attention(q, k, v, span, *_):
+def _fake_attention(q, k, v, span, q_pos, k_pos, *_):
     tuning = choose(q.shape[-1], q.dtype)
-    (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
+    (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], num_heads(span, k_pos)
     slots = num_slots(memories, int(queries), tuning.block_n)
     words = num_words(slots, queries, tuning.forward.block_m, tuning.block_n)
     return (
@@ -93,16 +95,17 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, q_pos, table, *output)
     ctx.options = (k.shape[2], ramp, scale, eps, q_doc is not None, deterministic)
-    ctx.span_heads, ctx.span_dtype, ctx.has_table = span.shape[1], span.dtype, table is not None
+    ctx.span_shape, ctx.span_dtype, ctx.has_table = span.shape, span.dtype, table is not None
 
 
-def _differentiate(ctx, dy, *_):
+def _differentiate(ctx, dy, *_, run: Callable | None = None):
     if dy is None:
         return (None,) * 14
-    dq, dk, dv, dspan, dtable = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
-    if ctx.span_heads == 1:
-        dspan = dspan.sum(1, keepdim=True)
-    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 4, dtable if ctx.has_table else None, *(None,) * 5
+    dq, dk, dv, dspan, dtable = (run or attention_backward)(dy, *ctx.saved_tensors, *ctx.options)
+    if dspan.numel() != ctx.span_shape.numel():
+        dspan = dspan.sum(1)
+    dspan = dspan.view(ctx.span_shape).to(ctx.span_dtype)
+    return dq, dk, dv, dspan, *(None,) * 4, dtable if ctx.has_table else None, *(None,) * 5
 
 
 attention = _define("attention", _attention)
@@ -113,20 +116,22 @@ torch.library.register_autograd("expire_span::attention", _differentiate, setup_
 
 
 class EagerAttention(torch.autograd.Function):
-    """The same op and gradient, for eager calls: the registered gradient costs the host about 100 us more each time."""
+    """The same function and gradient without the op around them: the dispatcher costs the host more than the launches do."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = attention(*inputs)
+        output = _attention(*inputs)
         _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _differentiate(ctx, *grads)
+        return _differentiate(ctx, *grads, run=_attention_backward)
 
 
 def attend(*inputs) -> Tensor:
-    """y of `attention`, by the cheapest way there is."""
-    return attention(*inputs)[0] if torch.compiler.is_compiling() else EagerAttention.apply(*inputs)
+    """y of `attention`, by the cheapest way there is: the op where something traces it, or stands between it and the device."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):
+        return attention(*inputs)[0]
+    return EagerAttention.apply(*inputs)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan
+from .launch import run_kernel
+from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -71,14 +72,14 @@ def memory_source(x: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescript
     """What `load_tile` reads sorted memories [B, Hkv, slots, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, power_of_2(x.shape[-1])])
 
 
 def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescriptor:
     """What `load_queries` reads [B, H, T, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x, [1, 1, block_m, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x, [1, 1, block_m, power_of_2(x.shape[-1])])
 
 
 @triton.jit
@@ -201,12 +202,13 @@ def run_forward(
     launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _forward[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+    run_kernel(
+        _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
         plan.words, q_pos, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp,
         HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
-        D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
+        D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return y, lse
