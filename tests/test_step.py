@@ -31,7 +31,7 @@ def build(config, graphs):
 def passes(count, block=32):
     torch.manual_seed(1)
     scale, weight = torch.tensor(1 / (4 * block), device=DEVICE), torch.tensor(1e-3, device=DEVICE)
-    for n in range(count):
+    for _ in range(count):
         tokens = torch.randint(0, 256, (4, block + 1), device=DEVICE)
         mask = torch.ones(4, block, dtype=torch.bool, device=DEVICE)
         yield Pass(tokens[:, :-1], tokens[:, 1:], mask, None, None, scale, weight, True)

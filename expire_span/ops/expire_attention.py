@@ -76,12 +76,6 @@ def expire_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
-    batch, kv_heads = k.shape[:2]
-    span = span.unsqueeze(1) if span.dim() == 2 else span
-    q_pos = q_pos.expand(batch, -1).unsqueeze(1)
-    k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
-    if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
-        span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=scale)
     extra: dict[str, Any] = dict(relative_keys=relative_keys, normalizer_eps=normalizer_eps)
@@ -96,6 +90,7 @@ def expire_attention(
             _check_distinct(q_pos, k_pos, relative_keys.shape[0], ids)
         extra.update(documents=ids, deterministic=deterministic)
         return triton_attention(q, k, v, span, q_pos, k_pos, **options, **extra)
+    span, q_pos, k_pos = _with_heads(span, q_pos, k_pos, *k.shape[:2])
     if ids is not None:
         span, q_pos, k_pos = move_apart(ids, span, q_pos, k_pos)
     options.update(causal=causal)
@@ -107,11 +102,21 @@ def expire_attention(
     if chosen == "reference":
         from .reference import reference_attention
 
-        span, q_pos, k_pos = (x.expand(-1, kv_heads, -1) for x in (span, q_pos, k_pos))
+        span, q_pos, k_pos = (x.expand(-1, k.shape[1], -1) for x in (span, q_pos, k_pos))
         return reference_attention(q, k, v, span, q_pos, k_pos, **options)
     from .chunked import chunked_attention
 
     return chunked_attention(q, k, v, span, q_pos, k_pos, **options)
+
+
+def _with_heads(span: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
+    span = span.unsqueeze(1) if span.dim() == 2 else span
+    q_pos = q_pos.expand(batch, -1).unsqueeze(1)
+    k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
+    if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
+        span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
+    return span, q_pos, k_pos
 
 
 def resolve_impl(
@@ -219,12 +224,14 @@ def _check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
 
 
 def _check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor, Tensor] | None) -> None:
-    """The kernels keep one gradient for each query and age up to `window`. q_pos [B, 1, T], k_pos [B, P, S]."""
-    twins = (k_pos[..., 1:] == k_pos[..., :-1]) & (k_pos[..., 1:] >= q_pos[..., :1] - window)
+    """The kernels keep one gradient for each query and age up to `window`."""
+    k_pos = k_pos if k_pos.dim() == 3 else k_pos.unsqueeze(-2)  # [B, P, S] or [1, S]
+    early, late = k_pos[..., :-1], k_pos[..., 1:]
+    twins = (early == late) & (late >= q_pos.unsqueeze(-2)[..., :1] - window)
     if ids is not None:
         twins = twins & (ids[1][:, None, 1:] == ids[1][:, None, :-1])
     if bool(twins.any()):
-        where = int(k_pos[..., 1:][twins][0])
+        where = int(late.expand_as(twins)[twins][0])
         raise ValueError(
             f"with relative_keys, impl='triton' needs memories at different positions, got two at {where};"
             " number them differently or use impl='chunked'"

@@ -46,7 +46,8 @@ class Pass:
         return found
 
     def clone(self) -> Pass:
-        parts = map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], torch.clone)
+        """Copies of its own, contiguous, with no row fresh."""
+        parts = map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], _copy)
         x, y, mask, state, scale, weight = parts
         return Pass(x, y, mask, state, None, scale, weight, self.remember)
 
@@ -77,7 +78,7 @@ class TrainStep:
         key = tuple((x.shape, x.dtype) for x in given.tensors())
         if key not in self.recordings:
             self.recordings[key] = None
-            return self.run(given)
+            return self.run(given.clone())  # laid out as the recording's will be: compiled code looks at strides too
         self.recordings.move_to_end(key)
         recording = self.recordings[key] or self._record(key, given)
         return self._replay(recording, given)
@@ -112,3 +113,7 @@ class TrainStep:
 
 def _replace_state(given: Pass, state: Any) -> Pass:
     return Pass(given.x, given.y, given.mask, state, given.fresh, given.scale, given.weight, given.remember)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

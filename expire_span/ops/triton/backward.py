@@ -21,7 +21,8 @@ from torch import Tensor
 from . import memory_gradients as by_memory
 from . import query_gradient as by_query
 from .forward import LOG2E, empty_rows, memory_source, query_source
-from .lists import Plan
+from .launch import run_kernel
+from .lists import Plan, power_of_2, strides
 from .tuning import Launch, Tuning
 
 
@@ -73,12 +74,12 @@ class Backward:
         return self.lse if self.table is None else self.table
 
     def _numbers(self) -> tuple[int | float, ...]:
-        strides = (*self.q.stride()[:3], *self.dy.stride()[:3], self.q_pos.stride(0))
-        return *strides, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
+        rows = (*self.q.stride()[:3], *self.dy.stride()[:3], strides(self.q_pos)[0])
+        return *rows, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
 
     def _options(self, launch: Launch) -> dict[str, Any]:
         dim = self.q.shape[-1]
-        shape = dict(D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m)
+        shape = dict(D=dim, D_PAD=power_of_2(dim), BLOCK_M=launch.block_m)
         window = 0 if self.table is None else self.table.shape[-1]
         kind = dict(HAS_DOCS=self.has_docs, WINDOW=window, EPS=self.eps, PRECISION=self.precision, TMA=self.tuning.tma)
         return dict(**shape, **kind, num_warps=launch.warps, num_stages=launch.stages)
@@ -87,8 +88,9 @@ class Backward:
         """sum dy * y per query [B, Hq, T]."""
         batch, q_heads, queries, dim = self.q.shape
         out = torch.empty_like(self.lse)
-        _delta[(triton.cdiv(queries, 64), batch * q_heads)](
-            self.y, self.dy, out, queries, q_heads, *self.dy.stride()[:3], D=dim, D_PAD=triton.next_power_of_2(dim),
+        run_kernel(
+            _delta, (-(-queries // 64), batch * q_heads),
+            self.y, self.dy, out, queries, q_heads, *self.dy.stride()[:3], D=dim, D_PAD=power_of_2(dim),
             BLOCK=64,
         )  # fmt: skip
         return out
@@ -100,7 +102,8 @@ class Backward:
         launch, delta = tuning.dq, torch.empty_like(self.lse)
         dq = empty_rows(batch, q_heads, queries, dim, dtype=self.q.dtype, device=self.q.device)
         dtable = torch.zeros_like(self.table) if self.table is not None else dq.new_empty(0)
-        by_query.query_gradient[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+        run_kernel(
+            by_query.query_gradient, (-(-queries // launch.block_m), batch * q_heads),
             *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words, self.q_pos,
             self._table, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(),
             PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
@@ -120,18 +123,20 @@ class Backward:
         sums = plan.k.new_empty(2, *plan.k.shape, dtype=torch.float32) if splits > 1 else dspan
         dq_rows = self.lse if dq is None else query_source(dq, launch.block_m, self.tuning.tma)
         plan_n, block_n = self.tuning.block_n, self.tuning.memories_per_program
-        row_words, num_rows, num_tiles = plan.words.shape[1], batch * kv_heads, triton.cdiv(slots, block_n)
-        window = triton.cdiv(triton.cdiv(queries, launch.block_m), splits)
+        row_words, num_rows, num_tiles = plan.words.shape[1], batch * kv_heads, -(-slots // block_n)
+        window = -(-queries // (launch.block_m * splits))
 
         def long_tiles(finish: bool) -> None:
-            by_memory.long_tiles[(num_tiles, num_rows)](
+            run_kernel(
+                by_memory.long_tiles, (num_tiles, num_rows),
                 plan.words, dk, dv, dspan, sums, self.memories, slots, kv_heads, heads, row_words, window, FINISH=finish,
-                PLAN_N=plan_n, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
+                PLAN_N=plan_n, D=dim, D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
             )  # fmt: skip
 
         if splits > 1:
             long_tiles(finish=False)
-        by_memory.memory_gradients[(num_tiles * num_rows * splits,)](
+        run_kernel(
+            by_memory.memory_gradients, (num_tiles * num_rows * splits,),
             *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self.q_pos, self._table, dq_rows, dk,
             dv, dspan, sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
             *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_N=plan_n, BLOCK_N=block_n,

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .forward import LOG2E, find_entries, relative_table
-from .lists import FAR
+from .launch import run_kernel
+from .lists import FAR, num_heads, power_of_2, strides
 from .tuning import dot_precision
 
 
@@ -53,8 +54,9 @@ def _decode(
         alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
         if WINDOW > 0:  # the age anew: Triton 3.6 fails to compile a kernel that computes it once, before `alive`
             age = since[:, None] - born[None, :]
-            at, near = find_entries(table, bh * group * T + r[:, None], 1, age, alive & inside[:, None], WINDOW)
-            s += tl.load(at, mask=near, other=0.0).to(tl.float32) * scale
+            at, near = find_entries(r[:, None], 1, age, WINDOW)
+            rows = table + bh * group * T * WINDOW
+            s += tl.load(rows + at, mask=near & inside[:, None], other=0.0).to(tl.float32) * scale
         s = tl.where(alive, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -109,22 +111,36 @@ def triton_decode(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     group, table = q_heads // kv_heads, relative_table(q, relative_keys)
     table = table if table is None else table.transpose(1, 2).contiguous()  # by head, as the rows of a program are
-    block_m, padded = max(16, triton.next_power_of_2(group * queries)), triton.next_power_of_2(dim)
+    block_m, padded = max(16, power_of_2(group * queries)), power_of_2(dim)
     block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
     per_split, splits = _split(memories, batch * kv_heads, block_n)
     like = dict(dtype=torch.float32, device=q.device)
     parts = torch.empty(batch * kv_heads, splits, block_m, padded, **like)
     peaks, totals = (torch.empty(batch * kv_heads, splits, block_m, **like) for _ in range(2))
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _decode[(splits, batch * kv_heads)](
+    run_kernel(
+        _decode, (splits, batch * kv_heads),
         q, k, v, span, q_pos, k_pos, parts if table is None else table, parts, peaks, totals, queries, memories, kv_heads,
-        group, per_split, span.shape[1], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *span.stride(),
-        *k_pos.stride(), q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1,
+        group, per_split, num_heads(span, k_pos), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
+        *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1,
         WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, PRECISION=dot_precision(q.dtype),
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    _join[(batch * kv_heads, group * queries)](
-        parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded, BLOCK_M=block_m, num_warps=1
+    run_kernel(
+        _join,
+        (batch * kv_heads, group * queries),
+        parts,
+        peaks,
+        totals,
+        y,
+        queries,
+        kv_heads,
+        group,
+        splits,
+        D=dim,
+        D_PAD=padded,
+        BLOCK_M=block_m,
+        num_warps=1,
     )
     return y
 
@@ -132,5 +148,5 @@ def triton_decode(
 def _split(memories: int, rows: int, block_n: int) -> tuple[int, int]:
     """Memories per program, and programs per row: about two programs a multiprocessor, each with a few tiles to read."""
     wanted = max(1, 264 // rows)
-    per_split = triton.cdiv(triton.cdiv(memories, wanted), 4 * block_n) * 4 * block_n
-    return per_split, triton.cdiv(memories, per_split)
+    per_split = -(-memories // (wanted * 4 * block_n)) * 4 * block_n
+    return per_split, -(-memories // per_split)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan
+from .launch import run_kernel
+from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -64,7 +65,9 @@ def relative_table(q: Tensor, relative_keys: Tensor | None) -> Tensor | None:
     """What relative keys [M, D] add to the scores of memories of ages 1..M: [B, T, Hq, M], or None without any."""
     if relative_keys is None or relative_keys.shape[0] == 0:
         return None
-    return (q.transpose(1, 2) @ relative_keys.to(q.dtype).T).contiguous()
+    return (q.transpose(1, 2).reshape(-1, q.shape[3]) @ relative_keys.to(q.dtype).T).view(
+        *q.shape[:1], q.shape[2], q.shape[1], -1
+    )
 
 
 def empty_rows(batch: int, heads: int, count: int, dim: int, **like) -> Tensor:
@@ -76,14 +79,14 @@ def memory_source(x: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescript
     """What `load_tile` reads sorted memories [B, Hkv, slots, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, power_of_2(x.shape[-1])])
 
 
 def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescriptor:
     """What `load_queries` reads [B, H, T, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x, [1, 1, block_m, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x, [1, 1, block_m, power_of_2(x.shape[-1])])
 
 
 @triton.jit
@@ -97,9 +100,9 @@ def load_fate(keys, slots, slot, t0, ramp):
 
 
 @triton.jit
-def find_entries(table, query, q_heads, age, alive, WINDOW: tl.constexpr):
-    """Where one head's part of a table [T, Hq, WINDOW] holds the pairs of these ages, and which of them it holds at all."""
-    return table + query.to(tl.int64) * (q_heads * WINDOW) + (age - 1), alive & (age >= 1) & (age <= WINDOW)
+def find_entries(row, q_heads, age, WINDOW: tl.constexpr):
+    """Where one head's part of a table [rows, Hq, WINDOW] holds the pairs of these ages, and which of them it holds at all."""
+    return row * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
 
 
 @triton.jit
@@ -110,6 +113,7 @@ def _walk(
 ):  # fmt: skip
     """Online softmax over `count` tiles of the runs."""
     since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -124,8 +128,8 @@ def _walk(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(table, q_index[:, None], q_heads, t[:, None] - born[None, :], alive, WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32)
+                at, near = find_entries(row[:, None], q_heads, t[:, None] - born[None, :], WINDOW)
+                s += tl.load(table + at, mask=near, other=0.0).to(tl.float32)
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -174,7 +178,7 @@ def _forward(
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     if WINDOW > 0:
         t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-        table += (b * T * q_heads + h) * WINDOW
+        table += ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + qt * WORDS
@@ -206,12 +210,13 @@ def run_forward(
     launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
     y = empty_rows(batch, q_heads, queries, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _forward[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+    run_kernel(
+        _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
         plan.words, q_pos, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp,
         HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
-        D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
+        D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return y, lse

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import run_kernel
+
 NUM_CLASSES = 16
 SHORTEST = 128
 """Memories seen by at most this many queries share one class."""
@@ -74,6 +76,24 @@ class Plan:
         """Per query tile, its runs: [R, query tiles, RUN_WORDS]."""
         slots = self.k.shape[2]
         return self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :].unflatten(1, (-1, RUN_WORDS))
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Of batch rows, heads and items, of x [n], [B, n] or [B, heads, n]: 0 where one serves all."""
+    found = x.stride()
+    if len(found) == 3:
+        return found if x.shape[1] > 1 else (found[0], 0, found[2])
+    return (found[0], 0, found[1]) if len(found) == 2 else (0, 0, found[0])
+
+
+def num_heads(span: Tensor, k_pos: Tensor) -> int:
+    """Heads that have spans or positions of their own: 1 or Hkv."""
+    return max(span.shape[1] if span.dim() == 3 else 1, k_pos.shape[1] if k_pos.dim() == 3 else 1)
+
+
+def power_of_2(n: int) -> int:
+    """The next one. Triton's function of this kind may be called in kernels too, at twenty times the cost."""
+    return 1 << (n - 1).bit_length()
 
 
 def num_slots(memories: int, queries: int, block_n: int) -> int:
@@ -223,6 +243,7 @@ def _gather(
             youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
             plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
+        born = tl.where(used, born, -FAR)  # padding has no place in a table of young ages
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
         keys = words + HEAD + slots + slot
         tl.store(keys, first)
@@ -296,7 +317,7 @@ def build_plan(
 
     window: tiles with a memory of this age or younger count among those that need the mask.
     """
-    (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], span.shape[1]
+    (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], num_heads(span, k_pos)
     rows, slots = batch * heads, num_slots(memories, queries, block_n)
     num_tiles, num_blocks = slots // block_n, max(1, -(-memories // BLOCK))
     row_words = num_words(slots, queries, block_m, block_n)
@@ -304,20 +325,41 @@ def build_plan(
     words = torch.empty(rows, row_words, device=k.device, dtype=torch.int32)
     k_out, v_out = k.new_empty(batch, kv_heads, slots, dim), v.new_empty(batch, kv_heads, slots, dim)
 
-    where = (*k_pos.stride(), *span.stride(), q_pos.stride(0))
+    where = (*strides(k_pos), *strides(span), strides(q_pos)[0])
     documents = (k_doc, q_doc) if k_doc is not None else (k_pos, q_pos)
     steps = queries.bit_length()
-    _classify[(rows, num_blocks)](
+    run_kernel(
+        _classify, (rows, num_blocks),
         k_pos, span, q_pos, *documents, scratch, memories, queries, heads, steps, num_blocks,
         *where, ramp, MIN_AGE=0 if include_self else 1, HAS_DOCS=k_doc is not None, BLOCK=BLOCK,
     )  # fmt: skip
-    _scatter[(rows, num_blocks)](
-        scratch, words, memories, num_blocks, row_words, BLOCK=BLOCK, BLOCK_N=block_n, PIECE=64
+    run_kernel(
+        _scatter,
+        (rows, num_blocks),
+        scratch,
+        words,
+        memories,
+        num_blocks,
+        row_words,
+        BLOCK=BLOCK,
+        BLOCK_N=block_n,
+        PIECE=64,
     )
-    _gather[(num_tiles, batch * kv_heads)](
+    run_kernel(
+        _gather, (num_tiles, batch * kv_heads),
         k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, queries, slots, kv_heads, heads, row_words,
         num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, WINDOW=window, D=dim,
-        D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
+        D_PAD=power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
-    _find_runs[(-(-queries // block_m), rows)](words, queries, slots, num_tiles, row_words, BLOCK_M=block_m, PIECE=256)
+    run_kernel(
+        _find_runs,
+        (-(-queries // block_m), rows),
+        words,
+        queries,
+        slots,
+        num_tiles,
+        row_words,
+        BLOCK_M=block_m,
+        PIECE=256,
+    )
     return Plan(words, k_out, v_out)

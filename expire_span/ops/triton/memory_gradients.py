@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .forward import find_entries, load_queries, load_tile
-from .lists import CLASSES, DEAD, HEAD, NEVER
+from .lists import CLASSES, DEAD, FAR, HEAD, NEVER
 
 
 @triton.jit
@@ -40,9 +40,11 @@ def _walk_queries(
             if HAS_DOCS:
                 alive = alive & (q_index[None, :] < end[:, None])
             if WINDOW > 0:
-                age = t[None, :] - born[:, None]
-                at, near = find_entries(table, q_index[None, :], q_heads, age, alive & inside[None, :], WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
+                t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+                row = tl.arange(0, BLOCK_M)[:, None]
+                at, near = find_entries(row, q_heads, t[:, None] - born[None, :], WINDOW)
+                rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
+                s += tl.trans(tl.load(rows + at, mask=near, other=0.0).to(tl.float32)) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)

@@ -16,6 +16,7 @@ def _walk_tiles(
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -32,8 +33,8 @@ def _walk_tiles(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(table, q_index[:, None], q_heads, t[:, None] - born[None, :], alive, WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
+                at, near = find_entries(row[:, None], q_heads, t[:, None] - born[None, :], WINDOW)
+                s += tl.load(table + at, mask=near, other=0.0).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
         else:
@@ -42,9 +43,8 @@ def _walk_tiles(
         ds = p * (dp - delta[:, None])
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
-        if MASKED and WINDOW > 0:  # no two living memories of one age, so nothing is stored twice
-            at, near = find_entries(dtable, q_index[:, None], q_heads, t[:, None] - born[None, :], alive, WINDOW)
-            tl.store(at, (ds * scale).to(dtable.dtype.element_ty), mask=near)
+        if MASKED and WINDOW > 0:  # no two memories of one age, so nothing is stored twice
+            tl.store(dtable + at, (ds * scale).to(dtable.dtype.element_ty), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
     return dq
@@ -79,8 +79,9 @@ def query_gradient(
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     if WINDOW > 0:
         t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-        table += (b * T * q_heads + h) * WINDOW
-        dtable += (b * T * q_heads + h) * WINDOW
+        start = ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
+        table += start
+        dtable += start
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
