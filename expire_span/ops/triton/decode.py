@@ -52,11 +52,10 @@ def _decode(
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
         x = life[None, :] - since.to(tl.float32)[:, None]
         alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
-        if WINDOW > 0:  # the age anew: Triton 3.6 fails to compile a kernel that computes it once, before `alive`
-            age = since[:, None] - born[None, :]
-            at, near = find_entries(r[:, None], 1, age, WINDOW)
-            rows = table + bh * group * T * WINDOW
-            s += tl.load(rows + at, mask=near & inside[:, None], other=0.0).to(tl.float32) * scale
+        if WINDOW > 0:
+            at, near = find_entries(r, 1, since, born, WINDOW)
+            bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
+            s += tl.trans(bias).to(tl.float32) * scale
         s = tl.where(alive, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)

@@ -100,9 +100,14 @@ def load_fate(keys, slots, slot, t0, ramp):
 
 
 @triton.jit
-def find_entries(row, q_heads, age, WINDOW: tl.constexpr):
-    """Where one head's part of a table [rows, Hq, WINDOW] holds the pairs of these ages, and which of them it holds at all."""
-    return row * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
+def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
+    """Where one head's part of a table [rows, Hq, WINDOW] holds these queries' pairs with memories, and which of them it has.
+
+    Memories run along dimension 0, where Triton puts neighbouring threads, since their ages are neighbours in the table:
+    the other way round every thread would read a line of its own. [memories, rows].
+    """
+    age = t[None, :] - born[:, None]
+    return row[None, :] * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
 
 
 @triton.jit
@@ -128,8 +133,8 @@ def _walk(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(row[:, None], q_heads, t[:, None] - born[None, :], WINDOW)
-                s += tl.load(table + at, mask=near, other=0.0).to(tl.float32)
+                at, near = find_entries(row, q_heads, t, born, WINDOW)
+                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)

@@ -41,10 +41,9 @@ def _walk_queries(
                 alive = alive & (q_index[None, :] < end[:, None])
             if WINDOW > 0:
                 t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-                row = tl.arange(0, BLOCK_M)[:, None]
-                at, near = find_entries(row, q_heads, t[:, None] - born[None, :], WINDOW)
+                at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
                 rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
-                s += tl.trans(tl.load(rows + at, mask=near, other=0.0).to(tl.float32)) * log_scale
+                s += tl.load(rows + at, mask=near, other=0.0).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)

@@ -33,8 +33,8 @@ def _walk_tiles(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(row[:, None], q_heads, t[:, None] - born[None, :], WINDOW)
-                s += tl.load(table + at, mask=near, other=0.0).to(tl.float32) * log_scale
+                at, near = find_entries(row, q_heads, t, born, WINDOW)
+                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
         else:
@@ -44,7 +44,7 @@ def _walk_tiles(
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
         if MASKED and WINDOW > 0:  # no two memories of one age, so nothing is stored twice
-            tl.store(dtable + at, (ds * scale).to(dtable.dtype.element_ty), mask=near)
+            tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
     return dq
