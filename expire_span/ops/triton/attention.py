@@ -40,7 +40,7 @@ def _attention(
     deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again."""
-    tuning = choose(q.shape[-1], q.dtype)
+    tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
     q = readable(q)
     table = relative_table(q, relative_keys)
     plan = build_plan(
@@ -54,8 +54,8 @@ def _attention(
     return y, lse, plan.words, plan.k, plan.v
 
 
-def _fake_attention(q, k, v, span, q_pos, k_pos, *_):
-    tuning = choose(q.shape[-1], q.dtype)
+def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *_):
+    tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
     (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], num_heads(span, k_pos)
     slots = num_slots(memories, int(queries), tuning.block_n)
     words = num_words(slots, queries, tuning.forward.block_m, tuning.block_n)
@@ -80,7 +80,7 @@ def _attention_backward(
     table = relative_table(q, relative_keys)
     work = Backward(
         readable(dy), q, q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs,
-        choose(q.shape[-1], q.dtype), dot_precision(q.dtype), table, eps,
+        choose(q.shape[-1], q.dtype, table is not None), dot_precision(q.dtype), table, eps,
     )  # fmt: skip
     dq, dk, dv, dspan, dtable = work.run(deterministic)
     if relative_keys is None:

@@ -124,17 +124,20 @@ def _walk(
     left = tl.load(runs + 1)
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        if MASKED and WINDOW > 0:
+            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
+            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
-            if WINDOW > 0:
-                at, near = find_entries(row, q_heads, t, born, WINDOW)
-                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)

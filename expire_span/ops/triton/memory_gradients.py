@@ -25,25 +25,29 @@ def _walk_queries(
         q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = q_index < T
         q_tile = load_queries(q, b, q_head, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
-        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        if MASKED:
+            t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
+            t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+        if MASKED and WINDOW > 0:
+            # The bias is where the product starts. Added to it, Triton would take its layout for all that follows.
+            t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+            at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
+            rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
+            bias = tl.load(rows + at, mask=near, other=0.0).to(tl.float32)
+            s = tl.dot(k, tl.trans(q_tile), bias, input_precision=PRECISION)
+        else:
+            s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         s = s * log_scale - tl.load(lse + q_index, mask=inside, other=float("inf"))[None, :]
         dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
         dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
         delta_tile = tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
         dp -= delta_tile
         if MASKED:
-            t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
-            t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
             left = (length - (t0 - born).to(tl.float32)) + ramp
             x = left[:, None] - (t - t0).to(tl.float32)[None, :]
             alive = (x > 0) & (q_index[None, :] >= first[:, None])
             if HAS_DOCS:
                 alive = alive & (q_index[None, :] < end[:, None])
-            if WINDOW > 0:
-                t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-                at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
-                rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
-                s += tl.load(rows + at, mask=near, other=0.0).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)

@@ -23,18 +23,21 @@ def _walk_tiles(
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
-        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        if MASKED and WINDOW > 0:
+            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
+            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        if MASKED:
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
-            if WINDOW > 0:
-                at, near = find_entries(row, q_heads, t, born, WINDOW)
-                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
         else:
