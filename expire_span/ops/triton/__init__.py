@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .attention import attend
 from .decode import triton_decode
-from .forward import relative_table
 
 __all__ = ["triton_attention", "triton_decode"]
 
@@ -38,8 +37,8 @@ def triton_attention(
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
 
-    relative_keys [M, D]: their scores are made outside the kernels, a table [B, Hq, T, M] that PyTorch differentiates, and
-    looked up by age inside. The table's gradient has one place per query and age: two memories of one position that live
+    relative_keys [M, D]: their scores are made before the kernels, in a table [B, T, Hq, M], and looked up by age inside.
+    The table's gradient has one place per query and age: two memories of one position that live
     at once would share it, and one of them would be lost.
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
@@ -49,9 +48,10 @@ def triton_attention(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    table = relative_table(q, relative_keys)
+    has_relative = relative_keys is not None and relative_keys.shape[0] > 0
+    relative_keys = relative_keys.to(q.dtype) if has_relative else None
     options = (ramp, include_self, scale, normalizer_eps, deterministic)
-    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, table, *options)
+    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *options)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import memory_gradients as by_memory
 from . import query_gradient as by_query
-from .forward import LOG2E, memory_source, query_source
+from .forward import LOG2E, empty_rows, memory_source, query_source
 from .launch import run_kernel
 from .lists import Plan, power_of_2, strides
 from .tuning import Launch, Tuning
@@ -32,7 +32,7 @@ def _delta(y, dy, delta, T, q_heads, dy_b, dy_h, dy_t, D: tl.constexpr, D_PAD: t
     b, h = bh // q_heads, bh % q_heads
     d = tl.arange(0, D_PAD)
     mask = (t[:, None] < T) & (d[None, :] < D)
-    a = tl.load(y + (bh * T + t)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(y + ((b * T + t) * q_heads + h)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     g = tl.load(dy + b * dy_b + h * dy_h + t.to(tl.int64)[:, None] * dy_t + d[None, :], mask=mask, other=0.0)
     tl.store(delta + bh * T + t, tl.sum(a * g.to(tl.float32), 1), mask=t < T)
 
@@ -97,10 +97,10 @@ class Backward:
 
     def query_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq [B, Hq, T, D]; delta [B, Hq, T] for the memories' gradients; the table's gradient, or nothing [0]."""
-        batch, q_heads, queries, _ = self.q.shape
+        batch, q_heads, queries, dim = self.q.shape
         (_, group, heads), plan, tuning = self._heads, self.plan, self.tuning
         launch, delta = tuning.dq, torch.empty_like(self.lse)
-        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        dq = empty_rows(batch, q_heads, queries, dim, dtype=self.q.dtype, device=self.q.device)
         dtable = torch.zeros_like(self.table) if self.table is not None else dq.new_empty(0)
         run_kernel(
             by_query.query_gradient, (-(-queries // launch.block_m), batch * q_heads),
@@ -118,7 +118,7 @@ class Backward:
         plan, launch, (kv_heads, group, heads) = self.plan, self.tuning.dkv, self._heads
         batch, queries, dim, slots = self.q.shape[0], self.q.shape[2], self.q.shape[3], plan.k.shape[2]
         like = dict(dtype=self.q.dtype, device=self.q.device)
-        dk, dv = (torch.empty(batch, kv_heads, self.memories, dim, **like) for _ in range(2))
+        dk, dv = (empty_rows(batch, kv_heads, self.memories, dim, **like) for _ in range(2))
         dspan = torch.empty(batch, kv_heads, self.memories, dtype=torch.float32, device=self.q.device)
         sums = plan.k.new_empty(2, *plan.k.shape, dtype=torch.float32) if splits > 1 else dspan
         dq_rows = self.lse if dq is None else query_source(dq, launch.block_m, self.tuning.tma)
@@ -150,7 +150,7 @@ class Backward:
         """dq, dk, dv, dspan (one part per key/value head) and the table's gradient."""
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
         if self.tuning.fuse_dq and not deterministic and self.table is None:
-            dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
+            dq = empty_rows(*self.q.shape, dtype=torch.float32, device=self.q.device).zero_()
             parts = self.memory_gradients(self.delta(), dq, splits)
             return dq.to(self.q.dtype), *parts, dq.new_empty(0)
         dq, delta, dtable = self.query_gradient()

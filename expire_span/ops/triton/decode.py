@@ -52,10 +52,10 @@ def _decode(
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
         x = life[None, :] - since.to(tl.float32)[:, None]
         alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
-        if WINDOW > 0:  # the age anew: Triton 3.6 fails to compile a kernel that computes it once, before `alive`
-            age = since[:, None] - born[None, :]
-            at, near = find_entries(table, bh * group * T + r[:, None], age, alive & inside[:, None], WINDOW)
-            s += tl.load(at, mask=near, other=0.0).to(tl.float32) * scale
+        if WINDOW > 0:
+            at, near = find_entries(r, 1, since, born, WINDOW)
+            bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
+            s += tl.trans(bias).to(tl.float32) * scale
         s = tl.where(alive, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -109,6 +109,7 @@ def triton_decode(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     group, table = q_heads // kv_heads, relative_table(q, relative_keys)
+    table = table if table is None else table.transpose(1, 2).contiguous()  # by head, as the rows of a program are
     block_m, padded = max(16, power_of_2(group * queries)), power_of_2(dim)
     block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
     per_split, splits = _split(memories, batch * kv_heads, block_n)

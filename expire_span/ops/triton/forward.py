@@ -62,10 +62,17 @@ def load_queries(
 
 
 def relative_table(q: Tensor, relative_keys: Tensor | None) -> Tensor | None:
-    """What relative keys [M, D] add to the scores of memories of ages 1..M: [B, Hq, T, M], or None without any."""
+    """What relative keys [M, D] add to the scores of memories of ages 1..M: [B, T, Hq, M], or None without any."""
     if relative_keys is None or relative_keys.shape[0] == 0:
         return None
-    return (q @ relative_keys.to(q.dtype).T).contiguous()
+    return (q.transpose(1, 2).reshape(-1, q.shape[3]) @ relative_keys.to(q.dtype).T).view(
+        *q.shape[:1], q.shape[2], q.shape[1], -1
+    )
+
+
+def empty_rows(batch: int, heads: int, count: int, dim: int, **like) -> Tensor:
+    """[B, H, T, D] that lies in memory as [B, T, H, D], as the projections around attention read and write it."""
+    return torch.empty(batch, count, heads, dim, **like).transpose(1, 2)
 
 
 def memory_source(x: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
@@ -93,19 +100,25 @@ def load_fate(keys, slots, slot, t0, ramp):
 
 
 @triton.jit
-def find_entries(table, query, age, alive, WINDOW: tl.constexpr):
-    """Where a table [T, WINDOW] holds the pairs of these ages, and which of the pairs it holds at all."""
-    return table + query.to(tl.int64) * WINDOW + (age - 1), alive & (age >= 1) & (age <= WINDOW)
+def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
+    """Where one head's part of a table [rows, Hq, WINDOW] holds these queries' pairs with memories, and which of them it has.
+
+    Memories run along dimension 0, where Triton puts neighbouring threads, since their ages are neighbours in the table:
+    the other way round every thread would read a line of its own. [memories, rows].
+    """
+    age = t[None, :] - born[:, None]
+    return row[None, :] * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
 
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, t, t0, scale, ramp,
-    inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, q_heads, t, t0, scale,
+    ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles of the runs."""
     since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -120,8 +133,8 @@ def _walk(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(table, q_index[:, None], t[:, None] - born[None, :], alive, WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32)
+                at, near = find_entries(row, q_heads, t, born, WINDOW)
+                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -170,7 +183,7 @@ def _forward(
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     if WINDOW > 0:
         t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-        table += bh * T * WINDOW
+        table += ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + qt * WORDS
@@ -178,16 +191,16 @@ def _forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, t, t0,
-        scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, q_heads,
+        t, t0, scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
         acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, slots, q_index,
-        t, t0, scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        q_heads, t, t0, scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
     acc = acc / tl.where(lives, total, 1.0)[:, None]
-    out = (bh * T + q_index)[:, None] * D + d[None, :]
+    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=mask)
     tl.store(lse + bh * T + q_index, tl.where(lives, peak + tl.math.log2(total), float("inf")), mask=inside)
 
@@ -196,11 +209,11 @@ def run_forward(
     q: Tensor, q_pos: Tensor, plan: Plan, table: Tensor | None = None, *, ramp: float, scale: float, eps: float = 0.0,
     has_docs: bool, tuning: Tuning, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, Hq, T, M], added to the scores of ages 1..M before they are scaled."""
+    """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, T, Hq, M], added to the scores of ages 1..M before they are scaled."""
     batch, q_heads, queries, dim = q.shape
     kv_heads, slots = plan.k.shape[1:3]
     launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = empty_rows(batch, q_heads, queries, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     run_kernel(
         _forward, (-(-queries // launch.block_m), batch * q_heads),

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from .forward import find_entries, load_queries, load_tile
-from .lists import CLASSES, DEAD, HEAD, NEVER
+from .lists import CLASSES, DEAD, FAR, HEAD, NEVER
 
 
 @triton.jit
 def _walk_queries(
-    dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h,
+    dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
     dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr,
     ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -40,9 +40,10 @@ def _walk_queries(
             if HAS_DOCS:
                 alive = alive & (q_index[None, :] < end[:, None])
             if WINDOW > 0:
-                age = t[None, :] - born[:, None]
-                at, near = find_entries(table, q_index[None, :], age, alive & inside[None, :], WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
+                t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+                at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
+                rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
+                s += tl.load(rows + at, mask=near, other=0.0).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)
@@ -62,7 +63,7 @@ def _walk_queries(
                     [b.to(tl.int32), q_head.to(tl.int32), qt * BLOCK_M, 0], part.reshape([1, 1, BLOCK_M, D_PAD])
                 )
             else:
-                at = dq + q_index.to(tl.int64)[:, None] * D + d[None, :]
+                at = dq + q_index.to(tl.int64)[:, None] * (q_heads * D) + d[None, :]
                 tl.atomic_add(at, part, mask=inside[:, None] & (d[None, :] < D), sem="relaxed")
     return dk, dv, dspan
 
@@ -141,19 +142,23 @@ def memory_gradients(
     for g in range(group):
         q_head = h * group + g
         q_bh = bh * group + g
-        lse_at, delta_at, table_at = lse + q_bh * T, delta + q_bh * T, table + q_bh * T * WINDOW
+        lse_at, delta_at, table_at = (
+            lse + q_bh * T,
+            delta + q_bh * T,
+            table + (b * T * kv_heads * group + q_head) * WINDOW,
+        )
         if ADD_DQ and not TMA:
-            dq_at = dq + q_bh * T * D
+            dq_at = dq + (b * T * kv_heads * group + q_head) * D
         else:
             dq_at = dq
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, full_from, full_to,
-            full_to, full_to, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
             log_scale, ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, begin, full_from,
-            full_to, stop, b, q_head, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
             log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
         )  # fmt: skip
     index = tl.load(words + HEAD + slot, mask=taken, other=-1)
@@ -161,7 +166,7 @@ def memory_gradients(
     mask = (index >= 0)[:, None] & (d[None, :] < D)
     dk_acc *= scale
     dspan_acc *= inv_ramp
-    out = (bh * S + tl.maximum(index, 0))[:, None] * D + d[None, :]
+    out = ((b * S + tl.maximum(index, 0)) * kv_heads + h)[:, None] * D + d[None, :]
     dspan += bh * S + index
     if SPLIT:
         if long:
@@ -182,7 +187,8 @@ def long_tiles(
 ):  # fmt: skip
     """Of tiles longer than a window: clear the sums before the parts are added, or round them into dk and dv after."""
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    words += (bh // kv_heads * heads + bh % kv_heads % heads) * row_words
+    b, h = bh // kv_heads, bh % kv_heads
+    words += (b * heads + h % heads) * row_words
     total = tl.load(words + CLASSES)
     if tile * (BLOCK_N // PLAN_N) >= total:
         return
@@ -196,7 +202,7 @@ def long_tiles(
     dk_sum = sums + (bh * slots + slot)[:, None] * D + d[None, :]
     dv_sum = dk_sum + tl.num_programs(1).to(tl.int64) * slots * D
     if FINISH:
-        out = (bh * S + tl.maximum(index, 0))[:, None] * D + d[None, :]
+        out = ((b * S + tl.maximum(index, 0)) * kv_heads + h)[:, None] * D + d[None, :]
         tl.store(dk + out, tl.load(dk_sum, mask=mask, other=0.0).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + out, tl.load(dv_sum, mask=mask, other=0.0).to(dv.dtype.element_ty), mask=mask)
     else:

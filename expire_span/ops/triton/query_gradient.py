@@ -11,11 +11,12 @@ from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, t, t0, scale,
-    log_scale, ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, q_heads, t, t0,
+    scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -32,8 +33,8 @@ def _walk_tiles(
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
             if WINDOW > 0:
-                at, near = find_entries(table, q_index[:, None], t[:, None] - born[None, :], alive, WINDOW)
-                s += tl.load(at, mask=near, other=0.0).to(tl.float32) * log_scale
+                at, near = find_entries(row, q_heads, t, born, WINDOW)
+                s += tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32) * log_scale
             e = tl.math.exp2(tl.where(alive, s, float("-inf")))
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
         else:
@@ -42,9 +43,8 @@ def _walk_tiles(
         ds = p * (dp - delta[:, None])
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
-        if MASKED and WINDOW > 0:  # no two living memories of one age, so nothing is stored twice
-            at, near = find_entries(dtable, q_index[:, None], t[:, None] - born[None, :], alive, WINDOW)
-            tl.store(at, (ds * scale).to(dtable.dtype.element_ty), mask=near)
+        if MASKED and WINDOW > 0:  # no two memories of one age, so nothing is stored twice
+            tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
     return dq
@@ -69,7 +69,7 @@ def query_gradient(
     q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
     dy_tile = load_queries(dy, b, h, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
     lse_tile = tl.load(lse + bh * T + q_index, mask=inside, other=float("inf"))
-    out = (bh * T + q_index)[:, None] * D + d[None, :]
+    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
     y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
     delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
     tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
@@ -79,20 +79,21 @@ def query_gradient(
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
     if WINDOW > 0:
         t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-        table += bh * T * WINDOW
-        dtable += bh * T * WINDOW
+        start = ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
+        table += start
+        dtable += start
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys,
-        slots, q_index, t, t0, scale, log_scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1),
-        keys, slots, q_index, t, t0, scale, log_scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        keys, slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
