@@ -55,8 +55,9 @@ def run_compare(args: list[str]) -> int:
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
     command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()))
     systems = _systems(command)
-    path = command.runs_dir / (command.name or f"compare-{recipe}")
-    check_name(path.name)
+    name = command.name or f"compare-{recipe}"
+    check_name(name)
+    path = command.runs_dir / name
     check_place(path)
     from expire_span.compare.prepare import prepare
 

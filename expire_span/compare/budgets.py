@@ -39,7 +39,7 @@ class Rule:
 
     knob: str
     """What is set, in words."""
-    mixer: Callable[[RunConfig, int], Any] | None = None
+    mixer: Callable[[RunConfig, Any], Any] | None = None
     """The mixer's config for so many memories; None where nothing can be set."""
 
 
@@ -55,9 +55,11 @@ def default_memories(config: RunConfig) -> int:
     return max(1, round(live)) if live is not None else max(1, reach(config).max_span // DEFAULT_SHARE)
 
 
-def _adaptive(config: RunConfig, memories: int) -> AdaptiveSpanConfig:
+def _adaptive(config: RunConfig, memories: int | None) -> AdaptiveSpanConfig:
+    """Heads may reach as far as the recipe's spans; held to a budget, all start there."""
     m = reach(config)
-    return AdaptiveSpanConfig(max_span=m.max_span, ramp=m.ramp, initial_span=m.initial_span)
+    start = m.initial_span if memories is None else min(memories / m.max_span, 1.0)
+    return AdaptiveSpanConfig(max_span=m.max_span, ramp=m.ramp, initial_span=start)
 
 
 def _compressive(config: RunConfig, memories: int) -> CompressiveConfig:
@@ -99,7 +101,7 @@ RULES: dict[str, Rule] = {
     "expire_span": Rule("the budget controller holds the mean of living memories", lambda c, n: reach(c)),
     "full": Rule("none: keeps everything"),
     "transformer_xl": Rule("span", lambda c, n: TransformerXLConfig(span=n)),
-    "adaptive_span": Rule("the budget controller holds the mean of living memories", _adaptive),
+    "adaptive_span": Rule("heads start at the budget, and the controller holds their mean there", _adaptive),
     "compressive": Rule("window and compressed, half each", _compressive),
     "sliding_window": Rule("window", lambda c, n: SlidingWindowConfig(window=n)),
     "longformer": Rule("window, the mean over layers", _longformer),
@@ -128,14 +130,20 @@ def with_budget(config: RunConfig, kind: str, memories: int | None) -> RunConfig
     Fields that press on learned spans stay with the systems that have such spans.
     """
     rule, train = RULES[kind].mixer, config.train
-    count = default_memories(config) if memories is None else memories
+    count = default_memories(config) if memories is None and kind not in LEARNED else memories
     mixer = rule(config, count) if rule is not None else mixer_config(kind)
     if kind not in LEARNED:
         train = replace(train, budget=BudgetConfig(), span_weight=0.0, span_lr_scale=1.0)
     elif memories is not None:
         check_reachable(config, kind, memories)
-        train = replace(train, budget=replace(train.budget, live=float(memories), bytes=None))
+        train = replace(train, budget=_pressure(train.budget, kind, memories))
     return replace(config, model=replace(config.model, mixer=mixer), train=train)
+
+
+def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
+    """The recipe's controller with another target; heads that start at it are held there from the first step on."""
+    budget = replace(budget, live=float(memories), bytes=None, patience_loss=None)
+    return budget if kind == "expire_span" else replace(budget, start_loss=None)
 
 
 def check_reachable(config: RunConfig, kind: str, memories: int) -> None:

@@ -72,10 +72,7 @@ def draw_learning(comparison: Comparison) -> list[tuple[str, str]]:
             seen[system.label] = run.read_metrics()
     score = {label: series_of(metrics, "score", "valid") for label, metrics in seen.items()}
     loss = {label: series_of(metrics, "loss", "train") for label, metrics in seen.items()}
-    live = {
-        label: [(step, sum(layers) / len(layers)) for step, layers in series_of(metrics, "live", "train")]  # type: ignore[arg-type]
-        for label, metrics in seen.items()
-    }
+    live: dict[str, Points] = {label: _mean_layers(metrics, "live") for label, metrics in seen.items()}
     name = comparison.score["name"]
     drawn = [
         (f"{name} on the valid split.", draw_curves(score, title=name, ylabel=name)),
@@ -83,6 +80,12 @@ def draw_learning(comparison: Comparison) -> list[tuple[str, str]]:
         ("Memories alive in training.", draw_curves(live, title="Memories alive", ylabel="memories", log=True)),
     ]
     return [(caption, to_svg(figure, f"learn{n}")) for n, (caption, figure) in enumerate(drawn)]
+
+
+def _mean_layers(metrics: Sequence[dict[str, Any]], key: str) -> Points:
+    """A training metric with one value a layer, averaged over layers."""
+    lines = (line for line in metrics if line["split"] == "train")
+    return [(line["step"], sum(line[key]) / len(line[key])) for line in lines]
 
 
 def collect_facts(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from expire_span.config import RunConfig
 from expire_span.memories import MEMORIES, state_bytes
 from expire_span.runs import UserError
-from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.task import Split, Task, build_task
 from expire_span.train.devices import check_device
 
 from .matched import count_parameters, match_parameters
@@ -46,7 +46,8 @@ def _check_splits(task: Task, config: RunConfig) -> int:
     train = config.train
     task.stream("train", batch=train.batch, block=train.block, seed=config.seed)
     block, carried = train.eval_block or train.block, 0
-    for split, batches in (("valid", train.eval_batches), ("test", train.test_batches)):
+    caps: dict[Split, int | None] = {"valid": train.eval_batches, "test": train.test_batches}
+    for split, batches in caps.items():
         stream = task.stream(split, batch=train.eval_batch or train.batch, block=block, seed=config.seed)
         whole = getattr(stream, "longest", block)
         carried = max(carried, whole if batches is None else min(whole, batches * block))
@@ -83,6 +84,6 @@ def describe_plan(comparison: Comparison) -> str:
     seen: dict[str, str] = {}
     for name, (system, config) in comparison.runs.items():
         count = comparison.parameters[name]
-        text = f"  {system.label:<22}{count:>13,} parameters ({count / reference - 1:+.2%}), ff_dim {config.model.ff_dim}"
-        seen.setdefault(system.label, text)
+        off, width = count / reference - 1, config.model.ff_dim
+        seen.setdefault(system.label, f"  {system.label:<22}{count:>13,} parameters ({off:+.2%}), ff_dim {width}")
     return "\n".join([*lines, *seen.values()])

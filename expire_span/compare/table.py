@@ -81,7 +81,7 @@ def collect_rows(comparison: Comparison) -> list[Row]:
 
 def _mean_row(label: str, runs: list[tuple[System, dict[str, Any]]]) -> Row:
     system, first = runs[0]
-    means = {name: statistics.fmean(numbers[name] for _, numbers in runs) for name in first}
+    means: dict[str, Any] = {name: statistics.fmean(numbers[name] for _, numbers in runs) for name in first}
     scores = [numbers["score"] for _, numbers in runs]
     means["parameters"] = first["parameters"]
     spread = statistics.stdev(scores) if len(scores) > 1 else None
@@ -158,9 +158,7 @@ def as_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
 def write_table(comparison: Comparison, rows: Sequence[Row]) -> None:
     """table.json and table.md."""
     head = {"recipe": comparison.recipe, "score": comparison.score, "conditions": how_measured(comparison)}
-    environments = [
-        run.environment for run in (comparison.run_of(name) for name in comparison.runs) if run is not None
-    ]
+    environments = [run.environment for run in (comparison.run_of(name) for name in comparison.runs) if run is not None]
     head["environment"] = environments[0] if environments else {}
     write_atomic(comparison.path / "table.json", to_json({**head, "rows": [asdict(row) for row in rows]}))
     write_atomic(comparison.path / "table.md", as_markdown(comparison, rows).encode())

@@ -67,8 +67,10 @@ def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool
                 axes.plot(*zip(*kept), color=colour, label=name, lw=1.6, marker=marker, ms=3)
         _log_scale(axes, log and bool(axes.lines))
         axes.grid(alpha=0.15)
-        if len(axes.lines) > 1:
-            axes.legend(loc="best", ncols=1 + len(axes.lines) // 6)
+        if len(axes.lines) > 5:  # many lines leave no room among them
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+        elif len(axes.lines) > 1:
+            axes.legend(loc="best")
     return figure
 
 
