@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,10 @@ def run_compare(args: list[str]) -> int:
             print(f"usage: {PROGRAM} compare RECIPE --mixers a,b,c [OPTIONS]\n\nrecipes:\n{recipe_lines()}")
             return 0
         raise UserError(f"compare needs a recipe before its options; known are: {', '.join(RECIPES)}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
+        )
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
     command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()))
     systems = _systems(command)

@@ -51,6 +51,11 @@ class Pace:
         rest = self.total - self.done - 1
         return max((whole if whole is not None else mean) - elapsed, 0) + rest * mean
 
+    def rest(self) -> str:
+        """The time that the systems after this one will take, in words; nothing after the last."""
+        count = self.total - self.done
+        return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
+
 
 class Board:
     """A live line on a terminal, plain lines elsewhere."""
@@ -94,7 +99,7 @@ def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str,
             pace.done += 1
             if reason is None:
                 pace.finished.append(spent)
-                board.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}")
+                board.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
             else:
                 failed[name] = reason
                 board.say(f"{pace.done}/{pace.total} {name} failed: {reason}")

@@ -86,7 +86,8 @@ def draw_trade(series: dict[str, Points], *, title: str, xlabel: str, ylabel: st
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.15, which="both")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        if series:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
