@@ -233,6 +233,12 @@ class TrainConfig:
     """Steps between evaluations on the valid split; the last step always has one."""
     eval_batches: int = 8
     """Batches per evaluation during training."""
+    test_batches: int | None = None
+    """Batches of the final evaluation on the test split; None reads all of it, which a memory that only grows may not stand."""
+    eval_batch: int | None = None
+    """Rows side by side in evaluations; None takes batch."""
+    eval_block: int | None = None
+    """Tokens per row and forward pass in evaluations; None takes block."""
     checkpoint_every: int = 200
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
@@ -254,6 +260,9 @@ class TrainConfig:
             "log_every",
         ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("test_batches", "eval_batch", "eval_block"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         require(
             self.batch % self.accumulate == 0,
             f"accumulate must divide batch, got accumulate {self.accumulate} and batch {self.batch}",

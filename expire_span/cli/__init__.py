@@ -8,6 +8,7 @@ from collections.abc import Callable
 from expire_span import __version__
 from expire_span.runs import RunError, UserError
 
+from .compare import run_compare
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
@@ -64,6 +65,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("score a run's newest checkpoint", run_eval),
     "generate": ("write text with a run's newest checkpoint", run_generate),
     "report": ("write a run's report.html", run_report),
+    "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),

@@ -31,9 +31,14 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
     raise UserError(one_sentence(said.getvalue(), prog))
 
 
-def spell_out(args: list[str]) -> list[str]:
-    """A bare --json means --json True."""
-    return [*args, "True"] if args[-1:] == ["--json"] else args
+def spell_out(args: list[str], flag: str = "--json") -> list[str]:
+    """A bare flag means --flag True."""
+    after = [*args[1:], "--"]
+    return [word for arg, then in zip(args, after) for word in ([arg, "True"] if _is_bare(arg, then, flag) else [arg])]
+
+
+def _is_bare(arg: str, then: str, flag: str) -> bool:
+    return arg == flag and then.startswith("-")
 
 
 def one_sentence(said: str, prog: str) -> str:

@@ -116,7 +116,9 @@ class Compressive(AttentionMixer):
         slot, group = torch.arange(wide, device=device), torch.arange(deep, device=device)
         near = (slot <= place) & (slot >= border)
         old = (group < border // c + self.compressed) & (group >= border // c)
-        keys, values = (torch.cat([far[n], cut[n]], -1).flatten(0, 1).transpose(-1, -2) for n in ("k", "v"))
+        keys, values = (  # the head dim last in memory, or torch's fused attention would not serve
+            torch.cat([far[n].transpose(-1, -2), cut[n].transpose(-1, -2)], -2).flatten(0, 1) for n in ("k", "v")
+        )
         k_pos = torch.cat([far["pos"], cut["pos"]], -1).flatten(0, 1)[:, None, None]  # [B * N, 1, 1, S]
         seen = torch.cat([old, near], -1) & (k_pos != NEVER)
         q_pos = cut["pos"][..., self.raw :].flatten(0, 1)[:, None, :, None]

@@ -81,15 +81,16 @@ class Clock:
 
     def __init__(self, step: int) -> None:
         self.start = self.last = time.perf_counter()
-        self.first_step = step
+        self.first_step = self.last_step = step
 
-    def read(self, step: int, tokens: int, total: int) -> tuple[float, float, float]:
-        """Seconds since the start, tokens per second since the last reading, seconds left."""
+    def read(self, step: int, tokens: int, total: int) -> tuple[float, float, float, float]:
+        """Seconds since the start, tokens per second since the last reading, seconds left, milliseconds per step."""
         now = time.perf_counter()
-        speed = tokens / max(now - self.last, 1e-9)
+        spent = max(now - self.last, 1e-9)
         left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
-        self.last = now
-        return now - self.start, speed, left
+        pace = 1000 * spent / max(step - self.last_step, 1)
+        self.last, self.last_step = now, step
+        return now - self.start, tokens / spent, left, pace
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on training steps."""

@@ -214,19 +214,19 @@ class Trainer:
         line |= {"score": self.task.score_of(nll, correct, count), **means}
         line |= {"lr": self.train_config.lr * rate_factor(self.step - 1, self.train_config), "bytes_held": held}
         self.window.clear()
-        seconds, speed, left = clock.read(self.step, self.tokens, self.train_config.steps)
+        seconds, speed, left, pace = clock.read(self.step, self.tokens, self.train_config.steps)
         self.tokens = 0
         if self.accelerator.is_main_process:
             run.append_metrics(line)
-            run.append_speed(
-                {"step": self.step, "seconds": seconds, "tokens_per_second": speed, "peak_bytes": peak_bytes()}
-            )
+            measured = {"seconds": seconds, "tokens_per_second": speed, "ms_per_step": pace, "peak_bytes": peak_bytes()}
+            run.append_speed({"step": self.step, **measured})
             self.display.train(line, speed, left)
         if board is not None:
             board.add(line)
 
     def _evaluate(self, run: RunFolder, board: Board | None) -> None:
         result = self._score("valid", self.train_config.eval_batches)
+        forget_peak()
         line = {"step": self.step, "split": "valid", "loss": result.loss, "score": result.score}
         line |= {"live": result.live, "span": result.span, "live_share": result.live_share}
         line |= {"bytes_held": result.peak_bytes}
@@ -236,7 +236,7 @@ class Trainer:
             self.display.valid(line)
 
     def _final_result(self) -> Result:
-        return self._score("test", None)
+        return self._score("test", self.train_config.test_batches)
 
     def _score(self, split: Any, batches: int | None) -> Result:
         """Every process scores all batches: simple, equal everywhere, and FSDP needs all of them anyway."""
@@ -312,8 +312,10 @@ class Trainer:
         randomness.load_torch_state(snapshot.worker["random"])
 
     def _stream(self, split: Any) -> Any:
-        config = self.config
-        return self.task.stream(split, batch=config.train.batch, block=config.train.block, seed=config.seed)
+        config, batch, block = self.train_config, self.train_config.batch, self.train_config.block
+        if split != "train":
+            batch, block = config.eval_batch or batch, config.eval_block or block
+        return self.task.stream(split, batch=batch, block=block, seed=self.config.seed)
 
     def _build_budget(self) -> BudgetController | None:
         if not self.train_config.budget.active:
@@ -325,6 +327,12 @@ class Trainer:
             bytes_per_memory=memory_bytes(self.config.model, element),
             device=self.accelerator.device,
         )
+
+
+def forget_peak() -> None:
+    """Measure a GPU's peak anew, so that it is that of training alone; the host's cannot be reset."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes() -> int:

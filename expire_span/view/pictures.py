@@ -67,9 +67,36 @@ def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool
                 axes.plot(*zip(*kept), color=colour, label=name, lw=1.6, marker=marker, ms=3)
         _log_scale(axes, log and bool(axes.lines))
         axes.grid(alpha=0.15)
-        if len(axes.lines) > 1:
-            axes.legend(loc="best", ncols=1 + len(axes.lines) // 6)
+        if len(axes.lines) > 5:  # many lines leave no room among them
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+        elif len(axes.lines) > 1:
+            axes.legend(loc="best")
     return figure
+
+
+def draw_trade(series: dict[str, Points], *, title: str, xlabel: str, ylabel: str) -> Figure:
+    """Score against memory on a logarithmic axis: one line a system, its points in order of memory."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.4, 4.2))
+        axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
+        for n, (name, points) in enumerate(series.items()):
+            colour, marker = PALETTE[n % len(PALETTE)], "osD^vPX*"[n // len(PALETTE) % 8]
+            axes.plot(*zip(*sorted(points)), color=colour, label=name, lw=1.8, marker=marker, ms=6)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.15, which="both")
+        if series:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a picture on white."""
+    out = io.BytesIO()
+    with rc_context(STYLE):
+        figure.savefig(out, format="png", dpi=130, facecolor="white", bbox_inches="tight", metadata={"Software": None})
+    return out.getvalue()
 
 
 def _log_scale(axes: Axes, wanted: bool) -> None:

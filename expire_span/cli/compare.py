@@ -1,0 +1,116 @@
+"""`expire-span compare`: memory systems side by side on one recipe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from expire_span.compare.plan import (
+    Comparison,
+    System,
+    check_place,
+    config_of,
+    list_systems,
+    parse_budgets,
+    parse_mixers,
+)
+from expire_span.config import RunConfig
+from expire_span.recipes import RECIPES, get_recipe
+from expire_span.runs import RunError, UserError, check_name
+
+from .lists import recipe_lines
+from .parsing import PROGRAM, parse, spell_out
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train memory systems on the same recipe with equal parameters, one after the other, and write the table."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    mixers: str = ""
+    """The memory systems, like full,transformer_xl,expire_span; see expire-span memories."""
+    seeds: int = 1
+    """Runs of each system: seeds from the recipe's on."""
+    sweep: bool = False
+    """Try several budgets of memory with the systems that have a memory knob."""
+    budgets: str | None = None
+    """The budgets, in memories, like 8,32,128; without it, what the recipe says (or a sweep around it)."""
+    train_seconds: float | None = None
+    """Train every system for so long instead of for the same steps."""
+    name: str | None = None
+    """Name of the comparison's folder; compare-RECIPE by default. The same name goes on with it, or adds to it."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the comparison's folder."""
+
+
+def run_compare(args: list[str]) -> int:
+    if not args or args[0].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            print(f"usage: {PROGRAM} compare RECIPE --mixers a,b,c [OPTIONS]\n\nrecipes:\n{recipe_lines()}")
+            return 0
+        raise UserError(f"compare needs a recipe before its options; known are: {', '.join(RECIPES)}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
+        )
+    recipe, rest = args[0], spell_out(args[1:], "--sweep")
+    command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()))
+    systems = _systems(command)
+    name = command.name or f"compare-{recipe}"
+    check_name(name)
+    path = command.runs_dir / name
+    check_place(path)
+    from expire_span.compare.prepare import prepare
+
+    comparison = prepare(path, recipe, command.config, systems, command.train_seconds)
+    if (path / "compare.json").exists():
+        comparison = Comparison.open(path).join(comparison)
+    for name in comparison.runs:
+        comparison.run_of(name)  # a folder of another run is refused before anything is trained
+    comparison.write()
+    return _compare(comparison)
+
+
+def _systems(command: Compare) -> list[System]:
+    """The runs that were asked for; what can be refused without data or device is refused here."""
+    kinds = parse_mixers(command.mixers)
+    if command.seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {command.seeds}")
+    if command.train_seconds is not None and not command.train_seconds > 0:
+        raise UserError(f"--train-seconds must be greater than 0, got {command.train_seconds:g}")
+    budgets = parse_budgets(command.budgets, command.sweep, command.config)
+    first = command.config.seed
+    systems = list_systems(kinds, budgets, range(first, first + command.seeds))
+    for system in systems:
+        config_of(system, command.config)
+    return systems
+
+
+def _compare(comparison: Comparison) -> int:
+    """Train what is not finished, then write and show the outcome, of what failed too."""
+    from expire_span.compare.conduct import conduct
+    from expire_span.compare.page import write_page
+    from expire_span.compare.prepare import describe_plan
+    from expire_span.compare.table import collect_rows, measure, print_table, show_count, write_table
+
+    def describe(name: str) -> str:
+        run = comparison.run_of(name)
+        assert run is not None
+        numbers = measure(run, comparison.parameters[name])
+        return f"{comparison.score['name']} {numbers['score']:.4f}, {show_count(numbers['live'])} memories alive"
+
+    print(describe_plan(comparison), flush=True)
+    failed = conduct(comparison, describe)
+    rows = collect_rows(comparison)
+    write_table(comparison, rows)
+    page = write_page(comparison, rows)
+    print_table(comparison, rows)
+    print(f"page {page}, table {comparison.path / 'table.md'}")
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise RunError(f"{len(failed)} of {len(comparison.runs)} runs failed ({reasons}); the same command tries again")
+    return 0

@@ -1,0 +1,176 @@
+"""The conductor of a comparison: one child process after the other, with progress and time left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from expire_span.runs import RunError
+from expire_span.train.progress import show_time
+
+from .plan import Comparison
+
+POLL = 0.2
+"""Seconds between two looks at a child."""
+PATIENCE = 60.0
+"""Seconds that a child gets to save its work when the comparison is stopped."""
+
+
+class Stopped(RunError):
+    """The comparison was interrupted; what is finished or saved stays."""
+
+    exit_code = 130
+
+
+@dataclass
+class Pace:
+    """How long systems take, to say how long the rest will."""
+
+    total: int
+    finished: list[float] = field(default_factory=list)
+    done: int = 0
+
+    def left(self, elapsed: float, share: float) -> float | None:
+        """Seconds until the end, from the running system's share of its steps; None while nothing is known."""
+        whole = elapsed / share if share > 0.02 else None
+        known = [*self.finished, *([whole] if whole is not None else [])]
+        if not known:
+            return None
+        mean = sum(known) / len(known)
+        rest = self.total - self.done - 1
+        return max((whole if whole is not None else mean) - elapsed, 0) + rest * mean
+
+    def rest(self) -> str:
+        """The time that the systems after this one will take, in words; nothing after the last."""
+        count = self.total - self.done
+        return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
+
+
+class Board:
+    """A live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.bar: Progress | None = None
+        if sys.stdout.isatty():
+            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=Console())
+            self.job = self.bar.add_task("starting", total=total)
+
+    def __enter__(self) -> Board:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def show(self, done: float, text: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.job, completed=done, description=text)
+
+
+def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str, str]:
+    """Make every run that is not finished; returns the reasons of those that failed. `describe` tells a run's outcome."""
+    waiting = [name for name in comparison.runs if not _finished(comparison, name)]
+    pace, failed = Pace(len(waiting)), {}
+    with Board(len(waiting)) as board:
+        for name in waiting:
+            start = time.monotonic()
+            reason = _run_child(comparison, name, pace, board)
+            spent = time.monotonic() - start
+            pace.done += 1
+            if reason is None:
+                pace.finished.append(spent)
+                board.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
+            else:
+                failed[name] = reason
+                board.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
+    return failed
+
+
+def _finished(comparison: Comparison, name: str) -> bool:
+    run = comparison.run_of(name)
+    return run is not None and run.finished
+
+
+def _run_child(comparison: Comparison, name: str, pace: Pace, board: Board) -> str | None:
+    """Run one system in its own process; None, or the reason why it failed."""
+    with tempfile.TemporaryFile() as said:
+        child = _start(comparison.path, name, said)
+        try:
+            _watch(child, comparison, name, pace, board)
+        except BaseException as error:
+            _stop(child)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            advice = "the same command goes on from here"
+            raise Stopped(f"stopped during {name}, {pace.done} of {pace.total} systems finished; {advice}") from error
+        if child.returncode == 0:
+            return None
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"its process ended with code {child.returncode}"
+
+
+def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The child gets no signals of the terminal, only the end of its standard input."""
+    command = [sys.executable, "-m", "expire_span.compare.worker", str(folder), name]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, env=env, start_new_session=True
+    )
+
+
+def _watch(child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, board: Board) -> None:
+    """Show how far the child is until it ends."""
+    start = time.monotonic()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(POLL)
+            return
+        if board.bar is not None:
+            share = _share(comparison, name)
+            left = pace.left(time.monotonic() - start, share)
+            rest = "" if left is None else f"  left {show_time(left)}"
+            board.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
+
+
+def _share(comparison: Comparison, name: str) -> float:
+    """Share of the steps that a run has made, as its last measured line says."""
+    path = comparison.path / name
+    if not (path / "config.json").exists():
+        return 0.0
+    run = comparison.run_of(name)
+    lines = run.read_speed() if run is not None else []
+    return lines[-1]["step"] / run.config.train.steps if run is not None and lines else 0.0
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Ask the child to save and end; one that does not is killed."""
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    try:
+        child.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,72 @@
+"""Equal parameters: the feed-forward width, and a recurrent system's hidden size, follow the recipe's own total."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from expire_span.config import DecoderConfig
+from expire_span.models.decoder import Decoder
+from expire_span.runs import UserError
+
+TOLERANCE = 0.01
+"""Largest share by which a system's parameters may differ from the recipe's."""
+STEPS = (16, 8, 1)
+"""Widths of the feed-forward part change in the widest of these steps that is close enough: GPUs like round numbers."""
+CLOSE = 0.003
+
+
+@cache
+def count_parameters(model: DecoderConfig) -> int:
+    """Parameters of a decoder, without making it. Settings that do not fit together are refused here."""
+    if model.layers > 2:  # every further layer has as many as the second
+        one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
+        return one + (model.layers - 1) * (two - one)
+    with torch.device("meta"):
+        return sum(p.numel() for p in Decoder(model).parameters())
+
+
+def match_parameters(model: DecoderConfig, target: int) -> DecoderConfig:
+    """The decoder with `target` parameters, as nearly as whole widths allow."""
+    if hasattr(model.mixer, "hidden"):
+        model = _match_hidden(model, target)
+    best = _match_width(model, target)
+    off = count_parameters(best) / target - 1
+    if abs(off) > TOLERANCE:
+        raise UserError(
+            f"{model.mixer.kind} cannot have the recipe's {target:,} parameters: with ff_dim {best.ff_dim} "
+            f"it has {count_parameters(best):,} ({off:+.1%}); give a larger --model.ff-dim"
+        )
+    return best
+
+
+def _match_width(model: DecoderConfig, target: int) -> DecoderConfig:
+    """Parameters are linear in ff_dim, so two counts say where the target lies."""
+    base = count_parameters(replace(model, ff_dim=1))
+    slope = count_parameters(replace(model, ff_dim=2)) - base
+    wanted = 1 + (target - base) / slope
+    best = model
+    for step in STEPS:
+        width = max(1, model.ff_dim + step * round((wanted - model.ff_dim) / step))
+        best = replace(model, ff_dim=width)
+        if abs(base + slope * (width - 1) - target) <= CLOSE * target:
+            break
+    return best
+
+
+def _match_hidden(model: DecoderConfig, target: int) -> DecoderConfig:
+    """The widest recurrent state that, with the recipe's own ff_dim, stays within the target."""
+    low, high = 1, 8 * model.dim
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_parameters(_with_hidden(model, middle)) <= target:
+            low = middle
+        else:
+            high = middle - 1
+    return _with_hidden(model, low)
+
+
+def _with_hidden(model: DecoderConfig, hidden: int) -> DecoderConfig:
+    return replace(model, mixer=replace(model.mixer, hidden=hidden))

@@ -1,0 +1,214 @@
+"""Which runs a comparison consists of, and the folder that holds them.
+
+runs/<name>/
+  compare.json     what is compared: recipe, config, mixers, budgets, seeds, and every run's own config
+  <system>/        one run folder per memory system, budget and seed: see runs.py
+  table.json, table.md, compare.html, curve.png    the outcome so far
+
+Standard library only: whatever can be refused is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from expire_span import __version__
+from expire_span.config import RunConfig, from_dict, to_dict
+from expire_span.mixer_configs import MIXER_CONFIGS
+from expire_span.runs import RunFolder, UserError, describe, to_json, write_atomic
+
+from .budgets import default_memories, has_knob, reach, with_budget
+
+COMPARE_FORMAT = 1
+"""Version of compare.json."""
+SWEEP = (0.5, 1.0, 4.0, 16.0)
+"""Budgets of a sweep, as multiples of the recipe's."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One run of a comparison."""
+
+    kind: str
+    budget: int | None
+    """Memories it is held to; None is what the recipe says, or a system without a knob."""
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """Names the row of the table, which joins the seeds."""
+        return self.kind if self.budget is None else f"{self.kind}-{self.budget}"
+
+    @property
+    def name(self) -> str:
+        """Names the run folder."""
+        return f"{self.label}-seed{self.seed}"
+
+
+def parse_mixers(text: str) -> list[str]:
+    """A list of kinds as the command line has it: a,b,c."""
+    kinds = [word.strip() for word in text.split(",") if word.strip()]
+    known = ", ".join(MIXER_CONFIGS)
+    if not kinds:
+        raise UserError(f"compare needs at least one memory system, got none; give --mixers a,b,c of: {known}")
+    for kind in kinds:
+        if kind not in MIXER_CONFIGS:
+            raise UserError(f"unknown mixer {kind!r}{_near(kind)}; known are: {known}")
+        if kinds.count(kind) > 1:
+            raise UserError(f"each memory system is compared once, got {kind} {kinds.count(kind)} times in --mixers")
+    return kinds
+
+
+def _near(kind: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(kind, MIXER_CONFIGS, n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def parse_budgets(text: str | None, sweep: bool, config: RunConfig) -> list[int]:
+    """Budgets as the command line has them, or those of a sweep; an empty list is what the recipe says."""
+    if text is None:
+        base = default_memories(config)
+        low, high = reach(config).ramp, reach(config).max_span
+        return sorted({min(max(round(base * times), low), high) for times in SWEEP}) if sweep else []
+    try:
+        budgets = [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"budgets are whole numbers of memories, like 8,32,128, got {text!r}") from error
+    for budget in budgets:
+        if budget < 1:
+            raise UserError(f"a budget must be at least 1 memory, got {budget}")
+        if budgets.count(budget) > 1:
+            raise UserError(f"each budget is tried once, got {budget} {budgets.count(budget)} times in --budgets")
+    return sorted(budgets)
+
+
+def list_systems(kinds: Sequence[str], budgets: Sequence[int], seeds: Sequence[int]) -> list[System]:
+    """Every run, seed after seed, so that a comparison that is cut short has something of each."""
+    points = [(kind, budget) for kind in kinds for budget in (budgets if budgets and has_knob(kind) else [None])]
+    return [System(kind, budget, seed) for seed in seeds for kind, budget in points]
+
+
+def config_of(system: System, base: RunConfig) -> RunConfig:
+    """The run of one system before its parameters are matched."""
+    return replace(with_budget(base, system.kind, system.budget), seed=system.seed)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison's folder and what compare.json says."""
+
+    path: Path
+    recipe: str
+    config: RunConfig
+    """The recipe as it was asked for, with the task's vocabulary."""
+    train_seconds: float | None
+    """Every system trains for so long, in place of the recipe's steps."""
+    score: dict[str, Any]
+    """Name of the task's score, and which way is better."""
+    parameters: dict[str, int]
+    """Parameters by run name; "reference" is the recipe's own."""
+    runs: dict[str, tuple[System, RunConfig]]
+    """Every run by name, in the order in which they are made."""
+
+    @classmethod
+    def open(cls, path: Path) -> Comparison:
+        try:
+            told = json.loads((path / "compare.json").read_bytes())
+        except FileNotFoundError as error:
+            raise UserError(f"{path} is no comparison: it has no compare.json") from error
+        except ValueError as error:
+            raise UserError(f"{path / 'compare.json'} is not valid JSON: {error}") from error
+        if told.get("format") != COMPARE_FORMAT:
+            raise UserError(
+                f"comparison {path} has format {told.get('format')} (written by version {told.get('version')}), "
+                f"this version reads format {COMPARE_FORMAT}; use the version that wrote it, or another --name"
+            )
+        runs = {
+            name: (System(**run["system"]), from_dict(RunConfig, run["config"])) for name, run in told["runs"].items()
+        }
+        config = from_dict(RunConfig, told["config"])
+        return cls(path, told["recipe"], config, told["train_seconds"], told["score"], told["parameters"], runs)
+
+    def write(self) -> None:
+        runs = {
+            name: {"system": asdict(system), "config": to_dict(config)} for name, (system, config) in self.runs.items()
+        }
+        head = {"format": COMPARE_FORMAT, "version": __version__, "recipe": self.recipe}
+        head |= {"train_seconds": self.train_seconds, "score": self.score, "parameters": self.parameters}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / "compare.json", to_json({**head, "config": to_dict(self.config), "runs": runs}))
+        except OSError as error:
+            raise UserError(f"cannot write {self.path / 'compare.json'}: {describe(error)}") from error
+
+    def join(self, new: Comparison) -> Comparison:
+        """This comparison with the new one's runs; what was trained before is kept as it is."""
+        check_same(self, new)
+        return replace(self, parameters=self.parameters | new.parameters, runs=self.runs | new.runs)
+
+    def run_of(self, name: str) -> RunFolder | None:
+        """A run's folder, where it has been begun; a folder of another run is refused."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        run = RunFolder.open(path)
+        check_belongs(run, self.runs[name][1], self.train_seconds)
+        return run
+
+
+def check_place(path: Path) -> None:
+    """Refuse a folder that holds something other than a comparison."""
+    if (path / "config.json").exists():
+        raise UserError(f"{path} is the folder of a run, not of a comparison; give another --name")
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / "compare.json").exists()):
+        raise UserError(f"{path} is there already and is no comparison; give another --name")
+
+
+def check_same(old: Comparison, new: Comparison) -> None:
+    """Refuse to go on with a comparison under other settings: its rows would not be comparable."""
+    advice = "give another --name, or repeat the first settings"
+    if old.recipe != new.recipe:
+        raise UserError(f"comparison {old.path} is of recipe {old.recipe}, got {new.recipe}; {advice}")
+    if old.train_seconds != new.train_seconds:
+        given = f"train seconds {old.train_seconds}, got {new.train_seconds}"
+        raise UserError(f"comparison {old.path} was made with {given}; {advice}")
+    change = find_change(to_dict(old.config), to_dict(new.config))
+    if change is not None:
+        raise UserError(f"comparison {old.path} was made with {change}; {advice}")
+    for name, (_, config) in new.runs.items():
+        change = find_change(to_dict(old.runs[name][1]), to_dict(config)) if name in old.runs else None
+        if change is not None:
+            raise UserError(f"{name} of comparison {old.path} was made with {change}; {advice}")
+
+
+def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None) -> None:
+    """Refuse a run folder whose config is not the planned one; its steps are its own where time decides them."""
+    if train_seconds is not None:
+        config = replace(config, train=replace(config.train, steps=run.config.train.steps))
+    change = find_change(to_dict(run.config), to_dict(config))
+    if change is not None:
+        raise UserError(f"run folder {run.path} belongs to another run: it has {change}; move it away, or give --name")
+
+
+def find_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
+    """The first field that differs, in words."""
+    for name in {**old, **new}:
+        was, now = old.get(name), new.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            deeper = find_change(was, now, f"{prefix}{name}.")
+            if deeper is not None:
+                return deeper
+        elif _plain(was) != _plain(now):
+            return f"{prefix}{name} {was}, got {now}"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Tuples come back from JSON as lists."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,89 @@
+"""From what was asked to a comparison whose every run is known, with equal parameters; nothing is written here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from expire_span.config import RunConfig
+from expire_span.memories import MEMORIES, state_bytes
+from expire_span.runs import UserError
+from expire_span.tasks.task import Split, Task, build_task
+from expire_span.train.devices import check_device
+
+from .matched import count_parameters, match_parameters
+from .plan import Comparison, System, config_of
+from .table import show_bytes
+
+COPIES = 2.5
+"""A growing store holds spare room, and is copied when it grows: so many times what it keeps, at worst."""
+
+
+def prepare(
+    path: Path, recipe: str, base: RunConfig, systems: Sequence[System], train_seconds: float | None = None
+) -> Comparison:
+    """Check the data and the device, match every system's parameters, and refuse what cannot run."""
+    task, device = build_task(base.task), check_device(base.train.device)
+    base = replace(base, model=replace(base.model, vocab=task.vocab))
+    longest = _check_splits(task, base)
+    target = count_parameters(base.model)
+    parameters, runs = {"reference": target}, {}
+    for system in systems:
+        config = config_of(system, base)
+        config = replace(config, model=match_parameters(config.model, target))
+        check_memory(config, longest, device)
+        runs[system.name] = (system, config)
+        parameters[system.name] = count_parameters(config.model)
+    return Comparison(path, recipe, base, train_seconds, asdict(task.score), parameters, runs)
+
+
+def _check_splits(task: Task, config: RunConfig) -> int:
+    """Splits that are too short are refused; returns the most tokens that a row carries through an evaluation."""
+    train = config.train
+    task.stream("train", batch=train.batch, block=train.block, seed=config.seed)
+    block, carried = train.eval_block or train.block, 0
+    caps: dict[Split, int | None] = {"valid": train.eval_batches, "test": train.test_batches}
+    for split, batches in caps.items():
+        stream = task.stream(split, batch=train.eval_batch or train.batch, block=block, seed=config.seed)
+        whole = getattr(stream, "longest", block)
+        carried = max(carried, whole if batches is None else min(whole, batches * block))
+    return carried
+
+
+def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
+    """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
+    kind, train = config.model.mixer.kind, config.train
+    if MEMORIES[kind].bounded:
+        return
+    element = 2 if train.precision == "bf16" else 4
+    need = COPIES * (train.eval_batch or train.batch) * state_bytes(config.model, steps, element)
+    have = device_bytes(device)
+    if need > have:
+        raise UserError(
+            f"{kind} never forgets: carried through {steps:,} steps of the evaluation it would need up to "
+            f"{show_bytes(need)}, and {device} has {show_bytes(have)}; cap it with --train.test-batches "
+            f"and --train.eval-batches, or give fewer rows with --train.eval-batch"
+        )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe_plan(comparison: Comparison) -> str:
+    """Every system with its parameters, before anything is trained."""
+    reference = comparison.parameters["reference"]
+    lines = [f"recipe {comparison.recipe}: {reference:,} parameters; {len(comparison.runs)} runs in {comparison.path}"]
+    seen: dict[str, str] = {}
+    for name, (system, config) in comparison.runs.items():
+        count = comparison.parameters[name]
+        off, width = count / reference - 1, config.model.ff_dim
+        seen.setdefault(system.label, f"  {system.label:<22}{count:>13,} parameters ({off:+.2%}), ff_dim {width}")
+    return "\n".join([*lines, *seen.values()])

@@ -1,0 +1,182 @@
+"""The efficiency table of a comparison: one row per system and budget, the mean over its seeds, all of it measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from expire_span.runs import RunFolder, to_json, write_atomic
+
+from .plan import Comparison, System
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    kind: str
+    budget: int | None
+    seeds: int
+    """Finished runs that the row is the mean of."""
+    score: float
+    spread: float | None
+    """Standard deviation of the score over seeds; None for a single one."""
+    live: float
+    """Living memories a query finds, the mean over layers and the evaluation."""
+    peak_live: float
+    """The same for the block with the most."""
+    bytes: float
+    """Bytes of memory that one row of the batch holds, all layers, the mean over the evaluation."""
+    peak_bytes: float
+    device_bytes: float
+    """The most that training took of the device (on a CPU: of the process)."""
+    ms_per_step: float
+    """Median training step."""
+    tokens_per_second: float
+    """Median over training."""
+    parameters: int
+    steps: float
+    train_seconds: float
+    """Time of all training steps, evaluations and checkpoints left out."""
+
+
+def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
+    """The numbers of one finished run."""
+    result, speed = run.read_result() or {}, run.read_speed()
+    rows = run.config.train.eval_batch or run.config.train.batch
+    paces = [line["ms_per_step"] for line in speed]
+    steps = [line["step"] for line in speed]
+    spent = sum(pace * (step - before) for pace, step, before in zip(paces, steps, [0, *steps])) / 1000
+    return {
+        "score": result["score"],
+        "live": statistics.fmean(result["live"]),
+        "peak_live": statistics.fmean(result["peak_live"]),
+        "bytes": result["mean_bytes"] / rows,
+        "peak_bytes": result["peak_bytes"] / rows,
+        "device_bytes": max(line["peak_bytes"] for line in speed),
+        "ms_per_step": statistics.median(_steady(paces)),
+        "tokens_per_second": statistics.median(_steady([line["tokens_per_second"] for line in speed])),
+        "parameters": parameters,
+        "steps": run.config.train.steps,
+        "train_seconds": spent,
+    }
+
+
+def _steady(values: Sequence[float]) -> Sequence[float]:
+    """Without the first window, which compiles and tunes, where there are others."""
+    return values[1:] or values
+
+
+def collect_rows(comparison: Comparison) -> list[Row]:
+    """One row for each system and budget that has a finished run, in the order of the plan."""
+    groups: dict[str, list[tuple[System, dict[str, Any]]]] = {}
+    for name, (system, _) in comparison.runs.items():
+        run = comparison.run_of(name)
+        if run is not None and run.finished:
+            numbers = measure(run, comparison.parameters[name])
+            groups.setdefault(system.label, []).append((system, numbers))
+    return [_mean_row(label, runs) for label, runs in groups.items()]
+
+
+def _mean_row(label: str, runs: list[tuple[System, dict[str, Any]]]) -> Row:
+    system, first = runs[0]
+    means: dict[str, Any] = {name: statistics.fmean(numbers[name] for _, numbers in runs) for name in first}
+    scores = [numbers["score"] for _, numbers in runs]
+    means["parameters"] = first["parameters"]
+    spread = statistics.stdev(scores) if len(scores) > 1 else None
+    return Row(label, system.kind, system.budget, len(runs), spread=spread, **means)
+
+
+def show_count(count: float) -> str:
+    return f"{count:,.0f}" if count >= 100 else f"{count:.1f}"
+
+
+def show_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def show_score(row: Row, name: str) -> str:
+    percent = name == "success"
+    text = f"{row.score:.1%}" if percent else f"{row.score:.4f}"
+    if row.spread is None:
+        return text
+    return f"{text} ± {100 * row.spread:.1f}" if percent else f"{text} ± {row.spread:.4f}"
+
+
+Column = tuple[str, Callable[[Row], float | str], Callable[[Row], str]]
+
+
+def columns_of(comparison: Comparison) -> list[Column]:
+    """Heading, the value that sorts, and the value as shown."""
+    name = comparison.score["name"]
+    return [
+        ("system", lambda r: r.label, lambda r: r.label),
+        (name, lambda r: r.score, lambda r: show_score(r, name)),
+        ("memories alive", lambda r: r.live, lambda r: show_count(r.live)),
+        ("peak", lambda r: r.peak_live, lambda r: show_count(r.peak_live)),
+        ("bytes held", lambda r: r.bytes, lambda r: show_bytes(r.bytes)),
+        ("peak bytes", lambda r: r.peak_bytes, lambda r: show_bytes(r.peak_bytes)),
+        ("device memory", lambda r: r.device_bytes, lambda r: show_bytes(r.device_bytes)),
+        ("ms/batch", lambda r: r.ms_per_step, lambda r: show_count(r.ms_per_step)),
+        ("tokens/s", lambda r: r.tokens_per_second, lambda r: f"{r.tokens_per_second:,.0f}"),
+        ("parameters", lambda r: r.parameters, lambda r: f"{r.parameters:,}"),
+        ("steps", lambda r: r.steps, lambda r: f"{r.steps:,.0f}"),
+        ("training", lambda r: r.train_seconds, lambda r: f"{r.train_seconds:,.0f} s"),
+        ("seeds", lambda r: r.seeds, lambda r: str(r.seeds)),
+    ]
+
+
+def how_measured(comparison: Comparison) -> str:
+    """One sentence that says under which conditions the numbers hold."""
+    train = comparison.config.train
+    rows, block = train.eval_batch or train.batch, train.eval_block or train.block
+    part = "the whole test split" if train.test_batches is None else f"the first {train.test_batches} batches of test"
+    if comparison.train_seconds is None:
+        trained = f"{train.steps:,} steps each"
+    else:
+        trained = f"{comparison.train_seconds:g} s of training each, as the speed at the start foretold"
+    better = "higher" if comparison.score["higher_is_better"] else "lower"
+    return (
+        f"Recipe {comparison.recipe}, {trained}; {comparison.score['name']} ({better} is better) over {part} in "
+        f"{rows} rows of {block}-token blocks, memory carried. Bytes are of one row over all layers. "
+        "Device memory is the training process's peak."
+    )
+
+
+def as_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
+    columns = columns_of(comparison)
+    lines = ["| " + " | ".join(c[0] for c in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(show(row) for _, _, show in columns) + " |" for row in rows]
+    return "\n".join(lines) + f"\n\n{how_measured(comparison)}\n"
+
+
+def write_table(comparison: Comparison, rows: Sequence[Row]) -> None:
+    """table.json and table.md."""
+    head = {"recipe": comparison.recipe, "score": comparison.score, "conditions": how_measured(comparison)}
+    environments = [run.environment for run in (comparison.run_of(name) for name in comparison.runs) if run is not None]
+    head["environment"] = environments[0] if environments else {}
+    write_atomic(comparison.path / "table.json", to_json({**head, "rows": [asdict(row) for row in rows]}))
+    write_atomic(comparison.path / "table.md", as_markdown(comparison, rows).encode())
+
+
+def print_table(comparison: Comparison, rows: Sequence[Row]) -> None:
+    """The table on the terminal; narrow ones get the columns that matter most."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    columns = columns_of(comparison)
+    if console.width < 150:
+        kept = (comparison.score["name"], "system", "memories alive", "bytes held", "device memory", "ms/batch")
+        columns = [column for column in columns if column[0] in kept]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for n, (heading, _, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if n else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(show(row) for _, _, show in columns))
+    console.print(table)

@@ -1,0 +1,100 @@
+"""Trains and evaluates one system of a comparison: `python -m expire_span.compare.worker FOLDER RUN`.
+
+Each system has a process of its own, so that its peak memory is its own. The process ends with its parent: standard input is
+a pipe that the parent holds open, and its end is read as a request to stop, which training answers with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from expire_span.config import RunConfig
+from expire_span.runs import RunError
+from expire_span.train.supervised import Trainer, forget_peak, resume, train
+
+from .plan import Comparison
+
+WARM_STEPS = 5
+"""Steps before the clock starts: compilation, tuned kernels, a first checkpoint of the allocator."""
+WARM_SHARE, TIMED_SHARE = 0.02, 0.05
+"""The clock starts after this share of the training time at least, and runs for so much of it."""
+TIMED_STEPS = 16
+"""Steps that are timed at least."""
+
+
+def run_system(folder: Path, name: str) -> None:
+    """Start the run, or go on with it, to its end."""
+    comparison = Comparison.open(folder)
+    run = comparison.run_of(name)
+    if run is None:
+        config = comparison.runs[name][1]
+        if comparison.train_seconds is not None:
+            config = with_steps_for(config, comparison.train_seconds)
+        train(config, folder / name, recipe=comparison.recipe, shown=False)
+    elif not run.finished:
+        resume(run, shown=False)
+
+
+def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
+    """The run with as many steps as its steady speed makes in `seconds`, so that schedule and decay fit the time."""
+    trainer = Trainer(config, shown=False)
+    _step_for(trainer, WARM_SHARE * seconds, WARM_STEPS)
+    pace = _step_for(trainer, TIMED_SHARE * seconds, TIMED_STEPS)
+    del trainer
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    forget_peak()
+    return replace(config, train=replace(config.train, steps=max(1, round(seconds / pace))))
+
+
+def _step_for(trainer: Trainer, seconds: float, least: int) -> float:
+    """Train for so long and so many steps at least; seconds per step."""
+    start, first = time.perf_counter(), trainer.step
+    while trainer.step - first < least or time.perf_counter() - start < seconds:
+        trainer._train_step()
+        trainer.step += 1
+        trainer.window.clear()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start) / (trainer.step - first)
+
+
+def end_with_parent() -> None:
+    """Ask this process to stop once the parent, who holds the other end of standard input, is gone."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(args: list[str]) -> int:
+    end_with_parent()
+    try:
+        run_system(Path(args[0]), args[1])
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"{args[1]} needs more memory than the device has: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
