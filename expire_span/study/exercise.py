@@ -81,7 +81,7 @@ def measure(predict: Predict, lengths: tuple[int, ...] = LENGTHS, series: int = 
 def train_size(size: Size, tick: Callable[[float], None] = lambda cost: None) -> dict[str, Any]:
     """Train all seeds of one size and say how it went; `tick` is told the share of the work done since the last "
     "call."""
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     seeds = list(range(size.seeds))
     networks = Networks(size.layers, size.units, seeds)
     optimizer = torch.optim.Adam(networks.parameters(), lr=size.lr, fused=False, foreach=False)
@@ -103,6 +103,7 @@ def train_size(size: Size, tick: Callable[[float], None] = lambda cost: None) ->
         "steps_to_solve": [first_below(curve, n, 1 - SOLVED) for n in seeds],
         "curve": curve,
         "seconds": time.perf_counter() - begin,
+        "processor_seconds": time.process_time() - busy,
         **found,
     }
 

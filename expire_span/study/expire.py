@@ -52,7 +52,8 @@ def config_of(model: Model) -> RunConfig:
 
 def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda cost: None) -> dict[str, Any]:
     """Train (or go on training) one decoder in a run folder of its own, and measure it as the networks are."""
-    begin, path = time.perf_counter(), runs / model.name
+    begin, busy = time.perf_counter(), time.process_time()
+    path = runs / model.name
     if (path / "config.json").is_file():
         run = RunFolder.open(path)
         run = run if run.finished else resume(run, shown=False)
@@ -68,6 +69,7 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
         "weights": sum(p.numel() for p in decoder.parameters()),
         **{key: result[key] for key in ("score", "live", "live_share")},
         "seconds": time.perf_counter() - begin,
+        "processor_seconds": time.process_time() - busy,
         **found,
     }
 

@@ -38,9 +38,12 @@ Work = Callable[[Any, StudyFolder, Callable[[float], None]], dict[str, Any]]
 
 
 def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: int) -> dict[str, dict[str, Any]]:
-    """Run what is not finished yet, the longest first; returns what every job found, by name."""
+    """Run what is not finished yet, the longest first; returns what every job found, by name. One process is this one."""
     left = sorted((job for job in jobs if folder.read_cell(job.name) is None), key=lambda job: -job.cost)
-    if left:
+    if processes == 1:
+        for job in left:
+            _report(job, _run_one(work, job, folder))
+    elif left:
         context = multiprocessing.get_context("spawn")
         done = context.Value("d", 0.0)
         pool = ProcessPoolExecutor(min(processes, len(left)), context, _start_worker, (done, os.getpid()))
@@ -71,10 +74,11 @@ def _watch(futures: dict[Future[float], Any], done: Any, total: float, finished:
             for future in ended:
                 seconds = future.result()
                 if not shown:
-                    print(
-                        f"{len(futures) - len(waiting)}/{len(futures)}  {futures[future].name}  {seconds:.1f} s",
-                        flush=True,
-                    )
+                    _report(futures[future], seconds)
+
+
+def _report(job: Job, seconds: float) -> None:
+    print(f"{job.name}  {seconds:.1f} s", flush=True)
 
 
 def _run_one(work: Work, job: Job, folder: StudyFolder) -> float:

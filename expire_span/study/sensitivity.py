@@ -58,11 +58,13 @@ def gated_states(gate: float) -> Callable[[Tensor], Tensor]:
 def sensitivity(run: Callable[[Tensor], Tensor], length: int, seed: int = 0) -> np.ndarray:
     """|dh_T / dx_1| for T = 1 .. length: the norm, over the units, of the derivative by the first value."""
     draw = torch.Generator().manual_seed(seed)
-    x = 0.5 * torch.randn(length, dtype=torch.float64, generator=draw)
-    first = torch.zeros_like(x)
-    first[0] = 1
-    slope = torch.func.jvp(run, (x,), (first,))[1]
-    return torch.linalg.vector_norm(slope, dim=-1).detach().numpy()
+    x = (0.5 * torch.randn(length, dtype=torch.float64, generator=draw)).requires_grad_()
+    states = run(x)
+    # The gradient is linear in its weights: its derivative by them is the derivative of all states by x_1 at once.
+    weights = torch.zeros_like(states, requires_grad=True)
+    (grad,) = torch.autograd.grad(states, x, weights, create_graph=True)
+    (slope,) = torch.autograd.grad(grad[0], weights)
+    return torch.linalg.vector_norm(slope, dim=-1).numpy()
 
 
 def half_life(values: np.ndarray) -> float:

@@ -85,7 +85,8 @@ def config_of(model: WordModel) -> RunConfig:
 
 def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]) -> dict[str, Any]:
     """Train one seed (or go on with it) in a run folder of its own, and measure it against itself before training."""
-    begin, path = time.perf_counter(), folder.path / "runs" / model.name
+    begin, busy = time.perf_counter(), time.process_time()
+    path = folder.path / "runs" / model.name
     if (path / "config.json").is_file():
         run = RunFolder.open(path)
         run = run if run.finished else resume(run, shown=False)
@@ -109,6 +110,7 @@ def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]
         "trained": [describe_layer(states) for states in trained_states],
         "untrained": [describe_layer(states) for states in before],
         "seconds": time.perf_counter() - begin,
+        "processor_seconds": time.process_time() - busy,
     }
 
 
