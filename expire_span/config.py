@@ -152,7 +152,7 @@ class EntrancesTask:
     """A number every step: how many times has the series come into [0, 1] so far?"""
 
     kind: Literal["entrances"] = "entrances"
-    min_length: int = 10
+    min_length: int = 20
     """Shortest series, in steps."""
     max_length: int = 20
     """Longest series, in steps."""

@@ -44,8 +44,8 @@ def entrances() -> RunConfig:
     # Rotary angles show the step before, which tells an entrance from staying inside.
     mixer = ExpireSpanConfig(max_span=64, ramp=3, initial_span=0.99, span_loss="l1")
     model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, mixer=mixer)
-    budget = BudgetConfig(live=4, initial_weight=1e-3, gain=0.3, max_weight=1e-1, start_loss=0.15, patience_loss=0.15)
-    train = TrainConfig(steps=600, batch=64, block=21, carry=False, lr=5e-3, warmup=20, budget=budget)
+    budget = BudgetConfig(live=4, initial_weight=1e-3, gain=0.3, max_weight=1e-1, start_loss=0.1, patience_loss=0.08)
+    train = TrainConfig(steps=800, batch=64, block=21, carry=False, lr=5e-3, warmup=20, budget=budget)
     train = replace(train, schedule="linear", decay_share=0.5, eval_every=200, eval_batches=4)
     return RunConfig(EntrancesTask(), model, train)
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from expire_span.cli import main
 from expire_span.models.gru import GatedCell
-from expire_span.runs import UserError
+from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
 from expire_span.study.cell import GatedScan
 from expire_span.study.exercise import TASK, Size, first_below, measure, train_size
@@ -28,6 +28,7 @@ from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
 from expire_span.study.sections.handmade import copy_weights, two_grus
 from expire_span.tasks.entrances import Series, count_entrances
+from expire_span.view.report import write_report
 from tests.tiny import ROOT
 
 SERIES = st.lists(st.floats(-3, 3) | st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=60)
@@ -208,7 +209,7 @@ def test_a_network_does_not_hang_on_those_beside_it():
 def test_training_lowers_the_error():
     found = train_size(Size(2, 8, seeds=1, steps=150, batch=16))
     (_, first), *_, (_, last) = found["curve"]
-    assert last[0] < 0.75 * first[0] and last[0] < 0.6
+    assert last[0] < first[0] - 0.08
     assert found["solved"] in (0.0, 1.0) and found["weights"] == sum(
         p[0].numel() for p in Networks(2, 8, [0]).parameters()
     )
@@ -281,9 +282,15 @@ def test_word_models_are_measured_against_themselves_untrained(word_study):
     assert model["unigram_perplexity"] > 1 and model["trained"][0]["mean"] >= 1
 
 
+def test_the_decoders_run_can_be_reported(study):
+    page = write_report(RunFolder.open(study[0] / "runs" / "decoder-expire_span-0")).read_text()
+    assert "step of the episode" in page and "Lifelines in layer" in page and "byte of the sample" not in page
+
+
 def test_finished_cells_are_not_run_again(study, monkeypatch):
     path, result = study
     monkeypatch.setattr(entrances, "run_job", None)
+    monkeypatch.setattr(entrances, "write_page", lambda *args, **page: None)
     assert entrances.run_study(TINY, path, 1)[1]["exercise"] == result["exercise"]
 
 
@@ -310,35 +317,42 @@ def test_a_short_text_is_refused(tmp_path, monkeypatch, capsys, count, words):
 
 
 KILLED = """
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from expire_span.study.entrances import Plan, run_study
+from expire_span.study.folder import StudyFolder
+from expire_span.study.pool import run_jobs
+
+@dataclass(frozen=True)
+class Nap:
+    name: str
+    cost: float = 1.0
+
+def work(nap, folder, tick):
+    time.sleep(0.2)
+    tick(nap.cost)
+    return {"seconds": 0.2}
+
 if __name__ == "__main__":
-    run_study(Plan((1, 2), (2, 3), 1, 60, (), 0, 1), Path("out"), 2)
+    folder = StudyFolder.open(Path("out"), "naps", {})
+    print(sorted(run_jobs(work, [Nap(f"nap-{n}") for n in range(8)], folder, 2)))
 """
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on(tmp_path):
+def test_killed_work_goes_on(tmp_path):
     """Two processes work; the parent is killed; its workers end too; the same command then runs only what is missing."""
     (tmp_path / "go.py").write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = lambda: subprocess.Popen(  # noqa: E731
-        [sys.executable, "go.py"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    process = start()
+    command, environment = [sys.executable, "go.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 120
     while not list(tmp_path.glob("out/cells/*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)  # the pipe closes when the last worker has gone
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/cells/*.json")}
-    assert 1 <= len(before) <= 4
-    assert start().wait(timeout=120) == 0
-    assert len(list(tmp_path.glob("out/cells/*.json"))) == 4
+    assert 1 <= len(before) < 8
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and f"{len(before)} of 8 cells were finished already" in again.stdout, again.stderr
+    assert again.stdout.splitlines()[-1] == str([f"nap-{n}" for n in range(8)])
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    assert (tmp_path / "out/report.html").exists() and json.loads((tmp_path / "out/study.json").read_bytes())
