@@ -107,7 +107,8 @@ def draw_stretches(groups: dict[str, list[np.ndarray]]) -> Figure:
                 order = np.sort(stretches)[::-1]
                 axes.plot(order, color=colour, lw=1.6, label=name if n == 0 else None)
         axes.set(yscale="log", ylabel="mean stretch, words")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for put in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            put(lambda value, _: f"{value:g}")
         axes.grid(alpha=0.15)
         axes.legend(loc="upper right", fontsize=8)
     return figure

@@ -84,7 +84,7 @@ def draw_leak(ratios: np.ndarray, table: np.ndarray, values: np.ndarray) -> Figu
         trade.plot(ratios, table[:, 0], color=ORANGE, lw=2, label="increment of one step inside")
         trade.plot(ratios, table[:, 1], color=BLUE, lw=2, label=f"share left after {REST} quiet steps")
         trade.set(xscale="log", xlabel="w1 / w2", title="Noticing against keeping", ylim=(0, 1))
-        trade.legend(loc="center left", fontsize=8)
+        trade.legend(loc="upper center", fontsize=8)
         for ratio, colour in zip((0.5, 4.0, 32.0), (ORANGE, GREEN, BLUE)):
             trace = run_leaky(detect(values), *weights_of(ratio))
             traces.plot(trace, color=colour, lw=1.6, label=f"w1 / w2 = {ratio:g}")
