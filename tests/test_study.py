@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expire_span.cli import main
+from expire_span.config import DecoderConfig
 from expire_span.models.gru import GatedCell
 from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
 from expire_span.study.cell import GatedScan
 from expire_span.study.exercise import TASK, Size, first_below, measure, train_size
+from expire_span.study.expire import Model, config_of
 from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
 from expire_span.study.sections.handmade import copy_weights, two_grus
+from expire_span.study.training import finish_run
 from expire_span.tasks.entrances import Series, count_entrances
 from expire_span.view.report import write_report
 from tests.tiny import ROOT
@@ -253,14 +257,14 @@ TINY = entrances.Plan((1,), (2, 3), 1, 3, ("expire_span",), 1, 2)
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> tuple[Path, dict]:
-    return entrances.run_study(TINY, tmp_path_factory.mktemp("study") / "out", 1)
+    return entrances.run_study(TINY, tmp_path_factory.mktemp("study") / "out", 0)
 
 
 @pytest.fixture(scope="module")
 def word_study(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("words")
     (folder / "text.txt").write_text("<b>one</b> fish, two $fish$; red fish. Blue fish!\n\n" * 200)
-    return word_rnn.run_study(word_rnn.Plan(str(folder / "text.txt"), 2, 1), folder / "out", 1)
+    return word_rnn.run_study(word_rnn.Plan(str(folder / "text.txt"), 2, 1), folder / "out", 0)
 
 
 @pytest.mark.parametrize("which", ["study", "word_study"])
@@ -291,7 +295,7 @@ def test_finished_cells_are_not_run_again(study, monkeypatch):
     path, result = study
     monkeypatch.setattr(entrances, "run_job", None)
     monkeypatch.setattr(entrances, "write_page", lambda *args, **page: None)
-    assert entrances.run_study(TINY, path, 1)[1]["exercise"] == result["exercise"]
+    assert entrances.run_study(TINY, path, 0)[1]["exercise"] == result["exercise"]
 
 
 def test_a_folder_with_something_else_is_refused(study, tmp_path):
@@ -299,7 +303,7 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
     with pytest.raises(UserError, match="holds study entrances, not word-rnn; give another --out"):
         StudyFolder.open(path, "word-rnn", {})
     with pytest.raises(UserError, match=r"with settings .* not .*; give another --out"):
-        entrances.run_study(entrances.Plan.quick(), path, 1)
+        entrances.run_study(entrances.Plan.quick(), path, 0)
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="holds something that is no study"):
         StudyFolder.open(tmp_path, "entrances", {})
@@ -356,3 +360,13 @@ def test_killed_work_goes_on(tmp_path):
     assert again.returncode == 0 and f"{len(before)} of 8 cells were finished already" in again.stdout, again.stderr
     assert again.stdout.splitlines()[-1] == str([f"nap-{n}" for n in range(8)])
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+
+
+def test_the_work_of_a_run_is_told_once(tmp_path):
+    told = []
+    config = replace(config_of(Model("gru", 12)), model=DecoderConfig(dim=8, layers=1, heads=2, ff_dim=8))
+    config = replace(config, train=replace(config.train, batch=2, eval_batches=1, log_every=4))
+    for _ in range(2):  # the second finds it finished
+        told.append([])
+        run = finish_run(config, tmp_path / "run", "entrances", 6.0, told[-1].append)
+        assert run.finished and sum(told[-1]) == pytest.approx(6.0)

@@ -16,12 +16,11 @@ from expire_span.config import RunConfig
 from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import entrances
-from expire_span.runs import RunFolder
 from expire_span.tasks.entrances import Entrances
 from expire_span.train.checkpoint import load_model
-from expire_span.train.supervised import resume, train
 
 from .exercise import TASK, measure
+from .training import finish_run
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,7 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
     """Train (or go on training) one decoder in a run folder of its own, and measure it as the networks are."""
     begin, busy = time.perf_counter(), time.process_time()
     path = runs / model.name
-    if (path / "config.json").is_file():
-        run = RunFolder.open(path)
-        run = run if run.finished else resume(run, shown=False)
-    else:
-        run = train(config_of(model), path, recipe="entrances", shown=False)
-    tick(model.cost)
+    run = finish_run(config_of(model), path, "entrances", model.cost, tick)
     decoder, config = load_model(run)
     found = measure(lambda values: predict(decoder, Entrances(config.task), values))  # type: ignore[arg-type]
     result = run.read_result() or {}

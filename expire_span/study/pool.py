@@ -5,6 +5,7 @@ A worker writes what it found into the study's folder itself, so that a killed s
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -38,9 +39,9 @@ Work = Callable[[Any, StudyFolder, Callable[[float], None]], dict[str, Any]]
 
 
 def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: int) -> dict[str, dict[str, Any]]:
-    """Run what is not finished yet, the longest first; returns what every job found, by name. One process is this one."""
+    """Run what is not finished yet, the longest first; returns what every job found, by name. Zero processes: in this one."""
     left = sorted((job for job in jobs if folder.read_cell(job.name) is None), key=lambda job: -job.cost)
-    if processes == 1:
+    if processes == 0:
         for job in left:
             _report(job, _run_one(work, job, folder))
     elif left:
@@ -49,24 +50,32 @@ def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: in
         pool = ProcessPoolExecutor(min(processes, len(left)), context, _start_worker, (done, os.getpid()))
         try:
             futures = {pool.submit(_run_one, work, job, folder): job for job in left}
-            _watch(futures, done, sum(job.cost for job in jobs), len(jobs) - len(left))
-        finally:
+            _watch(futures, done, len(jobs) - len(left))
+        except BaseException:  # Ctrl-C, or a job that failed: nobody waits for the others
             for process in list((pool._processes or {}).values()):
                 process.terminate()
+            raise
+        finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return {job.name: folder.read_cell(job.name) or {} for job in jobs}
 
 
-def _watch(futures: dict[Future[float], Any], done: Any, total: float, finished: int) -> None:
+def _watch(futures: dict[Future[float], Any], done: Any, finished: int) -> None:
     """Show how far the work is until all of it is done; the first failure stops it."""
-    before = total - sum(job.cost for job in futures.values())
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TaskProgressColumn())
     shown = sys.stdout.isatty()
-    bar = Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=Console())
+    bar = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(),
+        speed_estimate_period=300,
+    )
     if finished:
         print(f"{finished} of {finished + len(futures)} cells were finished already", flush=True)
-    task = bar.add_task("starting", total=total - before)
-    with bar if shown else threading.Lock():
+    task = bar.add_task("starting", total=sum(job.cost for job in futures.values()))
+    with bar if shown else contextlib.nullcontext():
         waiting = set(futures)
         while waiting:
             ended, waiting = wait(waiting, timeout=0.3, return_when=FIRST_COMPLETED)

@@ -20,16 +20,15 @@ from torch import Tensor
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import words
-from expire_span.runs import RunFolder
 from expire_span.tasks.words import Words
 from expire_span.train.checkpoint import load_model
 from expire_span.train.randomness import seed_everything
-from expire_span.train.supervised import resume, train
 
 from .folder import StudyFolder
 from .page import write_page
 from .pool import run_jobs
 from .sections.words import draw_sections
+from .training import finish_run
 
 EPS = 0.1
 """Share of its range within which a unit counts as still."""
@@ -87,12 +86,7 @@ def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]
     """Train one seed (or go on with it) in a run folder of its own, and measure it against itself before training."""
     begin, busy = time.perf_counter(), time.process_time()
     path = folder.path / "runs" / model.name
-    if (path / "config.json").is_file():
-        run = RunFolder.open(path)
-        run = run if run.finished else resume(run, shown=False)
-    else:
-        run = train(config_of(model), path, recipe="words", shown=False)
-    tick(model.cost)
+    run = finish_run(config_of(model), path, "words", model.cost, tick)
     decoder, config = load_model(run)
     seed_everything(config.seed)
     untrained = Decoder(config.model).eval()
