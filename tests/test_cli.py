@@ -70,6 +70,13 @@ BAD = [
     (["report", "nothing"], ["'nothing'"]),
     (["eval"], ["RUN"]),
     (["recipes", "--jsn", "True"], ["--jsn", "--json"]),
+    (["study"], ["study needs a name", "entrances, word-rnn"]),
+    (["study", "entrancs"], ["'entrancs'", "did you mean entrances", "word-rnn"]),
+    (["study", "xyzzy"], ["'xyzzy'", "known are: entrances, word-rnn"]),
+    (["study", "entrances", "--jobs", "0"], ["--jobs must be at least 1, got 0"]),
+    (["study", "entrances", "--quick", "--seeds", "-2"], ["--seeds must be at least 1, got -2"]),
+    (["study", "word-rnn", "--steps", "0"], ["--steps must be at least 1, got 0"]),
+    (["study", "word-rnn", "--path", "missing.txt"], ["missing.txt is not a file", "built-in tales"]),
 ]
 
 
@@ -132,7 +139,14 @@ def test_every_field_can_be_overridden(call):
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["train", "recall", "--help"], ["recipes"], ["train", "recall", "--model.heads", "3"]]
+    "args",
+    [
+        ["--help"],
+        ["train", "recall", "--help"],
+        ["recipes"],
+        ["train", "recall", "--model.heads", "3"],
+        ["study", "entrances", "--jobs", "0"],
+    ],
 )
 def test_answers_within_a_second_and_without_torch(args):
     code = f"import sys; from expire_span.cli import main; sys.argv[1:] = {args!r}\n"

@@ -9,11 +9,13 @@ import pytest
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
+    EntrancesTask,
     ExpireSpanConfig,
     RecallTask,
     RunConfig,
     TextTask,
     TrainConfig,
+    WordsTask,
     from_dict,
     to_dict,
 )
@@ -58,6 +60,9 @@ def test_unknown_recipe_names_the_nearest():
         (lambda: BudgetConfig(live=3, bytes=4), "3 and 4"),
         (lambda: RecallTask(min_length=9, max_length=3), "3 and 9"),
         (lambda: TextTask(valid_share=0.7), "got 0.7"),
+        (lambda: EntrancesTask(min_length=9, max_length=3), "3 and 9"),
+        (lambda: EntrancesTask(margin=0.5), "got 0.5"),
+        (lambda: WordsTask(words=0), "words must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_named(build, words):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.config import RecallTask, TextTask
+from expire_span.config import EntrancesTask, RecallTask, TextTask, WordsTask
+from expire_span.tasks.entrances import Entrances, Series, count_entrances
 from expire_span.tasks.recall import EVAL_EPISODES, Recall
+from expire_span.tasks.tales import SHE, tell_tales
 from expire_span.tasks.task import Batch, build_task
 from expire_span.tasks.text import Text
+from expire_span.tasks.words import Words, split_words
 
 
 def text_file(folder: Path, size: int) -> tuple[Text, bytes]:
@@ -250,3 +255,89 @@ def test_place_of_another_batch_is_refused(config):
     saved = task.stream("train", batch=4, block=5, seed=0).state_dict()
     with pytest.raises(ValueError, match="4 rows but the batch is 3"):
         task.stream("train", batch=3, block=5, seed=0).load_state_dict(saved)
+
+
+# Entrances
+
+
+def entrances(**fields) -> tuple[Entrances, Series]:
+    config = EntrancesTask(**{"min_length": 3, "max_length": 9, **fields})
+    return Entrances(config), Series(config, "test", 4)
+
+
+def count_runs(values: list[float]) -> int:
+    return sum(inside for inside, _ in itertools.groupby(values, lambda x: 0 <= x <= 1))
+
+
+def test_every_step_asks_for_the_count_so_far():
+    task, series = entrances()
+    for number, out in enumerate(take(task.stream("test", batch=1, block=10, seed=4), 16)):
+        found = [n for n in range(16) if int(series.lengths(np.array([n]))[0]) == out.x.shape[1] - 1]
+        matches = []
+        for n in found:
+            values = series.whole(np.array([n]), out.x.shape[1] - 1)[0]
+            truth = [task.first_answer + count_runs(values[: t + 1].tolist()) for t in range(len(values))]
+            matches.append(out.y[0, 1:].tolist() == truth and out.x[0, 1:].tolist() == task.to_levels(values).tolist())
+        assert any(matches), number
+        assert out.x[0, 0] == task.begin and not out.mask[0, 0] and out.mask[0, 1:].all()
+
+
+def test_levels_never_mix_inside_and_outside():
+    task, series = entrances(max_length=200)
+    values = series.whole(np.arange(50), 200).ravel()
+    for level, value in zip(task.show(torch.from_numpy(task.to_levels(values))), values):
+        assert level.startswith("inside" if 0 <= value <= 1 else "outside"), (level, value)
+    assert (np.abs(values) >= 0.2 - 1e-12).all() and (np.abs(values - 1) >= 0.2 - 1e-12).all()
+
+
+def test_packed_series_are_the_same_series():
+    task, _ = entrances()
+    packed = take(task.stream("train", batch=2, block=7, seed=4), 6)
+    row = torch.cat([out.x[1] for out in packed]).tolist()
+    answers = torch.cat([out.y[1] for out in packed]).tolist()
+    own = Series(task.config, "train", 4)
+    want, counts = [], []
+    for n in (1, 3, 5, 7, 9, 11, 13):
+        values = own.whole(np.array([n]), int(own.lengths(np.array([n]))[0]))[0]
+        want += [task.begin, *task.to_levels(values).tolist()]
+        counts += [0, *(task.first_answer + count_entrances(values)).tolist()]
+    assert row == want[: len(row)] and answers == counts[: len(answers)]
+
+
+def test_saved_place_of_entrances_is_the_same_place():
+    task, _ = entrances()
+    for block in (10, 4):
+        stream, other = (task.stream("train", batch=3, block=block, seed=1) for _ in range(2))
+        take(stream, 5)
+        other.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        for left, right in zip(take(stream, 4), take(other, 4)):
+            assert_same(left, right)
+
+
+# Words
+
+
+def test_words_are_ranked_and_rare_ones_unknown(tmp_path):
+    (tmp_path / "t.txt").write_text("Don't stop, she said.\n\nShe said: stop! " * 200 + "rare once unseen")
+    task = Words(WordsTask(path=str(tmp_path / "t.txt"), words=6))
+    assert (
+        task.names[0] == "<unknown>"
+        and set(task.names[1:4]) == {"said", "she", "stop"}
+        and task.vocab == 7
+        and "¶" in split_words("a\n \nb")
+    )
+    assert task.show(torch.from_numpy(task.split("test")[-2:])) == ["<unknown>", "<unknown>"]
+    assert split_words("Don't stop, she said.") == ["don't", "stop", ",", "she", "said", "."]
+    out = next(iter(task.stream("train", batch=2, block=5, seed=0)))
+    assert torch.equal(out.x[:, 1:], out.y[:, :-1])
+
+
+def test_tales_agree_with_themselves():
+    tales = tell_tales(40).split("\n\n")
+    assert tales == tell_tales(40).split("\n\n") and len(set(tales)) == 40
+    for tale in tales:
+        name, trade, home = re.match(r"This is the tale of (\w+), the (\w+) from the (\w+)\.", tale).groups()
+        assert tale.rstrip().endswith(f"That was the tale of {name}, the {trade} from the {home}.")
+        she = name in SHE
+        assert bool(re.search(r"\b(she|her)\b", tale)) == she and bool(re.search(r"\b(he|his)\b", tale)) != she
+        assert re.search(r"took \w+ (\w+)", tale)[1] == re.search(r"put down \w+ (\w+)", tale)[1]

@@ -32,13 +32,11 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
 
 
 def spell_out(args: list[str], flag: str = "--json") -> list[str]:
-    """A bare flag means --flag True."""
-    after = [*args[1:], "--"]
-    return [word for arg, then in zip(args, after) for word in ([arg, "True"] if _is_bare(arg, then, flag) else [arg])]
-
-
-def _is_bare(arg: str, then: str, flag: str) -> bool:
-    return arg == flag and then.startswith("-")
+    """A bare flag means that it is True: --json, or --quick before another option."""
+    out: list[str] = []
+    for word, after in zip(args, [*args[1:], "--"]):
+        out += [word, "True"] if word == flag and after.startswith("-") else [word]
+    return out
 
 
 def one_sentence(said: str, prog: str) -> str:
