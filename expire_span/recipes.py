@@ -12,12 +12,15 @@ from dataclasses import replace
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
+    EntrancesTask,
     ExpireSpanConfig,
     RecallTask,
     RunConfig,
     TextTask,
     TrainConfig,
+    WordsTask,
 )
+from expire_span.mixer_configs import GRUConfig
 
 
 def recall() -> RunConfig:
@@ -34,6 +37,24 @@ def recall() -> RunConfig:
     )
     train = replace(train, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
     return RunConfig(task, model, train)
+
+
+def entrances() -> RunConfig:
+    """Count how often a series has come into [0, 1], and keep little more than the entrances; a minute on a CPU."""
+    # Rotary angles show the step before, which tells an entrance from staying inside.
+    mixer = ExpireSpanConfig(max_span=64, ramp=3, initial_span=0.99, span_loss="l1")
+    model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, mixer=mixer)
+    budget = BudgetConfig(live=4, initial_weight=1e-3, gain=0.3, max_weight=1e-1, start_loss=0.15, patience_loss=0.15)
+    train = TrainConfig(steps=600, batch=64, block=21, carry=False, lr=5e-3, warmup=20, budget=budget)
+    train = replace(train, schedule="linear", decay_share=0.5, eval_every=200, eval_batches=4)
+    return RunConfig(EntrancesTask(), model, train)
+
+
+def words() -> RunConfig:
+    """Predict the words of a file (--task.path) or of built-in tales with two gated recurrent layers; minutes on a CPU."""
+    model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, mixer=GRUConfig())
+    train = TrainConfig(steps=400, batch=32, block=40, lr=5e-3, warmup=20, eval_every=200)
+    return RunConfig(WordsTask(), model, train)
 
 
 def text() -> RunConfig:
@@ -92,6 +113,8 @@ def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "recall": recall,
+    "entrances": entrances,
+    "words": words,
     "text": text,
     "text_small": text_small,
     "enwik8": enwik8,

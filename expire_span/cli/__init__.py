@@ -11,6 +11,7 @@ from expire_span.runs import RunError, UserError
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+from .study import run_study
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,4 +68,5 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
+    "study": ("run a study of memory and write its page: entrances, word-rnn", run_study),
 }

@@ -31,9 +31,12 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
     raise UserError(one_sentence(said.getvalue(), prog))
 
 
-def spell_out(args: list[str]) -> list[str]:
-    """A bare --json means --json True."""
-    return [*args, "True"] if args[-1:] == ["--json"] else args
+def spell_out(args: list[str], flag: str = "--json") -> list[str]:
+    """A bare flag means that it is True: --json, or --quick before another option."""
+    out: list[str] = []
+    for word, after in zip(args, [*args[1:], "--"]):
+        out += [word, "True"] if word == flag and after.startswith("-") else [word]
+    return out
 
 
 def one_sentence(said: str, prog: str) -> str:

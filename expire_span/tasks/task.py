@@ -78,4 +78,12 @@ def build_task(config: TaskConfig) -> Task:
         from .recall import Recall
 
         return Recall(config)
-    raise ValueError(f"unknown task {config.kind!r}, known are: text, recall")
+    if config.kind == "entrances":
+        from .entrances import Entrances
+
+        return Entrances(config)
+    if config.kind == "words":
+        from .words import Words
+
+        return Words(config)
+    raise ValueError(f"unknown task {config.kind!r}, known are: text, recall, entrances, words")

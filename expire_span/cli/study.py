@@ -1,0 +1,98 @@
+"""`expire-span study NAME`: experiments that end in a page and a file of numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from expire_span.runs import UserError
+
+from .parsing import PROGRAM, nearest, parse, spell_out
+
+
+@dataclass(frozen=True)
+class Entrances:
+    """Memories made by hand, gated networks of many sizes, and Expire-Span, on the counting of entrances."""
+
+    quick: bool = False
+    """Few sizes, few steps: half a minute, and little is learned."""
+    jobs: int | None = None
+    """Processes side by side; None takes one per processor."""
+    seeds: int | None = None
+    """Random starts of every size; None takes 5 (2 with --quick)."""
+    out: Path | None = None
+    """Folder of the study; the same command goes on with it. None takes studies/entrances (or entrances-quick)."""
+
+
+@dataclass(frozen=True)
+class WordRNN:
+    """A gated word model, and how long the units of its hidden state hold still, against an untrained one."""
+
+    path: str = ""
+    """A text file; none takes built-in tales."""
+    steps: int = 400
+    """Training steps."""
+    seeds: int = 2
+    """Random starts."""
+    jobs: int | None = None
+    """Processes side by side; None takes one per processor."""
+    out: Path = Path("studies/word-rnn")
+    """Folder of the study; the same command goes on with it."""
+
+
+def run_study(args: list[str]) -> int:
+    known = ", ".join(STUDIES)
+    if not args or args[0].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            lines = "\n".join(f"  {name:<12}{text}" for name, (text, _) in STUDIES.items())
+            print(f"usage: {PROGRAM} study NAME [OPTIONS]\n\nstudies:\n{lines}")
+            return 0
+        raise UserError(f"study needs a name before its options; known are: {known}")
+    if args[0] not in STUDIES:
+        near = nearest(args[0], list(STUDIES))
+        raise UserError(f"unknown study {args[0]!r}; {near if 'known' in near else f'{near} known are: {known}'}")
+    return STUDIES[args[0]][1](args[1:])
+
+
+def run_entrances(args: list[str]) -> int:
+    command = parse(Entrances, spell_out(args, "--quick"), f"{PROGRAM} study entrances")
+    jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
+    out = command.out or Path("studies") / ("entrances-quick" if command.quick else "entrances")
+    from expire_span.study.entrances import Plan, collect_facts, run_study
+
+    plan = Plan.quick(command.seeds or 2) if command.quick else Plan(seeds=command.seeds or 5)
+    return _show(*run_study(plan, out, jobs), collect_facts)
+
+
+def run_word_rnn(args: list[str]) -> int:
+    command = parse(WordRNN, args, f"{PROGRAM} study word-rnn")
+    jobs = check_counts(jobs=command.jobs, seeds=command.seeds, steps=command.steps)
+    if command.path and not Path(command.path).is_file():
+        raise UserError(f"--path {command.path} is not a file; give a text file, or none for the built-in tales")
+    from expire_span.study.word_rnn import Plan, collect_facts, run_study
+
+    return _show(*run_study(Plan(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
+
+
+def check_counts(**counts: int | None) -> int:
+    """Refuse counts below one; returns how many processes to use."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+    return counts["jobs"] or os.cpu_count() or 1
+
+
+def _show(path: Path, result: dict, collect_facts: Callable[[dict], list[tuple[str, str]]]) -> int:
+    for name, value in collect_facts(result):
+        print(f"{value:<14}{name}")
+    print(f"{path / 'report.html'}\n{path / 'study.json'}")
+    return 0
+
+
+STUDIES: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "entrances": ("counting entrances: memories by hand, gated networks, Expire-Span", run_entrances),
+    "word-rnn": ("a gated word model: how long its units hold still", run_word_rnn),
+}
+"""Every study: one line about it, and what runs it."""

@@ -1,0 +1,108 @@
+"""Work in several processes, one thread each, with a bar that shows the time left.
+
+A worker writes what it found into the study's folder itself, so that a killed study has lost only what was half done.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing.connection import wait as wait_for
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .folder import StudyFolder
+
+_done: Any = None
+"""In a worker: the shared sum of the work done."""
+
+
+class Job(Protocol):
+    """A piece of work that can be sent to a process: a frozen dataclass."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def cost(self) -> float: ...
+
+
+Work = Callable[[Any, StudyFolder, Callable[[float], None]], dict[str, Any]]
+"""A function at the top of a module: (job, folder, tick) -> what was found."""
+
+
+def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: int) -> dict[str, dict[str, Any]]:
+    """Run what is not finished yet, the longest first; returns what every job found, by name."""
+    left = sorted((job for job in jobs if folder.read_cell(job.name) is None), key=lambda job: -job.cost)
+    if left:
+        context = multiprocessing.get_context("spawn")
+        done = context.Value("d", 0.0)
+        pool = ProcessPoolExecutor(min(processes, len(left)), context, _start_worker, (done, os.getpid()))
+        try:
+            futures = {pool.submit(_run_one, work, job, folder): job for job in left}
+            _watch(futures, done, sum(job.cost for job in jobs), len(jobs) - len(left))
+        finally:
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
+    return {job.name: folder.read_cell(job.name) or {} for job in jobs}
+
+
+def _watch(futures: dict[Future[float], Any], done: Any, total: float, finished: int) -> None:
+    """Show how far the work is until all of it is done; the first failure stops it."""
+    before = total - sum(job.cost for job in futures.values())
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TaskProgressColumn())
+    shown = sys.stdout.isatty()
+    bar = Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=Console())
+    if finished:
+        print(f"{finished} of {finished + len(futures)} cells were finished already", flush=True)
+    task = bar.add_task("starting", total=total - before)
+    with bar if shown else threading.Lock():
+        waiting = set(futures)
+        while waiting:
+            ended, waiting = wait(waiting, timeout=0.3, return_when=FIRST_COMPLETED)
+            bar.update(task, completed=done.value, description=f"{len(futures) - len(waiting)}/{len(futures)} cells")
+            for future in ended:
+                seconds = future.result()
+                if not shown:
+                    print(
+                        f"{len(futures) - len(waiting)}/{len(futures)}  {futures[future].name}  {seconds:.1f} s",
+                        flush=True,
+                    )
+
+
+def _run_one(work: Work, job: Job, folder: StudyFolder) -> float:
+    found = work(job, folder, _tick)
+    folder.write_cell(job.name, found)
+    return float(found.get("seconds", 0.0))
+
+
+def _tick(cost: float) -> None:
+    if _done is not None:
+        with _done.get_lock():
+            _done.value += cost
+
+
+def _start_worker(done: Any, parent: int) -> None:
+    """One thread, no answer to Ctrl-C (the parent's business), and an end when the parent is gone."""
+    global _done
+    _done = done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait_for([parent.sentinel])
+    os._exit(1)
