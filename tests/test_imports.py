@@ -19,7 +19,7 @@ ROWS = {
     "models": 4,
     "tasks": 4,
 }
-ROWS |= {"hf": 5, "generate": 5, "train": 6, "view": 7, "cli": 8, "__main__": 9, "__init__": 9}
+ROWS |= {"hf": 5, "generate": 5, "train": 6, "view": 7, "study": 8, "cli": 9, "__main__": 10, "__init__": 10}
 STANDARD_ONLY = {"mixer_configs", "memories", "config", "runs", "recipes"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.expire_span import ExpireSpan
-from expire_span.models.full import ConstantSpans, Full
+from expire_span.models.full import Full
 from expire_span.models.mixer import Mixer
+from expire_span.models.transformer_xl import TransformerXL
 from expire_span.ops import expire_attention
 from expire_span.ops.live import live_queries
 
@@ -45,16 +46,9 @@ class SpansBothWays(ExpireSpan):
 
 
 class WindowBothWays(SpansBothWays):
-    """Every token can be read from the same distance, `max_span` steps on either side: nothing is learned."""
+    """Every token can be read from less than `span` steps away, on either side: nothing is learned."""
 
-    def build_predictor(self) -> nn.Module:
-        return ConstantSpans(self.mixer.max_span)
-
-    def rules(self) -> ExpireSpanConfig:
-        return ExpireSpanConfig(max_span=self.config.mixer.span, ramp=1)  # type: ignore[union-attr]
-
-    def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> None:
-        return None
+    rules, build_predictor, _span_loss = TransformerXL.rules, TransformerXL.build_predictor, TransformerXL._span_loss
 
 
 class FullBothWays(Full):

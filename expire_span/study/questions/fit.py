@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,9 @@ def read(scorer: Scorer, batch: Batch) -> dict[str, Tensor]:
     return scorer(batch.x, batch.y, batch.mask, None, None, False)[0]
 
 
-def fit(decoder: Decoder, stream: BatchStream, config: TrainConfig) -> None:
+def fit(
+    decoder: Decoder, stream: BatchStream, config: TrainConfig, tick: Callable[[float], None] = lambda _: None
+) -> None:
     """Train in place. With a budget its controller sets the weight of the span loss, else `span_weight` is it."""
     scorer = Scorer(decoder).train()
     optimizers = build_optimizers(scorer, config)
@@ -35,12 +37,13 @@ def fit(decoder: Decoder, stream: BatchStream, config: TrainConfig) -> None:
         weight = config.span_weight if budget is None else budget.weight
         set_rates(optimizers, rate_factor(step, config))
         (nll + weight * sums["span_loss"]).backward()
-        nn.utils.clip_grad_norm_(scorer.parameters(), config.clip)
+        nn.utils.clip_grad_norm_(scorer.parameters(), config.clip, error_if_nonfinite=True)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if budget is not None:
             budget.update(sums["live"].mean(), nll.detach())
+        tick(1.0)
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,15 @@ class Measured:
 
 
 @torch.no_grad()
-def measure(decoder: Decoder, batches: Iterable[Batch]) -> Measured:
-    """Share of right answers, and memories held, over all positions."""
-    scorer = Scorer(decoder).eval()
-    correct, asked, live, tokens = 0.0, 0, 0.0, 0
+def measure(decoder: Decoder, batches: Iterable[Batch], asked: Callable[[Batch], Tensor]) -> Measured:
+    """Share of right answers where `asked` [B, T] says so, and memories held at all positions."""
+    decoder.eval()
+    right, count, live, tokens = 0, 0, 0.0, 0
     for batch in batches:
-        sums = read(scorer, batch)
-        correct += float(sums["correct"])
-        asked += int(batch.mask.sum())
-        live += float(sums["live"].mean()) * batch.x.numel()
+        logits, _, aux = decoder(batch.x, None, None, False)
+        where = asked(batch)
+        right += int((logits.argmax(-1) == batch.y)[where].sum())
+        count += int(where.sum())
+        live += float(aux.live.mean()) * batch.x.numel()
         tokens += batch.x.numel()
-    return Measured(correct / asked, live / tokens)
+    return Measured(right / count, live / tokens)

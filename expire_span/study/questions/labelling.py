@@ -4,7 +4,11 @@ A sequence is mostly filler. A few *notes* say "this name has this colour", one 
 same, but mean nothing. *Questions* name a name, at least `min_distance` steps from its note: before it or after it with
 `direction="both"` (for encoders), only after it with `direction="past"` (for decoders).
 
-Tokens: notes 0..N*C-1 (name * C + colour), rumours, questions (one for each name), fillers.
+With `chores`, fillers have work of their own: the sequence begins with a *topic*, and some of the fillers, drawn at random,
+must be labelled with it. No filler knows whether it is asked, so all must look for the topic.
+
+Tokens: notes 0..N*C-1 (name * C + colour), rumours, questions (one for each name), fillers, topics. Labels: colours, then
+topics.
 """
 
 from __future__ import annotations
@@ -36,10 +40,14 @@ class LabellingTask:
     """Share of the places that ask a question."""
     min_distance: int = 64
     """Fewest steps between a question and its note, or a quarter of a sequence that is shorter than four times this."""
+    max_distance: int | None = None
+    """Most steps between them; None sets no limit."""
     rumours: float = 0.1
     """Share of the filler places that hold a rumour."""
     fillers: int = 8
     """Number of kinds of plain filler."""
+    chores: float = 0.0
+    """Share of the fillers that must be labelled with the sequence's topic; 0 leaves topics out."""
     direction: Literal["both", "past"] = "both"
     """Where questions lie: on either side of their note, or after it."""
 
@@ -54,7 +62,8 @@ class Labelling:
         kinds = config.names * config.colours
         self.first_rumour, self.first_question = kinds, 2 * kinds
         self.first_filler = self.first_question + config.names
-        self.vocab = self.first_filler + config.fillers
+        self.first_topic = self.first_filler + config.fillers
+        self.vocab = self.first_topic + config.colours
 
     def stream(self, split: Split, *, batch: int, block: int = 0, seed: int) -> Sequences:
         return Sequences(self, split, batch, seed)
@@ -71,7 +80,13 @@ class Labelling:
             return f"{kind} {rest // self.config.colours}={rest % self.config.colours}"
         if token < self.first_filler:
             return f"question {token - self.first_question}"
-        return f"filler {token - self.first_filler}"
+        if token < self.first_topic:
+            return f"filler {token - self.first_filler}"
+        return f"topic {token - self.first_topic}"
+
+    def asked(self, batch: Batch) -> Tensor:
+        """Where questions are scored, [B, T]; chores are not among them."""
+        return batch.mask & (batch.x >= self.first_question) & (batch.x < self.first_filler)
 
 
 class Sequences:
@@ -110,13 +125,19 @@ def draw_sequence(task: Labelling, length: int, rng: np.random.Generator) -> tup
     rumours = rng.random(length) < c.rumours
     x = np.where(rumours, task.first_rumour + rng.integers(c.names * c.colours, size=length), x)
     apart = min(c.min_distance, length // 4)
-    places = rng.permutation(length - apart if c.direction == "past" else length)[: c.names]  # of the notes, by name
+    last = length - apart if c.direction == "past" else length
+    places = 1 + rng.permutation(last - 1)[: c.names]  # of the notes, by name; the first place is the topic's
     colours = rng.integers(c.colours, size=c.names)
     asked, name = _draw_questions(c, places, length, apart, rng)
     x[places] = np.arange(c.names) * c.colours + colours
     x[asked] = task.first_question + name
     y = np.full(length, -1)
     y[asked] = colours[name]
+    if c.chores:
+        topic = rng.integers(c.colours)
+        is_filler = (x >= task.first_filler) & (np.arange(length) > 0)
+        x[0], y[0] = task.first_topic + topic, -1
+        y[is_filler & (rng.random(length) < c.chores)] = c.colours + topic
     return x, y
 
 
@@ -125,8 +146,9 @@ def _draw_questions(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Places and names of the questions: pairs that are far enough apart, each place at most once."""
     away = np.arange(length)[:, None] - places  # [T, names], > 0 after the note
-    fits = (away if c.direction == "past" else np.abs(away)) >= apart
-    fits[places] = False
+    away = away if c.direction == "past" else np.abs(away)
+    fits = (away >= apart) & (away <= (c.max_distance or length))
+    fits[places], fits[0] = False, False
     name = np.where(fits, rng.random(fits.shape), -1).argmax(1)
     places = np.flatnonzero(fits.any(1))
     asked = rng.permutation(places)[: max(1, round(c.questions * length))]

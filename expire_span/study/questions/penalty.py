@@ -36,8 +36,8 @@ def l1_norm(weight: Tensor, scores: Tensor) -> Tensor:
 
 
 def entropy(weight: Tensor, scores: Tensor) -> Tensor:
-    """Mean entropy of a query's attention, in nats."""
-    return -torch.special.xlogy(weight, weight).sum(-1).mean((1, 2))
+    """Mean entropy of a query's attention, in nats. The floor keeps the gradient of unseen memories finite."""
+    return -(weight * weight.clamp_min(1e-30).log()).sum(-1).mean((1, 2))
 
 
 def column_spread(weight: Tensor, scores: Tensor) -> Tensor:
@@ -85,15 +85,20 @@ class PenalisedAttention(Full):
         self.drop: Drop | None = None
 
     def forward(self, x: Tensor, state: Any) -> MixerOutput:
-        q, k, v, _ = self._project(x, 0)
-        scores = q @ k.transpose(-1, -2) * self.config.head_dim**-0.5
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)  # [B, H, T, T]
-        weight, held = torch.softmax(scores, -1), seen.sum(-1).float().mean()
+        scores, weight, v = self.attention(x)
+        held = torch.tensor((x.shape[1] + 1) / 2)
         if self.drop is not None:
             weight, held = drop_unread(scores, weight, self.drop)
         loss = None if self.penalty == "none" else PENALTIES[self.penalty](weight, scores)
         return MixerOutput(self._finish(weight @ v), state, MixerAux(loss, None, held))
+
+    def attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and weights [B, H, T, T] without dropping, and the values."""
+        q, k, v, _ = self._project(x, 0)
+        scores = q @ k.transpose(-1, -2) * self.config.head_dim**-0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        return scores, torch.softmax(scores, -1), v
 
 
 def drop_unread(scores: Tensor, weight: Tensor, rule: Drop) -> tuple[Tensor, Tensor]:
