@@ -157,8 +157,8 @@ def cache_section(result: dict[str, Any], curves: Figure) -> Section:
             line += [number(row["idle_reading"]) if "idle_reading" in row else ""]
         table.append([*line, f"{row['change_by_deletion']['mean']:.1e}"])
     about = (
-        "Right answers against memories held. Lines: ordinary attention with the best weight of each penalty, as the cache keeps "
-        "more. Blue: Expire-Span, with bars from the worst to the best random start."
+        "Right answers against memories held. Lines: ordinary attention with the best weight of each penalty, as the cache "
+        "keeps more. Blue: Expire-Span, with bars from the worst to the best random start."
     )
     return Section("Would penalising attention do the same?", text, [(about, curves)], table)
 

@@ -20,7 +20,6 @@ from .penalty import PENALTIES, Penalty
 
 PENALISED: dict[Penalty, tuple[float, ...]] = {
     "none": (0.0,),
-    "l1": (1.0,),
     "entropy": (0.01, 0.1),
     "columns": (0.1, 1.0),
     "unnormalised": (0.001, 0.01, 0.1),
@@ -38,8 +37,10 @@ class Plan:
     encoder_steps: int = 400
     span_steps: int = 400
     attention_steps: int = 250
+    other_steps: int = 300
+    """Of attention on the other two tasks."""
     windows: tuple[int, ...] = (8, 32, 96)
-    encoder_budgets: tuple[int, ...] = (16, 32)
+    encoder_budgets: tuple[int, ...] = (16,)
     budgets: tuple[int, ...] = (10, 16)
     everything: bool = True
     """Off: one weight of one penalty, and the task of notes alone."""
@@ -47,7 +48,7 @@ class Plan:
     @classmethod
     def quick(cls, seeds: int = 1) -> Plan:
         """Half a minute: few cells, few steps; little is learned."""
-        return cls(seeds, 40, 60, 50, (8,), (16,), (10,), False)
+        return cls(seeds, 40, 60, 50, 50, (8,), (16,), (10,), False)
 
     @property
     def jobs(self) -> list[EncoderCell | CacheCell]:
@@ -71,8 +72,8 @@ class Plan:
         others: tuple[tuple[TaskName, int], ...] = (("chores", 12), ("recall", 8))
         for task, budget in others:
             cells.append(CacheCell(task, "spans", "none", budget, seed, self.span_steps))
-            cells.append(CacheCell(task, "attention", "none", 0.0, seed, self.span_steps))
-            cells.append(CacheCell(task, "attention", "unnormalised", 0.01, seed, self.span_steps))
+            cells.append(CacheCell(task, "attention", "none", 0.0, seed, self.other_steps))
+            cells.append(CacheCell(task, "attention", "unnormalised", 0.01, seed, self.other_steps))
         return cells
 
 
