@@ -59,7 +59,7 @@ class FullBothWays(Full):
         return self._finish(F.scaled_dot_product_attention(q, k, v))
 
     def _live(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
-        return torch.tensor(float(count))
+        return torch.tensor(float(count), device=span.device)
 
 
 def with_mixers(decoder: Decoder, build: Callable[[DecoderConfig, int], Mixer]) -> Decoder:

@@ -86,7 +86,7 @@ class PenalisedAttention(Full):
 
     def forward(self, x: Tensor, state: Any) -> MixerOutput:
         scores, weight, v = self.attention(x)
-        held = torch.tensor((x.shape[1] + 1) / 2)
+        held = torch.tensor((x.shape[1] + 1) / 2, device=x.device)
         if self.drop is not None:
             weight, held = drop_unread(scores, weight, self.drop)
         loss = None if self.penalty == "none" else PENALTIES[self.penalty](weight, scores)
@@ -105,9 +105,9 @@ def drop_unread(scores: Tensor, weight: Tensor, rule: Drop) -> tuple[Tensor, Ten
     """Attention [B, H, T, T] with memories leaving step by step, and the mean number held. `weight`: without leaving."""
     batch, _, count, _ = scores.shape
     future = weight.amax(1).flip(1).cumsum(1).flip(1) - weight.amax(1) if rule.hindsight else None
-    held = torch.ones(batch, count, dtype=torch.bool)  # memories not dropped so far
+    held = torch.ones(batch, count, dtype=torch.bool, device=scores.device)  # memories not dropped so far
     received = scores.new_zeros(batch, count)
-    place, rows, sizes = torch.arange(count), [], []
+    place, rows, sizes = torch.arange(count, device=scores.device), [], []
     for t in range(count):
         row = torch.softmax(scores[:, :, t].masked_fill(~held.unsqueeze(1), -torch.inf), -1)  # [B, H, T]
         rows.append(row)
