@@ -33,7 +33,7 @@ TASKS = {"notes": "notes", "chores": "notes and chores", "recall": "recall"}
 
 
 def percent(value: dict[str, float]) -> str:
-    return f"{value['mean']:.1%} ± {value['sd']:.1%}"
+    return f"{100 * value['mean']:.1f} ± {100 * value['sd']:.1f}%"
 
 
 def number(value: dict[str, float], digits: int = 1) -> str:
@@ -99,27 +99,31 @@ def encoder_section(result: dict[str, Any], curve: Figure, spans: Figure) -> Sec
         "Each question, a token somewhere in a long sequence, must be labelled with the colour that a note gives to "
         "its name; the note lies at least 48 steps away, before or after the question. The rest is filler, and rumours "
         "that look like notes but mean nothing. A token's age is its distance: it can be read from both sides as far "
-        "as its span reaches. 'Long' is the same model on sequences eight times as long, with one thread."
-    )
-    head = [
-        "encoder",
-        "right",
-        "right, note after",
-        "right, note before",
-        "tokens read",
-        "long: right",
-        "long: tokens read",
-    ]
-    head += ["long: ms", "training s"]
-    table = [head]
+        "as its span reaches. 'Long' is the same model on sequences eight times as long, with one thread. "
+    ) + encoder_finding(result["encoder"])
+    head = ["encoder", "right", "right, note after", "right, note before", "tokens read"]
+    table = [head + ["long: right", "long: tokens read", "long: ms", "training s"]]
     for row in result["encoder"]:
         name = NAMES[row["system"]] + (f" {row['memory']}" if row["memory"] else "")
         rates = [percent(row[key]) for key in ("accuracy", "accuracy_before", "accuracy_after")]
         long = [percent(row["long_accuracy"]), number(row["long_live"]), number(row["long_milliseconds"], 0)]
         table.append([name, *rates, number(row["live"]), *long, number(row["train_seconds"], 0)])
-    about = "Right labels against the tokens that a query can read, averaged over queries and layers; one dot a random start."
+    about = (
+        "Right labels against the tokens that a query can read, averaged over queries and layers. Dots are means, bars reach "
+        "from the worst to the best random start."
+    )
     kinds = "How far each kind of token can be read, on average, in each layer of the leanest encoder with spans."
     return Section("Can it work in an encoder?", text, [(about, curve), (kinds, spans)], table)
+
+
+def encoder_finding(rows: list[dict[str, Any]]) -> str:
+    """The numbers in a sentence: spans, full attention, and the widest window."""
+    windows = [row for row in rows if row["system"] == "window"]
+    widest = max(windows, key=lambda row: row["live"]["mean"])
+    full = next(row for row in rows if row["system"] == "full")
+    shown = (("Expire-Span", leanest(rows)), ("full attention", full), ("the widest window", widest))
+    parts = [f"{name} {percent(row['accuracy'])} with {row['live']['mean']:.0f} tokens read" for name, row in shown]
+    return f"Right labels: {', '.join(parts)}."
 
 
 def trap_section(result: dict[str, Any]) -> Section:
@@ -142,8 +146,9 @@ def cache_section(result: dict[str, Any], curves: Figure) -> Section:
         "mean attention is below a threshold: the past is all it may use. 'Equal memory' takes the best of all rules "
         "that hold no more than Expire-Span with the same random start. Hindsight judges by attention still to come, "
         "which no stream can know. 'Idle' says how many times as much attention a note gets from fillers, which ask "
-        "nothing, as any other memory does. Deleting moves no answer of Expire-Span; here it says how far the "
-        "probability of an answer moves when eight memories are kept."
+        "nothing, as any other memory does. The last column is what deleting changes: with Expire-Span the largest change "
+        "of any log-probability, with attention the mean change of an answer's probability when eight memories are kept. "
+        "Weights and rules of attention are chosen by the very answers that are scored, in its favour."
     )
     head = ["task", "decoder", "weight or budget", "right, nothing dropped", "memories", "right at equal memory"]
     table = [head + ["8 kept", "8 kept in hindsight", "idle", "change by deleting"]]
@@ -175,7 +180,7 @@ def draw_encoder(rows: list[dict[str, Any]]) -> Figure:
             _draw_points(axes, [r["live"] for r in own], [r["accuracy"] for r in own], system)
         axes.axhline(0.25, color=INK, lw=0.8, ls=":")
         axes.annotate("guessing", (1, 0.25), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
-        _finish(axes)
+        _finish(axes, "center left")
     return figure
 
 
@@ -186,13 +191,13 @@ def _draw_points(axes: Axes, across: list[dict[str, float]], up: list[dict[str, 
     axes.errorbar(x, y, yerr=bars, color=colour(kind), marker="o", ms=5, lw=1.4, capsize=3, label=NAMES[kind])
 
 
-def _finish(axes: Axes) -> None:
+def _finish(axes: Axes, legend: str = "lower right") -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(0.15, 1.04)
     axes.grid(alpha=0.15)
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc=legend, fontsize=9)
 
 
 def draw_spans(row: dict[str, Any]) -> Figure:
