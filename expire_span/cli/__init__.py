@@ -70,5 +70,5 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
-    "study": ("run a study of memory and write its page: entrances, word-rnn", run_study),
+    "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
 }

@@ -42,6 +42,20 @@ class WordRNN:
     """Folder of the study; the same command goes on with it."""
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Can memories expire in an encoder, and would penalising ordinary attention weights do the same?"""
+
+    quick: bool = False
+    """Few models, few steps: half a minute, and little is learned."""
+    jobs: int | None = None
+    """Processes side by side; None takes one per processor."""
+    seeds: int | None = None
+    """Random starts of every model; None takes 3 (1 with --quick)."""
+    out: Path | None = None
+    """Folder of the study; the same command goes on with it. None takes studies/questions (or questions-quick)."""
+
+
 def run_study(args: list[str]) -> int:
     known = ", ".join(STUDIES)
     if not args or args[0].startswith("-"):
@@ -76,6 +90,17 @@ def run_word_rnn(args: list[str]) -> int:
     return _show(*run_study(Plan(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
 
 
+def run_questions(args: list[str]) -> int:
+    command = parse(Questions, spell_out(args, "--quick"), f"{PROGRAM} study questions")
+    jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
+    out = command.out or Path("studies") / ("questions-quick" if command.quick else "questions")
+    from expire_span.study.questions.page import collect_facts
+    from expire_span.study.questions.study import Plan, run_study
+
+    plan = Plan.quick(command.seeds or 1) if command.quick else Plan(seeds=command.seeds or 3)
+    return _show(*run_study(plan, out, jobs), collect_facts)
+
+
 def check_counts(**counts: int | None) -> int:
     """Refuse counts below one; returns how many processes to use."""
     for name, value in counts.items():
@@ -94,5 +119,6 @@ def _show(path: Path, result: dict, collect_facts: Callable[[dict], list[tuple[s
 STUDIES: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "entrances": ("counting entrances: memories by hand, gated networks, Expire-Span", run_entrances),
     "word-rnn": ("a gated word model: how long its units hold still", run_word_rnn),
+    "questions": ("two questions: expiry in an encoder, and a penalty on attention instead", run_questions),
 }
 """Every study: one line about it, and what runs it."""

@@ -1,0 +1,68 @@
+"""Training and measuring one small model: the library's scorer, optimizers and budget controller around a short loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.config import TrainConfig
+from expire_span.models.decoder import Decoder
+from expire_span.tasks.task import Batch, BatchStream
+from expire_span.train.budget import BudgetController
+from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
+from expire_span.train.scorer import Scorer
+
+
+def read(scorer: Scorer, batch: Batch) -> dict[str, Tensor]:
+    """The sums of one batch of sequences that stand alone: nothing is carried."""
+    return scorer(batch.x, batch.y, batch.mask, None, None, False)[0]
+
+
+def fit(
+    decoder: Decoder, stream: BatchStream, config: TrainConfig, tick: Callable[[float], None] = lambda _: None
+) -> None:
+    """Train in place. With a budget its controller sets the weight of the span loss, else `span_weight` is it."""
+    scorer = Scorer(decoder).train()
+    optimizers = build_optimizers(scorer, config)
+    budget = None
+    if config.budget.active:
+        budget = BudgetController(config.budget, layers=decoder.config.layers, bytes_per_memory=1)
+    for step in range(config.steps):
+        batch = next(stream)
+        sums = read(scorer, batch)
+        nll = sums["nll"] / batch.mask.sum()
+        weight = config.span_weight if budget is None else budget.weight
+        set_rates(optimizers, rate_factor(step, config))
+        (nll + weight * sums["span_loss"]).backward()
+        nn.utils.clip_grad_norm_(scorer.parameters(), config.clip, error_if_nonfinite=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if budget is not None:
+            budget.update(sums["live"].mean(), nll.detach())
+        tick(1.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    accuracy: float
+    live: float
+    """Mean memories that a query can read, itself included, averaged over layers."""
+
+
+@torch.no_grad()
+def measure(decoder: Decoder, batches: Iterable[Batch], asked: Callable[[Batch], Tensor]) -> Measured:
+    """Share of right answers where `asked` [B, T] says so, and memories held at all positions."""
+    decoder.eval()
+    right, count, live, tokens = 0, 0, 0.0, 0
+    for batch in batches:
+        logits, _, aux = decoder(batch.x, None, None, False)
+        where = asked(batch)
+        right += int((logits.argmax(-1) == batch.y)[where].sum())
+        count += int(where.sum())
+        live += float(aux.live.mean()) * batch.x.numel()
+        tokens += batch.x.numel()
+    return Measured(right / count, live / tokens)
