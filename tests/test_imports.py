@@ -19,7 +19,17 @@ ROWS = {
     "models": 4,
     "tasks": 4,
 }
-ROWS |= {"hf": 5, "generate": 5, "train": 6, "view": 7, "compare": 8, "study": 8, "cli": 9, "__main__": 10, "__init__": 10}
+ROWS |= {
+    "hf": 5,
+    "generate": 5,
+    "train": 6,
+    "view": 7,
+    "compare": 8,
+    "study": 8,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 10,
+}
 STANDARD_ONLY = {"mixer_configs", "memories", "config", "runs", "recipes"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
