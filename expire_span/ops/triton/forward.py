@@ -91,12 +91,12 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 @triton.jit
 def load_fate(keys, slots, slot, t0, ramp):
-    """Of each slot: its first query, the query after its last, its birth, and steps left until its death at position t0."""
+    """Of each slot: its first query, the query after its last, and steps left until its death at position t0."""
     first = tl.load(keys + slot)
     end = tl.load(keys + slots + slot)
     born = tl.load(keys + 2 * slots + slot)
     length = tl.load(keys + 3 * slots + slot).to(tl.float32, bitcast=True)
-    return first, end, born, (length - (t0 - born).to(tl.float32)) + ramp
+    return first, end, (length - (t0 - born).to(tl.float32)) + ramp
 
 
 @triton.jit
@@ -124,16 +124,16 @@ def _walk(
     left = tl.load(runs + 1)
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        if MASKED:
-            slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
+            born = tl.load(keys + 2 * slots + slot)
             at, near = find_entries(row, q_heads, t, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
+            first, end, life = load_fate(keys, slots, slot, t0, ramp)
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
@@ -203,7 +203,8 @@ def _forward(
     )  # fmt: skip
     lives = total > 0
     acc = acc / tl.where(lives, total, 1.0)[:, None]
-    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
+    y += ((b * T + qt * BLOCK_M) * q_heads + h) * D
+    out = tl.arange(0, BLOCK_M)[:, None] * (q_heads * D) + d[None, :]
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=mask)
     tl.store(lse + bh * T + q_index, tl.where(lives, peak + tl.math.log2(total), float("inf")), mask=inside)
 

@@ -23,10 +23,9 @@ def _walk_tiles(
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        if MASKED:
-            slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
+            born = tl.load(keys + 2 * slots + slot)
             at, near = find_entries(row, q_heads, t, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
@@ -34,6 +33,7 @@ def _walk_tiles(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
+            first, end, life = load_fate(keys, slots, slot, t0, ramp)
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
@@ -72,7 +72,10 @@ def query_gradient(
     q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
     dy_tile = load_queries(dy, b, h, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
     lse_tile = tl.load(lse + bh * T + q_index, mask=inside, other=float("inf"))
-    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
+    first_row = ((b * T + qt * BLOCK_M) * q_heads + h) * D
+    y += first_row
+    dq += first_row
+    out = tl.arange(0, BLOCK_M)[:, None] * (q_heads * D) + d[None, :]
     y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
     delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
     tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
