@@ -50,7 +50,7 @@ def test_learns_and_fills_the_run_folder(tmp_path, text):
     assert set(lines[0]) == wanted and len(lines[0]["live"]) == config.model.layers
     assert [line["step"] for line in metrics(run, "valid")] == [30, 60]
     assert run.environment["impl"] == "chunked" and run.environment["processes"] == 1
-    assert {"tokens_per_second", "seconds", "peak_bytes", "step"} == set(run.read_speed()[0])
+    assert {"tokens_per_second", "ms_per_step", "seconds", "peak_bytes", "step"} == set(run.read_speed()[0])
     assert any((run.path / "tensorboard").iterdir())
     result = run.read_result()
     assert result["step"] == 60 and result["split"] == "test" and math.isfinite(result["loss"])
