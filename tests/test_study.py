@@ -210,6 +210,17 @@ def test_a_network_does_not_hang_on_those_beside_it():
     assert both["lengths"]["20"]["all"][0] != both["lengths"]["20"]["all"][1]
 
 
+def test_each_network_is_clipped_by_itself():
+    networks = Networks(1, 3, [0, 1])
+    for weight in networks.parameters():
+        weight.grad = torch.full_like(weight, 0.01)
+        weight.grad[1] = 100.0
+    networks.clip(1.0)
+    grads = [weight.grad for weight in networks.parameters()]
+    norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
+    assert all((grad[0] == 0.01).all() for grad in grads) and norms[1] == pytest.approx(1.0)
+
+
 def test_training_lowers_the_error():
     found = train_size(Size(2, 8, seeds=1, steps=150, batch=16))
     (_, first), *_, (_, last) = found["curve"]
@@ -252,7 +263,7 @@ def test_a_slow_drift_is_no_stretch():
 
 # The studies from end to end
 
-TINY = entrances.Plan((1,), (2, 3), 1, 3, ("expire_span",), 1, 2)
+TINY = entrances.Plan((1,), (2, 3), 1, 3, (("expire_span", 1),), 2)
 
 
 @pytest.fixture(scope="module")
