@@ -26,7 +26,7 @@ from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
 from expire_span.study.cell import GatedScan
 from expire_span.study.exercise import TASK, Size, first_below, measure, train_size
-from expire_span.study.expire import Model, config_of
+from expire_span.study.expire import Model, config_of, kinds_of
 from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
 from expire_span.study.sections.handmade import copy_weights, two_grus
@@ -238,6 +238,14 @@ def test_measures_tell_last_all_and_seen_counts_apart():
     assert (
         first_below([(25, [0.5, 0.0]), (50, [0.05, 0.1])], 0, 0.05) == 50 and first_below([(25, [0.5])], 0, 0.1) is None
     )
+
+
+@given(SERIES)
+def test_kinds_of_steps_cover_a_series_and_runs_begin_and_end(values):
+    kinds = kinds_of(np.array([values]))
+    assert (sum(mask.astype(int) for mask in kinds.values()) == 1).all()
+    left = kinds["entrance"].sum() - kinds["exit"].sum()
+    assert kinds["entrance"].sum() == count_entrances(np.array(values))[-1] and left == int(0 <= values[-1] <= 1)
 
 
 # 9. Stretches of the word model

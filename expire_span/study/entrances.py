@@ -44,7 +44,7 @@ class Plan:
     @classmethod
     def quick(cls, seeds: int = 2) -> Plan:
         """Small enough for half a minute: few sizes, few steps; most of it stays unsolved."""
-        return cls((1, 2), (4, 16), seeds, 250, (("expire_span", 1),), 150)
+        return cls((1, 2), (4, 16), seeds, 200, (("expire_span", 1),), 100)
 
     @property
     def jobs(self) -> list[Size | Model]:
