@@ -1,4 +1,5 @@
 """Check the fused kernels on a GPU, then time candidate block sizes: `python -m benchmarks.kernel_check OUT [seconds]`.
+`python -m benchmarks.kernel_check --host` prints the host's microseconds per call instead, with and without quick launches.
 
 Every candidate is first compared with the float64 definition; only correct ones are timed. A candidate that fails to compile
 or run is logged with its error and left out. Worker processes compile ahead into Triton's cache. Writes
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.candidates import PLAN_N, Candidate, candidates
+from benchmarks.timing import host_us
 from benchmarks.workloads import ANCHORS, RAMP, Workload, milliseconds
 from expire_span.ops import expire_attention
 from expire_span.ops.reference import reference_attention
-from expire_span.ops.triton import tuning
+from expire_span.ops.triton import launch, tuning
 from expire_span.ops.triton.backward import Backward
 from expire_span.ops.triton.forward import run_forward
 from expire_span.ops.triton.lists import Plan, build_plan
@@ -32,7 +35,6 @@ from expire_span.ops.triton.tuning import Launch, Tuning
 
 START = time.monotonic()
 DEVICE = "cuda"
-PLAN_N = 64
 SPLITS = (1, 2, 4, 8)
 SWEEP = {
     64: [
@@ -43,52 +45,6 @@ SWEEP = {
     ],
     128: [Workload(4, 8, 16384, 128), Workload(4, 8, 16384, 128, 0.02, 128.0)],
 }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run one kernel."""
-
-    kernel: str  # forward, dq, dkv, or dkv+dq (dq added up inside)
-    dim: int
-    block_n: int  # memories per program: one tile of the plan (64), or two for dkv
-    block_m: int
-    warps: int
-    stages: int
-    tma: bool
-
-    @property
-    def tuning(self) -> Tuning:
-        launch = Launch(self.block_m, self.warps, self.stages)
-        plan_m = Launch(self.block_m if self.kernel in ("forward", "dq") else 128)
-        forward, dq = (launch if self.kernel == name else plan_m for name in ("forward", "dq"))
-        dkv = launch if self.kernel.startswith("dkv") else Launch(64)
-        wide = self.block_n // PLAN_N
-        return Tuning(PLAN_N, forward, dq, dkv, wide, fuse_dq=self.kernel == "dkv+dq", tma=self.tma)
-
-    @property
-    def name(self) -> str:
-        tma = " tma" if self.tma else ""
-        return f"{self.kernel} D{self.dim} n{self.block_n} m{self.block_m} w{self.warps} s{self.stages}{tma}"
-
-
-def candidates() -> list[Candidate]:
-    """Block sizes, warps and stages worth a look: (block_n, block_m, warps, stages)."""
-    tables = {
-        ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 3)],
-        ("dq", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3)],
-        ("dkv", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3),
-                      (128, 128, 8, 2)],
-        ("forward", 128): [(64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3)],
-        ("dq", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3)],
-        ("dkv", 128): [(64, 64, 4, 1), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)],
-    }  # fmt: skip
-    found = []
-    for (kernel, dim), rows in tables.items():
-        for row in rows:
-            found += [Candidate(kernel, dim, *row, tma) for tma in (True, False)]
-    found += [Candidate("dkv+dq", 64, n, 64, w, 3, tma) for n, w in ((64, 4), (128, 8)) for tma in (True, False)]
-    return found
 
 
 @dataclass
@@ -333,6 +289,24 @@ def ours_ms(w: Workload, chosen: Tuning) -> dict[str, Any]:
     return found
 
 
+def host(w: Workload) -> None:
+    """The host's time for a forward and a backward call, and both by the wall clock: plain launches, then quick ones."""
+    x = w.tensors(DEVICE)
+    leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "span")]
+    dy = torch.randn_like(x["q"])
+
+    def forward() -> Tensor:
+        return expire_attention(**x, ramp=RAMP, impl="triton")
+
+    y = forward()
+    for quick in (False, True):
+        launch.switch(quick)
+        both = milliseconds(lambda: torch.autograd.grad(forward(), leaves, dy))
+        there, back = host_us(forward), host_us(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
+        way = "quick" if quick else "plain"
+        print(f"{w.name:24s} {way}: host forward {there:.0f} us, backward {back:.0f} us; by the wall {both:.3f} ms")
+
+
 def compare(report: dict, deadline: float) -> None:
     dense: dict[tuple, dict[str, float]] = {}
     for w in ANCHORS:
@@ -384,5 +358,8 @@ def main(out: Path, seconds: float) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--warm":
         warm(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "--host":
+        for workload in (SWEEP[64][1], SWEEP[64][2], SWEEP[128][1]):
+            host(workload)
     else:
         main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 290.0)

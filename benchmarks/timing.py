@@ -82,6 +82,18 @@ def measure_ms(run: Callable[[], object], budget_ms: float = 200.0, most: int = 
     return spread([one_ms(run) for _ in range(count)])
 
 
+def host_us(run: Callable[[], object], count: int = 50) -> float:
+    """Median time that the host takes to hand one call to an idle device, in microseconds."""
+    times = []
+    for _ in range(count + 5):
+        synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+    synchronize()
+    return statistics.median(times[5:])
+
+
 def spread(times: list[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times), "runs": len(times)}
 

@@ -18,10 +18,10 @@ import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig, TrainConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.state import detach
 from expire_span.ops import resolve_impl
 from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
 from expire_span.train.scorer import Scorer
+from expire_span.train.step import Pass, TrainStep
 
 from .record import save
 from .timing import GIB, Deadline, guarded, spread, synchronize
@@ -56,7 +56,7 @@ class Case:
         if not self.train.carry:
             return 3
         life = self.model.mixer.initial_span * self.model.mixer.max_span + self.model.mixer.ramp
-        return -(-int(life) // self.train.block) + 3
+        return -(-int(life) // self.train.block) + 8  # and its shapes are recorded
 
 
 def sizes() -> dict[str, tuple[dict[str, Any], dict[str, Any], int, int]]:
@@ -106,16 +106,19 @@ class Bench:
         self.scorer = Scorer(decoder, case.train.precision).train()
         self.optimizers = build_optimizers(self.scorer, case.train)
         self.state: Any = None
-        self.tokens = torch.randint(0, 256, (case.train.batch, case.train.block + 1), device=device)
-        self.mask = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
+        graphs = device.type == "cuda" and case.train.graphs and case.train.carry
+        self.run_pass = TrainStep(self.scorer, torch.Tensor.backward, graphs=graphs)
+        tokens = torch.randint(0, 256, (case.train.batch, case.train.block + 1), device=device)
+        self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.mask = torch.ones_like(self.y, dtype=torch.bool)
+        self.scale = torch.tensor(1 / self.y.numel(), device=device)
+        self.weight = torch.tensor(case.train.span_weight, device=device)
         self.done, self.live = 0, None
 
     def step(self) -> None:
         set_rates(self.optimizers, rate_factor(self.done, self.config))
-        x, y = self.tokens[:, :-1], self.tokens[:, 1:]
-        sums, state, _ = self.scorer(x, y, self.mask, self.state, None, self.config.carry)
-        self.state = detach(state) if self.config.carry else None
-        (sums["nll"] / y.numel() + self.config.span_weight * sums["span_loss"]).backward()
+        given = Pass(self.x, self.y, self.mask, self.state, None, self.scale, self.weight, self.config.carry)
+        sums, self.state, _ = self.run_pass(given)
         torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -140,12 +143,13 @@ def time_case(case: Case, device: torch.device, deadline: Deadline, together: in
         bench.step()
     synchronize()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while len(times) < 2 or (len(times) < 6 and deadline.left > 0):
         times.append(time_steps(bench, together))
     seconds = 1e-3 * spread(times)["median"]
-    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else None  # a graph's memory is reserved
     tokens = case.train.batch * case.train.block
     row = {"case": case.name, "tokens_per_step": tokens, "batch": case.train.batch, "block": case.train.block}
     row |= {"parameters": sum(p.numel() for p in bench.scorer.parameters()), "impl": impl_of(case, device)}
@@ -160,9 +164,8 @@ def time_case(case: Case, device: torch.device, deadline: Deadline, together: in
 def impl_of(case: Case, device: torch.device) -> str:
     """Which implementation of the operator this case runs."""
     model = case.model
-    needs_pytorch = model.positions == "relative" or model.mixer.normalizer_eps > 0
     dtype = torch.bfloat16 if case.train.precision == "bf16" else torch.float32
-    return resolve_impl(model.mixer.impl, device, needs_pytorch, head_dim=model.head_dim, dtype=dtype)
+    return resolve_impl(model.mixer.impl, device, head_dim=model.head_dim, dtype=dtype)
 
 
 def against(case: Case, speed: float, peak: float | None) -> dict[str, Any]:

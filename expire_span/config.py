@@ -281,6 +281,8 @@ class TrainConfig:
     """Arithmetic of the forward and backward pass."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    graphs: bool = True
+    """On one GPU, replay a step's kernels as a CUDA graph where memory is carried and its shapes are steady."""
     eval_every: int = 200
     """Steps between evaluations on the valid split; the last step always has one."""
     eval_batches: int = 8

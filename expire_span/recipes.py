@@ -77,8 +77,8 @@ def text_small() -> RunConfig:
 def enwik8() -> RunConfig:
     """enwik8 (--task.path): 12 layers of 512 (38M weights), parallel training on windows of 8192; minutes on one H200."""
     mixer = ExpireSpanConfig(max_span=8192, ramp=128, initial_span=0.05, temperature=8.0, span_loss="l1")
-    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, dropout=0.1, mixer=mixer)
-    train = TrainConfig(steps=6138, batch=8, block=8192, carry=False, optimizer="muon", lr=3e-3, muon_lr=2e-2)
+    model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, dropout=0.05, mixer=mixer)
+    train = TrainConfig(steps=6212, batch=8, block=8192, carry=False, optimizer="muon", lr=3e-3, muon_lr=2e-2)
     train = replace(train, betas=(0.9, 0.95), weight_decay=0.05, span_weight=1e-6)
     train = replace(train, warmup=200, schedule="linear", decay_share=0.6, final_lr=0.0)
     train = replace(train, precision="bf16", compile=True, eval_every=500, checkpoint_every=2000, log_every=50)
@@ -107,7 +107,7 @@ def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -
     """What the paper's two enwik8 models share: raw bytes split 90/5/5, block training, Adam at a constant rate."""
     mixer = replace(mixer, include_self=False, normalizer_eps=1e-8)
     train = replace(train, carry=True, schedule="constant", span_weight=1e-6, betas=(0.9, 0.999), eval_every=1000)
-    train = replace(train, checkpoint_every=1000, log_every=50)
+    train = replace(train, checkpoint_every=1000, log_every=50, compile=True)
     return RunConfig(TextTask(path="data/enwik8"), replace(model, mixer=mixer), train)
 
 

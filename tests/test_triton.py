@@ -1,26 +1,20 @@
 """The fused kernels against the definition: in Triton's interpreter on the CPU, and as they are where there is a GPU."""
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from expire_span.ops import expire_attention, resolve_impl
+from expire_span.ops import expire_attention
 from expire_span.ops.reference import ages, expiry_mask
 
 from .operator_cases import GRADS, Case
-from .triton_interpreter import DEVICE, ON_GPU, lists, tuning
+from .triton_interpreter import DEVICE, ON_GPU, PAPER, SMALL, lists, small_tiles, tuning
 
 Launch, Tuning = tuning.Launch, tuning.Tuning
 
-if ON_GPU:
-    pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures(small_tiles.__name__), *([pytest.mark.gpu] if ON_GPU else [])]
 
-SMALL = Tuning(16, Launch(32), Launch(32), Launch(16))
-"""Tiles small enough that short rows have many of them."""
 FACTOR = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 """How much larger our error may be than that of the definition computed in the same dtype."""
 
@@ -42,6 +36,12 @@ CASES = {
     "head dim 96": Case(queries=33, dim=96),
     "head dim 128": Case(queries=17, dim=128),
     "head dim 256": Case(queries=17, dim=256),
+    "relative": Case(queries=63, stored=20, gaps=True, relative=12, options={"normalizer_eps": 0.1}),
+    "relative, one query": Case(queries=1, stored=9, relative=8, options=PAPER),
+    "relative beyond the row, per head": Case(1, 4, 2, 24, per_head=True, relative=100, options=PAPER),
+    "relative, a million steps in": Case(queries=33, dim=64, start=10**6, relative=5),
+    "eps": Case(queries=45, stored=20, spans="edges", options={"normalizer_eps": 0.1}),
+    "eps, all expired": Case(queries=20, spans="expired", options=PAPER),
 }
 LONG = {
     "1000": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=111, dim=64),
@@ -50,6 +50,10 @@ LONG = {
     "1000, per head": Case(batch=2, heads=4, kv_heads=2, queries=1000, spans="mixed", per_head=True, dim=96),
     "1000, wide heads": Case(batch=1, heads=2, kv_heads=2, queries=1000, dim=256),
     "1000, narrow heads": Case(batch=1, heads=2, kv_heads=1, queries=1000, dim=32, start=10**6),
+    "1000, relative": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=300, dim=64, relative=256, options=PAPER),
+    "1000, relative, alive": Case(1, 4, 4, 1000, spans="alive", dim=128, gaps=True, relative=111, options=PAPER),
+    "1000, eps": Case(batch=2, heads=4, kv_heads=2, queries=1000, dim=64, options={"normalizer_eps": 0.1}),
+    "111, relative beyond the row": Case(3, 4, 4, 111, stored=63, dim=32, relative=512, options=PAPER),
 }
 for case in CASES.values():
     case.dim = 32 if case.dim == 16 else case.dim
@@ -57,32 +61,16 @@ for case in CASES.values():
         case.batch, case.heads, case.kv_heads = 1, 2, 1
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """In the interpreter: small tiles and short life classes, so that short rows have several of each."""
-    if ON_GPU:
-        yield
-        return
-    import triton.language as tl
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(lists, "BLOCK", 64)
-    monkeypatch.setattr(lists, "SHORTEST", 8)
-    monkeypatch.setattr(lists, "FIRST_LIMIT", tl.constexpr(8))
-    tuning.override(SMALL)
-    yield
-    tuning.override(None)
-
-
 def run(case: Case, impl: str, dtype=torch.float64, ramp=7.0, device="cpu", **options) -> dict[str, torch.Tensor]:
     """The output and every gradient, in float64 on the CPU."""
     inputs = {n: x.detach().to(device) for n, x in case.tensors(dtype).items()}
-    inputs |= {n: inputs[n].requires_grad_() for n in GRADS}
+    names = [n for n in (*GRADS, "relative_keys") if n in inputs]
+    inputs |= {n: inputs[n].requires_grad_() for n in names}
     inputs["span"] = inputs["span"].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     y = expire_attention(**inputs, ramp=ramp, impl=impl, **case.options, **options)
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    grads = torch.autograd.grad(y, [inputs[n] for n in GRADS], direction)
-    named = {"y": y, **{f"d{n}": g for n, g in zip(GRADS, grads)}}
+    grads = torch.autograd.grad(y, [inputs[n] for n in names], direction)
+    named = {"y": y, **{f"d{n}": g for n, g in zip(names, grads)}}
     return {n: x.detach().cpu().double() for n, x in named.items()}
 
 
@@ -124,8 +112,10 @@ def test_long_rows_against_float64(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype):
-    assert_within_budget(Case(1, 2, 1, 63, 30, 32, gaps=True), dtype)
+@pytest.mark.parametrize("paper", [False, True])
+def test_half_precision(dtype, paper):
+    extra = dict(relative=10, options=PAPER) if paper else {}
+    assert_within_budget(Case(1, 2, 1, 33 if paper else 63, 30, 32, gaps=True, **extra), dtype)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -162,6 +152,27 @@ def test_descriptors_read_what_pointers_read():
         torch.testing.assert_close(results[1][name], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [dict(wide=2, split_at=16, fuse_dq=True), dict(tma=True)], ids=str)
+def test_relative_keys_whatever_the_block_sizes(options):
+    """Tiles old enough need no table, in every kernel; a query gradient added up in parts gives way to the other one."""
+    block_n, m = (64, 64) if ON_GPU else (16, 16)
+    tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), **options))
+    try:
+        assert_within_budget(Case(1, 2, 1, 50, 14, 32, spans="alive", relative=17, options=PAPER), torch.float32)
+    finally:
+        tuning.override(None if ON_GPU else SMALL)
+
+
+def test_two_memories_of_one_position_and_relative_keys():
+    x = {n: t.to(DEVICE) for n, t in Case(1, 2, 1, 20, 5, 32, relative=8).tensors(torch.float32).items()}
+    x |= {"k_pos": x["k_pos"].clone()}
+    x["k_pos"][7] = x["k_pos"][6]
+    with pytest.raises(ValueError, match=r"at different positions, got two at 7; number them"):
+        expire_attention(**x, ramp=7.0, impl="triton", check_values=True)
+    x["k_pos"][:8] = -(2**40)  # as far away as padding
+    assert expire_attention(**x, ramp=7.0, impl="triton", check_values=True).isfinite().all()
+
+
 @pytest.mark.parametrize("ramp", [0.5, 1.0, 49.0])
 def test_ramps(ramp):
     assert_within_budget(Case(1, 1, 1, 63, 20, 32, spans="edges"), torch.float32, ramp)
@@ -193,17 +204,22 @@ def test_padding_slots_in_front_are_dead():
         torch.testing.assert_close(y.detach().cpu().double(), want[:, :, -8:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("longest", [1e6, 300.0])
-def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest):
-    """Each query tile's runs against the mask itself: nothing alive is missed, and hardly a dead tile is walked."""
+@pytest.mark.parametrize(("longest", "window"), [(1e6, 0), (300.0, 25)])
+def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
+    """Each query tile's runs against the mask itself: nothing alive is missed, and hardly a dead tile is walked.
+
+    With a window, full tiles hold no memory of that age or younger either.
+    """
     case, block_m, block_n, ramp = Case(1, 1, 1, 150, 60, 32, gaps=True), 8, 4, 7.0
     x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
     rand = torch.rand(x["span"].shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     span = (torch.where(rand < 0.2, longest, 5.0) if longest > 300 else rand**2 * longest).unsqueeze(1)
     q_pos, k_pos = x["q_pos"].view(1, 1, -1), x["k_pos"].view(1, 1, -1)
     options = dict(ramp=ramp, include_self=True, block_m=block_m, block_n=block_n)
-    plan = lists.build_plan(x["k"], x["v"], span, q_pos, k_pos, None, None, **options)
-    mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=ramp, include_self=True)[0, 0]  # [T, S]
+    plan = lists.build_plan(x["k"], x["v"], span, q_pos, k_pos, None, None, window=window, **options)
+    age = ages(q_pos, k_pos, causal=True)
+    mask = expiry_mask(span, age, ramp=ramp, include_self=True)[0, 0]  # [T, S]
+    mask = torch.where((age[0, 0] <= window) & (mask == 1) & (window > 0), 0.5, mask)
     order = plan.order[0].long().view(-1, block_n)[: int(plan.class_tiles[0, lists.NUM_CLASSES - 1])]
     counts = torch.zeros(4)
     for rows, runs in zip(mask.split(block_m), plan.runs(block_n)[0].tolist()):
@@ -234,6 +250,8 @@ DECODE = {
     "edges, no self": Case(1, 4, 1, 16, 30, 64, spans="edges", options={"include_self": False}),
     "expired": Case(1, 2, 1, 3, 30, 96, spans="expired"),
     "several splits": Case(1, 1, 1, 1, 900, 32, spans="mixed"),
+    "relative": Case(2, 4, 2, 3, 111, 32, gaps=True, relative=40, options=PAPER),
+    "eps": Case(1, 2, 1, 1, 900, 32, spans="edges", options={"normalizer_eps": 0.1}),
 }
 
 
@@ -264,20 +282,21 @@ def test_scores_beyond_the_range_of_float16():
 def test_documents_do_not_see_each_other(impl):
     """Packed, each document gets what it gets alone: output and gradients."""
     lengths = [5, 40, 1, 17]
-    case = Case(1, 2, 1, sum(lengths), 0, 32, spans="alive" if impl != "reference" else "mixed")
+    case = Case(1, 2, 1, sum(lengths), 0, 32, spans="alive" if impl != "reference" else "mixed", relative=9)
+    names = (*GRADS, "relative_keys")
     dtype = torch.float32 if impl == "triton" else torch.float64
     device = DEVICE if impl == "triton" else "cpu"
-    x = {n: t.detach().to(device).requires_grad_(n in GRADS) for n, t in case.tensors(dtype).items()}
+    x = {n: t.detach().to(device).requires_grad_(n in names) for n, t in case.tensors(dtype).items()}
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
     y = expire_attention(**x, ramp=7.0, impl=impl, cu_seqlens=bounds)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).to(device)
     torch.testing.assert_close(expire_attention(**x, ramp=7.0, impl=impl, documents=(ids, ids[None])), y)
-    grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
+    grads = torch.autograd.grad(y.square().sum(), [x[n] for n in names])
     z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
-    z = {n: t.requires_grad_(n in GRADS) for n, t in z.items()}
+    z = {n: t.requires_grad_(n in names) for n, t in z.items()}
     alone = [_one_document(z, slice(int(a), int(b))) for a, b in pairwise(bounds)]
     torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in GRADS])
+    wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in names])
     for got, want in zip(grads, wanted):
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
 
@@ -285,7 +304,22 @@ def test_documents_do_not_see_each_other(impl):
 def _one_document(x: dict[str, torch.Tensor], part: slice) -> torch.Tensor:
     pieces = {n: x[n][:, :, part] for n in ("q", "k", "v")}
     where = {"span": x["span"][:, part], "q_pos": x["q_pos"][part], "k_pos": x["k_pos"][part]}
-    return expire_attention(**pieces, **where, ramp=7.0, impl="reference")
+    return expire_attention(**pieces, **where, ramp=7.0, relative_keys=x["relative_keys"], impl="reference")
+
+
+@pytest.mark.parametrize("per_head", ["span", "k_pos"])
+def test_spans_or_positions_per_head_beside_shared_ones(per_head):
+    x = Case(2, 2, 2, 20, 5, 32).tensors(torch.float32)
+    x = {n: t.detach().to(DEVICE) for n, t in x.items()}
+    x["k_pos"] = x["k_pos"].expand(2, 2, -1) if per_head == "k_pos" else x["k_pos"]
+    x["span"] = x["span"].unsqueeze(1) * torch.ones(2, 1, device=DEVICE) if per_head == "span" else x["span"]
+    leaves = [x[n].requires_grad_() for n in GRADS]
+    results = []
+    for impl in ("triton", "reference"):
+        y = expire_attention(**x, ramp=7.0, impl=impl)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_strided_inputs_and_gradients():
@@ -301,35 +335,6 @@ def test_strided_inputs_and_gradients():
         results.append((y, *torch.autograd.grad(y.sum(), [x[n] for n in GRADS])))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_compiled_equals_eager_in_one_graph():
-    case = Case(1, 2, 1, 40, 10, 32)
-    x = {n: t.detach().to(DEVICE).requires_grad_(n in GRADS) for n, t in case.tensors(torch.float32).items()}
-
-    def loss(x):
-        return expire_attention(**x, ramp=7.0, impl="triton").square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
-    for got, want in zip(*(torch.autograd.grad(f(x), [x[n] for n in GRADS]) for f in (compiled, loss))):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_activation_checkpointing_and_autocast():
-    case = Case(1, 2, 1, 40, 10, 32)
-    x = {n: t.detach().to(DEVICE).requires_grad_(n in GRADS) for n, t in case.tensors(torch.float32).items()}
-    names = list(x)
-
-    def attend(*values):
-        with torch.autocast(DEVICE, torch.bfloat16):
-            return expire_attention(**dict(zip(names, values)), ramp=7.0, impl="triton")
-
-    plain, again = attend(*x.values()), checkpoint(attend, *x.values(), use_reentrant=False)
-    assert plain.dtype == torch.bfloat16
-    for a, b in zip(*(torch.autograd.grad(y.float().sum(), [x[n] for n in GRADS]) for y in (plain, again))):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.gpu
@@ -350,38 +355,3 @@ def test_more_than_two_to_the_31_elements():
     whole = expire_attention(q, k, v, span, pos, pos, ramp=8.0, impl="triton")
     alone = expire_attention(*(x[:, -1:].clone() for x in (q, k, v)), span, pos, pos, ramp=8.0, impl="triton")
     torch.testing.assert_close(whole[:, -1:], alone)
-
-
-def test_what_is_refused_says_what_to_use_instead(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    with pytest.raises(ValueError, match=r"needs a CUDA device, got cpu; use impl='chunked'"):
-        resolve_impl("triton", cpu)
-    dispatcher = sys.modules["expire_span.ops.expire_attention"]
-    monkeypatch.setattr(dispatcher, "_capability", lambda device: (9, 0))
-    assert resolve_impl("auto", gpu, head_dim=64, dtype=torch.bfloat16) == "triton"
-    refusals = {
-        "head dims 32, 64, 96, 128, 256, got 48": dict(head_dim=48),
-        "got float64": dict(dtype=torch.float64),
-        "relative_keys": dict(needs_pytorch=True),
-    }
-    for words, request in refusals.items():
-        assert resolve_impl("auto", gpu, **request) == "chunked"
-        with pytest.raises(ValueError, match=words):
-            resolve_impl("triton", gpu, **request)
-    monkeypatch.setattr(dispatcher, "_capability", lambda device: (7, 5))
-    assert resolve_impl("auto", gpu) == "chunked"
-    with pytest.raises(ValueError, match=r"capability 8.0 or higher, got 7.5"):
-        resolve_impl("triton", gpu)
-
-
-def test_everything_else_runs_without_triton():
-    code = """
-import sys; sys.modules["triton"] = None
-import torch, expire_span
-from expire_span.ops import expire_attention
-x, pos = torch.randn(1, 1, 4, 8), torch.arange(4)
-print(expire_attention(x, x, x, torch.ones(1, 4), pos, pos, ramp=2.0).shape)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "torch.Size([1, 1, 4, 8])" in out.stdout, out.stderr

@@ -64,6 +64,28 @@ if ON_GPU:
 else:
     _define_interpreted()
 
-from expire_span.ops.triton import lists, tuning  # noqa: E402
+from expire_span.ops.triton import launch, lists, tuning  # noqa: E402
 
-__all__ = ["DEVICE", "ON_GPU", "lists", "tuning"]
+__all__ = ["DEVICE", "ON_GPU", "PAPER", "SMALL", "launch", "lists", "small_tiles", "tuning"]
+
+PAPER = {"include_self": False, "normalizer_eps": 1e-8}
+"""What the paper's models ask of the operator, beside relative keys."""
+SMALL = tuning.Tuning(16, tuning.Launch(32), tuning.Launch(32), tuning.Launch(16))
+"""Tiles small enough that short rows have many of them."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """In the interpreter: small tiles and short life classes, so that short rows have several of each."""
+    if ON_GPU:
+        yield
+        return
+    import triton.language as tl
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(lists, "BLOCK", 64)
+    monkeypatch.setattr(lists, "SHORTEST", 8)
+    monkeypatch.setattr(lists, "FIRST_LIMIT", tl.constexpr(8))
+    tuning.override(SMALL)
+    yield
+    tuning.override(None)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from expire_span.config import DecoderConfig
 from expire_span.mixer_configs import POSITION_FREE
 
+from .carried import settle
 from .mixer import MixerAux, build_mixer
 
 
@@ -152,11 +153,11 @@ class Decoder(nn.Module):
     def compile_blocks(self, *, carry: bool) -> None:
         """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
 
-        Sequences that stand alone run whole compiled blocks. With carried memory the mixer's shapes change from block to
-        block, so only the feed-forward parts are compiled.
+        Sequences that stand alone run whole compiled blocks, and so do carried memories whose shapes are steady. Other
+        systems' states change shape from block to block: there only the feed-forward parts are compiled.
         """
         for block in self.layers():
-            if carry:
+            if carry and not block.mixer.steady_shapes:
                 block.ff.compile()
             else:
                 block.compiled = torch.compile(block.forward)
@@ -184,11 +185,14 @@ class Decoder(nn.Module):
 
         With no state, `remember=False` skips storing what nobody will read: training on sequences that stand alone.
         """
-        state = [None] * len(self.blocks) if state is None else state
+        state = [None] * len(self.blocks) if state is None else settle(state)
         h = self.embed(tokens)  # [B, T, C]
         states, auxes = [], []
         for block, part, keep in zip(self.layers(), state, self._layer_keep(h)):
-            run = block if remember or block.compiled is None else block.compiled
+            steady = not remember or (
+                block.mixer.steady_shapes and self.training and part is not None and fresh is None
+            )
+            run = block.compiled if steady and block.compiled is not None else block
             h, part, aux = run(h, part, keep, fresh, remember)
             states.append(part)
             auxes.append(aux)

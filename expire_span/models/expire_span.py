@@ -2,8 +2,9 @@
 
     e_i = L sigmoid(w . h_i / tau + b),  m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
 
-In training the store holds hidden states, detached, and recomputes keys, values and spans from them in every block, so
-that all weights learn from old memories. In inference it holds keys and values. Both delete for good.
+In training the state holds hidden states, detached (carried.py), and keys, values and spans are recomputed from them in
+every block, so that all weights learn from old memories. In inference it holds keys and values in an `ExpiringMemory`.
+Both delete for good.
 
 Differences from the paper: spans per key/value head, a hard cap and the L1 form of the loss are options; dropout acts on
 the mixer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
@@ -24,14 +25,15 @@ from expire_span.memory import ExpiringMemory
 from expire_span.ops import expire_attention
 from expire_span.ops.live import live_queries, ramp_loss
 
+from . import carried
 from .attention import AttentionMixer
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
 
 Cache = Literal["hidden", "kv", "none"]
 """What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""
-Remembered = tuple[Tensor, Tensor, Tensor, Tensor, ExpiringMemory]
-"""Keys, values, spans and positions that the block attends to, and the store with the block in it."""
+Remembered = tuple[Tensor, Tensor, Tensor, Tensor, Any]
+"""Keys, values, spans and positions that the block attends to, and what is stored with the block in it."""
 REBASE_AFTER = 2**30
 """Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
 
@@ -49,16 +51,23 @@ class SpanPredictor(nn.Linear):
         """h [B, S, C] -> spans [B, outputs, S]."""
         with torch.autocast(h.device.type, enabled=False):
             h = h if h.dtype == torch.float64 else h.float()
-            logit = F.linear(h / self.temperature, self.weight, self.bias)
+            weight = self.weight / self.temperature
+            if torch.compiler.is_compiling() and self.out_features == 1:  # fuses into one pass over h
+                logit = (h * weight).sum(-1, keepdim=True) + self.bias
+            else:
+                logit = F.linear(h, weight, self.bias)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
 class ExpireSpan(AttentionMixer):
-    """`mixer(x, state)`, with state {"memory": ExpiringMemory, "position": int, "cache": "hidden" or "kv"}.
+    """`mixer(x, state)`, with state {"memory": ExpiringMemory, "position": int, "cache": "kv"}, or in training what
+    carried.py says, with cache "hidden".
 
     Systems whose memories live for a span that something else decides are subclasses: they say by `rules` how such
     lifetimes are expressed, and give their own `build_predictor`.
     """
+
+    steady_shapes = True
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)
@@ -79,19 +88,25 @@ class ExpireSpan(AttentionMixer):
         """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""
         if cache is None or (cache == "none" and self.mixer.initial_memories):  # zero vectors must be stored to be seen
             cache = "hidden" if self.training else "kv"
+        count, device = self.mixer.initial_memories, self.query.weight.device
+        zeros = empty if empty is not None else self.query.weight.new_zeros(self.config.dim)
+        h = zeros.detach().expand(batch, count, -1)
+        if cache == "hidden":
+            state = carried.empty(batch, self.config.dim, dtype=_storage_dtype(h), device=device)
+            pos = torch.arange(-count, 0, device=device).expand(batch, -1)
+            return {**state, "hidden": h.to(state["hidden"].dtype), "pos": pos, "position": 0, "cache": cache}
         rows = (batch, self.config.num_kv_heads) if self._rows_per_head(cache) else (batch,)
-        device = self.query.weight.device
         memory = ExpiringMemory.empty(rows, ramp=self.mixer.ramp, cap=self.mixer.cap, device=device)
-        count = self.mixer.initial_memories
         if count and cache != "none":
-            zeros = empty if empty is not None else self.query.weight.new_zeros(self.config.dim)
-            h = zeros.detach().expand(batch, count, -1)
             with torch.no_grad():
-                memory = self._store(memory, h, torch.arange(count, device=device), cache)
+                memory = self._store(memory, h, torch.arange(count, device=device))
         return {"memory": memory, "position": count, "cache": cache}
 
     def reset_rows(self, state: dict[str, Any], fresh: Tensor, empty: Tensor | None = None) -> dict[str, Any]:
         """The rows marked in `fresh` [B] begin again; positions go on."""
+        if state["cache"] == "hidden":
+            start = self.initial_state(state["pos"].shape[0], empty, "hidden")
+            return carried.forget_rows(state, fresh, start)
         memory: ExpiringMemory = state["memory"].forget_rows(fresh)
         if self.mixer.initial_memories:
             start = self.initial_state(memory.rows[0], empty, state["cache"])["memory"].forget_rows(~fresh)
@@ -99,19 +114,27 @@ class ExpireSpan(AttentionMixer):
         return {**state, "memory": memory}
 
     def forward(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        (state,) = carried.settle([state])
         if state["position"] >= REBASE_AFTER:
             state = self.rebase(state, state["position"])
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
-        keys, values, span, k_pos, memory = self._remember(x, pos, state)
+        keys, values, span, k_pos, stored = self._remember(x, pos, state)
         y = self._attend(x, keys, values, self._noisy(span), pos, k_pos)
         aux = self._report(span, k_pos, start, count)
-        memory = memory.expire(start + count)
+        if state["cache"] == "hidden":
+            left = span.detach().amax(1) + self.mixer.ramp - (count - k_pos)
+            state = carried.delete_dead(stored, k_pos, left, state, block=count, cap=self.mixer.cap)
+            aux.bytes_held = carried.bytes_held(state)
+            return MixerOutput(y, state, aux)
+        memory = stored.expire(start + count)
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start + count, "cache": state["cache"]}, aux)
 
     def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
         """Count positions from `offset` on; stored rotated keys are turned back by as much."""
+        if state["cache"] == "hidden":
+            return state  # its positions always count from the block to come
         memory = state["memory"].rebase(offset)
         if state["cache"] == "kv" and self.config.positions == "rotary" and len(memory):
             turn = self._angles(torch.tensor(-offset, device=memory.pos.device), memory.slots["k"].dtype)
@@ -126,25 +149,17 @@ class ExpireSpan(AttentionMixer):
 
     def _remember(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> Remembered:
         if state["cache"] == "hidden":
-            return self._remember_hidden(x, pos, state["memory"])
+            return self._remember_hidden(x, pos, state)
         if state["cache"] == "kv":
             return self._remember_kv(x, pos, state["memory"])
         return self._keys(x, pos), self._split(self.value(x)), self.span_predictor(x), pos, state["memory"]
 
-    def _remember_hidden(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
+    def _remember_hidden(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> Remembered:
         """Keys, values and spans of stored and new hidden states, all from today's weights."""
-        batch, count = x.shape[:2]
-        h, k_pos = x, pos.expand(batch, -1)
-        if len(memory):
-            h = torch.cat([memory["hidden"].to(x.dtype), x], 1)  # [B, S, C]
-            k_pos = torch.cat([memory.pos, k_pos], 1)
-        keys, values = self._keys(h, k_pos), self._split(self.value(h))
-        span = self.span_predictor(h)  # [B, 1 or Hkv, S]
-        longest = span.detach().amax(1)
-        if len(memory):
-            memory = memory.with_span(longest[:, :-count])
-        memory = memory.append(pos, longest[:, -count:], hidden=x)
-        return keys, values, span, k_pos, memory
+        dtype = _storage_dtype(x)
+        h = torch.cat([state["hidden"].to(dtype), x.to(dtype)], 1)  # [B, S, C]
+        k_pos = torch.cat([state["pos"], pos.expand(x.shape[0], -1)], 1)
+        return self._keys(h, k_pos), self._split(self.value(h)), self.span_predictor(h), k_pos, h
 
     def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys and values are computed once; with gradients on, the new ones stay attached."""
@@ -176,11 +191,8 @@ class ExpireSpan(AttentionMixer):
             return memory["k"], memory["v"], memory.span, memory.pos
         return memory["k"].transpose(1, 2), memory["v"].transpose(1, 2), memory.span.unsqueeze(1), memory.pos
 
-    def _store(self, memory: ExpiringMemory, h: Tensor, pos: Tensor, cache: Cache) -> ExpiringMemory:
-        span = self.span_predictor(h)
-        if cache == "hidden":
-            return memory.append(pos, span.amax(1), hidden=h)
-        return self._append_kv(memory, pos, span, self._keys(h, pos), self._split(self.value(h)))
+    def _store(self, memory: ExpiringMemory, h: Tensor, pos: Tensor) -> ExpiringMemory:
+        return self._append_kv(memory, pos, self.span_predictor(h), self._keys(h, pos), self._split(self.value(h)))
 
     # The attention
 
@@ -227,3 +239,10 @@ class ExpireSpan(AttentionMixer):
         if self.mixer.span_loss == "l1":
             return span[..., -count:].mean((1, 2))
         return ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp).mean(-1) / count
+
+
+def _storage_dtype(x: Tensor) -> torch.dtype:
+    """Hidden states are kept as the projections read them: under autocast in its dtype, at half the size."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -64,6 +64,8 @@ class Mixer(nn.Module):
     """Base of every memory system. Subclasses define all three methods, and end in the projection `out`."""
 
     out: nn.Linear
+    steady_shapes: ClassVar[bool] = False
+    """Whether the state that training carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.

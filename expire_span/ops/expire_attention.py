@@ -53,7 +53,8 @@ def expire_attention(
         causal: memories after the query are unseen; False gives encoders, where age is |t - i|.
         include_self: whether age 0 is seen.
         scale: of the scores; 1/sqrt(D) by default.
-        relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores.
+        relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores. With
+            gradients in triton, memories that live at the same time must have different positions.
         normalizer_eps: added to the normaliser as a share of the living memories' unmasked sum (the released code's 1e-8).
         documents: packed documents: integer ids, never falling along a row, of the tokens ([T] or [B, T], where S = T), or
             a pair (of the queries, of the memories). No attention and no lifetime crosses from one to another.
@@ -74,62 +75,61 @@ def expire_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    needs_pytorch = relative_keys is not None or normalizer_eps > 0 or not causal
-    chosen = resolve_impl(impl, q.device, needs_pytorch, head_dim=q.shape[-1], dtype=q.dtype)
-    batch, kv_heads = k.shape[:2]
-    span = span.unsqueeze(1) if span.dim() == 2 else span
-    q_pos = q_pos.expand(batch, -1).unsqueeze(1)
-    k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
-    if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
-        span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
+    chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=scale)
+    extra: dict[str, Any] = dict(relative_keys=relative_keys, normalizer_eps=normalizer_eps)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, span, relative_keys))
+    few = q.shape[2] <= DECODE_QUERIES and not learns
     if chosen == "triton":
-        return _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic, options)
+        from .triton import triton_attention, triton_decode
+
+        if few and ids is None:
+            return triton_decode(q, k, v, span, q_pos, k_pos, **options, **extra)
+        if check and learns and relative_keys is not None:
+            _check_distinct(q_pos, k_pos, relative_keys.shape[0], ids)
+        extra.update(documents=ids, deterministic=deterministic)
+        return triton_attention(q, k, v, span, q_pos, k_pos, **options, **extra)
+    span, q_pos, k_pos = _with_heads(span, q_pos, k_pos, *k.shape[:2])
     if ids is not None:
         span, q_pos, k_pos = move_apart(ids, span, q_pos, k_pos)
     options.update(causal=causal)
-    plain = relative_keys is None and normalizer_eps == 0
-    if chosen == "chunked" and plain and q.shape[2] <= DECODE_QUERIES and k.shape[2] and not _learns(q, k, v, span):
+    if chosen == "chunked" and few and k.shape[2] and relative_keys is None and normalizer_eps == 0:
         from .decode import decode_attention
 
         return decode_attention(q, k, v, span, q_pos, k_pos, **options)
-    options.update(relative_keys=relative_keys, normalizer_eps=normalizer_eps)
+    options.update(extra)
     if chosen == "reference":
         from .reference import reference_attention
 
-        span, q_pos, k_pos = (x.expand(-1, kv_heads, -1) for x in (span, q_pos, k_pos))
+        span, q_pos, k_pos = (x.expand(-1, k.shape[1], -1) for x in (span, q_pos, k_pos))
         return reference_attention(q, k, v, span, q_pos, k_pos, **options)
     from .chunked import chunked_attention
 
     return chunked_attention(q, k, v, span, q_pos, k_pos, **options)
 
 
-def _run_triton(q, k, v, span, q_pos, k_pos, ids, deterministic: bool, options: dict) -> Tensor:
-    """Few queries without gradient go to the decode kernel, the rest to the one that trains."""
-    from .triton import triton_attention, triton_decode
-
-    if q.shape[2] <= DECODE_QUERIES and ids is None and not _learns(q, k, v, span):
-        return triton_decode(q, k, v, span, q_pos, k_pos, **options)
-    return triton_attention(q, k, v, span, q_pos, k_pos, documents=ids, deterministic=deterministic, **options)
-
-
-def _learns(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def _with_heads(span: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
+    span = span.unsqueeze(1) if span.dim() == 2 else span
+    q_pos = q_pos.expand(batch, -1).unsqueeze(1)
+    k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
+    if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
+        span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
+    return span, q_pos, k_pos
 
 
 def resolve_impl(
     impl: Impl,
     device: torch.device,
-    needs_pytorch: bool = False,
     *,
+    causal: bool = True,
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Impl:
     """What "auto" means here: triton on a GPU that can serve the request, chunked elsewhere.
 
-    needs_pytorch: the request uses relative_keys, normalizer_eps or causal=False. A head_dim or dtype that is not given
-    counts as served.
+    A head_dim or dtype that is not given counts as served.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
@@ -137,15 +137,13 @@ def resolve_impl(
         return impl
     if impl == "auto" and device.type != "cuda":
         return "chunked"
-    obstacle = _triton_obstacle(device, needs_pytorch, head_dim, dtype)
+    obstacle = _triton_obstacle(device, causal, head_dim, dtype)
     if impl == "triton" and obstacle:
         raise ValueError(f"impl='triton' {obstacle}; use impl='chunked' or impl='auto'")
     return "chunked" if obstacle else "triton"
 
 
-def _triton_obstacle(
-    device: torch.device, needs_pytorch: bool, head_dim: int | None, dtype: torch.dtype | None
-) -> str | None:
+def _triton_obstacle(device: torch.device, causal: bool, head_dim: int | None, dtype: torch.dtype | None) -> str | None:
     """Why the GPU kernels cannot serve this, or None."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, got {device.type}"
@@ -158,8 +156,8 @@ def _triton_obstacle(
         return f"serves head dims {', '.join(map(str, TRITON_HEAD_DIMS))}, got {head_dim}"
     if dtype is not None and dtype not in TRITON_DTYPES:
         return f"serves bfloat16, float16 and float32, got {str(dtype).removeprefix('torch.')}"
-    if needs_pytorch:
-        return "serves neither relative_keys nor normalizer_eps nor causal=False"
+    if not causal:
+        return "serves causal=True, got causal=False"
     return None
 
 
@@ -223,3 +221,18 @@ def _check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
             raise ValueError(
                 f"{name} must not fall along a row, got {pair} at index {where}; sort the memories by position"
             )
+
+
+def _check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor, Tensor] | None) -> None:
+    """The kernels keep one gradient for each query and age up to `window`."""
+    k_pos = k_pos if k_pos.dim() == 3 else k_pos.unsqueeze(-2)  # [B, P, S] or [1, S]
+    early, late = k_pos[..., :-1], k_pos[..., 1:]
+    twins = (early == late) & (late >= q_pos.unsqueeze(-2)[..., :1] - window)
+    if ids is not None:
+        twins = twins & (ids[1][:, None, 1:] == ids[1][:, None, :-1])
+    if bool(twins.any()):
+        where = int(late.expand_as(twins)[twins][0])
+        raise ValueError(
+            f"with relative_keys, impl='triton' needs memories at different positions, got two at {where};"
+            " number them differently or use impl='chunked'"
+        )

@@ -91,5 +91,4 @@ def _impl(config: RunConfig, device: torch.device) -> str:
     mixer = config.model.mixer
     if mixer.kind not in LIFETIMES:
         return "torch"
-    needs_pytorch = config.model.positions == "relative" or getattr(mixer, "normalizer_eps", 0) > 0
-    return resolve_impl(getattr(mixer, "impl", "auto"), device, needs_pytorch)
+    return resolve_impl(getattr(mixer, "impl", "auto"), device, head_dim=config.model.head_dim)

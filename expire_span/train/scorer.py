@@ -51,12 +51,17 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(batch.x[start:stop], batch.y[start:stop], batch.mask[start:stop], batch.fresh[start:stop])
 
 
+def start_of(batch: Batch, state: Any, device: torch.device) -> tuple[Any, Tensor | None]:
+    """The state that a batch begins with, and which of its rows are to be emptied. Rows that are all fresh have no state."""
+    if state is None or not bool(batch.fresh.any()):
+        return state, None
+    return (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))
+
+
 def score(
     scorer: nn.Module, batch: Batch, state: Any, device: torch.device, remember: bool = True
 ) -> tuple[dict[str, Tensor], Any, int]:
-    """Send one batch (on the CPU, as streams give it) through a scorer. Rows that are all fresh start with no state."""
-    fresh = None
-    if state is not None and bool(batch.fresh.any()):
-        state, fresh = (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))
+    """Send one batch (on the CPU, as streams give it) through a scorer."""
+    state, fresh = start_of(batch, state, device)
     x, y, mask = (part.to(device, non_blocking=True) for part in (batch.x, batch.y, batch.mask))
     return scorer(x, y, mask, state, fresh, remember)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.state import detach, move
+from expire_span.models.state import move
 from expire_span.runs import RunError, RunFolder, UserError, check_new
 from expire_span.tasks.task import Task, build_task
 
@@ -34,8 +34,9 @@ from .devices import build_accelerator, describe_environment
 from .evaluate import Result, evaluate_stream, memory_bytes
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .progress import Board, Clock, Display
-from .scorer import Scorer, rows_of, score
+from .scorer import Scorer, rows_of, start_of
 from .signals import Interrupted, StopRequest
+from .step import Pass, TrainStep
 from .window import Window
 
 _PREFIX = "decoder."
@@ -97,6 +98,7 @@ class Trainer:
         self.wrapped_optimizers = wrapped
         self.optimizers = [w.optimizer for w in wrapped]
         self.parameters = list(self.model.parameters())
+        self.run_pass = TrainStep(self.model, self.accelerator.backward, graphs=self._can_replay(decoder))
         self.states: list[Any] = [None] * config.train.accumulate
         self.bytes_held = [0] * config.train.accumulate
         self.window = Window(config.model.layers)
@@ -164,19 +166,25 @@ class Trainer:
         for n in range(micro):
             rows = rows_of(batch, first + n * size, first + (n + 1) * size)
             with nullcontext() if n == micro - 1 else self.accelerator.no_sync(self.model):
-                sums = self._forward(n, rows)
-                loss = sums["nll"] * (processes / count) + weight * sums["span_loss"] / micro
-                self.accelerator.backward(loss)
-            pieces.append(sums)
+                pieces.append(self._run_pass(n, rows, processes / count, weight / micro))
         grad_norm = self._update_weights()
         self.window.add(pieces, weight, grad_norm, count)
         self._update_budget(count)
 
-    def _forward(self, n: int, rows: Any) -> dict[str, Tensor]:
-        carry = self.train_config.carry
-        sums, state, self.bytes_held[n] = score(self.model, rows, self.states[n], self.accelerator.device, carry)
-        self.states[n] = detach(state) if carry else None
+    def _run_pass(self, n: int, rows: Any, scale: float, weight: Tensor) -> dict[str, Tensor]:
+        """Forward and backward of one micro-batch, with its own carried memory."""
+        carry, device = self.train_config.carry, self.accelerator.device
+        state, fresh = start_of(rows, self.states[n], device)
+        x, y, mask = (part.to(device, non_blocking=True) for part in (rows.x, rows.y, rows.mask))
+        given = Pass(x, y, mask, state, fresh, torch.full((), scale, device=device), weight, carry)
+        sums, self.states[n], self.bytes_held[n] = self.run_pass(given)
         return sums
+
+    def _can_replay(self, decoder: Decoder) -> bool:
+        """Whether steps can be recorded as CUDA graphs: one process on a GPU, with memory whose shapes are steady."""
+        config, one = self.train_config, self.accelerator.num_processes == 1
+        steady = config.carry and all(block.mixer.steady_shapes for block in decoder.layers())
+        return config.graphs and one and config.accumulate == 1 and self.accelerator.device.type == "cuda" and steady
 
     def _update_weights(self) -> Tensor:
         limit = self.train_config.clip or float("inf")

@@ -1,7 +1,8 @@
 """Fused GPU kernels over live memories. Nothing outside this folder imports triton.
 
-`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take the
-dispatcher's normalised inputs: q [B, Hq, T, D], k and v [B, Hkv, S, D], span and k_pos [B, 1 or Hkv, S], q_pos [B, 1, T].
+`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take what the
+public operator takes, in any of its shapes, since every view costs the host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
+span [B, S] or [B, Hkv, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ def triton_attention(
     ramp: float,
     include_self: bool = True,
     scale: float,
+    relative_keys: Tensor | None = None,
+    normalizer_eps: float = 0.0,
     documents: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v and span.
+    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span and relative_keys.
 
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
+
+    relative_keys [M, D]: their scores are made before the kernels, in a table [B, T, Hq, M], and looked up by age inside.
+    The table's gradient has one place per query and age: two memories of one position that live
+    at once would share it, and one of them would be lost.
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
@@ -41,7 +48,10 @@ def triton_attention(
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic)
+    has_relative = relative_keys is not None and relative_keys.shape[0] > 0
+    relative_keys = relative_keys.to(q.dtype) if has_relative else None
+    options = (ramp, include_self, scale, normalizer_eps, deterministic)
+    return attend(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *options)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -7,14 +7,16 @@ from typing import Optional
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backward import Backward
-from .forward import run_forward
-from .lists import Plan, build_plan, num_slots, num_words
+from .forward import empty_rows, relative_table, run_forward
+from .lists import Plan, build_plan, num_heads, num_slots, num_words
 from .tuning import choose, dot_precision
 
 MaybeTensor = Optional[Tensor]  # noqa: UP045
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def readable(x: Tensor) -> Tensor:
@@ -34,35 +36,31 @@ def _define(name: str, run: Callable) -> Callable:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
-    k_doc: MaybeTensor, ramp: float, include_self: bool, scale: float, deterministic: bool,
+    k_doc: MaybeTensor, relative_keys: MaybeTensor, ramp: float, include_self: bool, scale: float, eps: float,
+    deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """y, lse, then the fields of the plan, which the backward pass walks again."""
-    tuning = choose(q.shape[-1], q.dtype)
+    tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
     q = readable(q)
+    table = relative_table(q, relative_keys)
     plan = build_plan(
         k, v, span, q_pos, k_pos, q_doc, k_doc, ramp=ramp, include_self=include_self,
-        block_m=tuning.forward.block_m, block_n=tuning.block_n,
+        block_m=tuning.forward.block_m, block_n=tuning.block_n, window=0 if table is None else table.shape[-1],
     )  # fmt: skip
     y, lse = run_forward(
-        q,
-        q_pos,
-        plan,
-        ramp=ramp,
-        scale=scale,
-        has_docs=q_doc is not None,
-        tuning=tuning,
+        q, q_pos, plan, table, ramp=ramp, scale=scale, eps=eps, has_docs=q_doc is not None, tuning=tuning,
         precision=dot_precision(q.dtype),
-    )
+    )  # fmt: skip
     return y, lse, plan.words, plan.k, plan.v
 
 
-def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_self, scale, deterministic):
-    tuning = choose(q.shape[-1], q.dtype)
-    (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], span.shape[1]
+def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *_):
+    tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
+    (batch, kv_heads, memories, dim), queries, heads = k.shape, q.shape[2], num_heads(span, k_pos)
     slots = num_slots(memories, int(queries), tuning.block_n)
     words = num_words(slots, queries, tuning.forward.block_m, tuning.block_n)
     return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        empty_rows(*q.shape, dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
         torch.empty((batch * heads, words), dtype=torch.int32, device=q.device),
         k.new_empty(batch, kv_heads, slots, dim),
@@ -71,38 +69,69 @@ def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, ramp, include_sel
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, q_pos: Tensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor, v: Tensor, memories: int,
-    ramp: float, scale: float, has_docs: bool, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, q: Tensor, q_pos: Tensor, relative_keys: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
+    v: Tensor, memories: int, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
+) -> Outputs:  # fmt: skip
+    """dq, dk, dv, dspan with one part per key/value head, and the relative keys' gradient, which is empty without any.
+
+    The table of their scores is made anew: kept since the forward pass it would be the largest tensor of all.
+    """
+    q = readable(q)
+    table = relative_table(q, relative_keys)
     work = Backward(
-        readable(dy), readable(q), q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs, choose(q.shape[-1], q.dtype),
-        dot_precision(q.dtype),
+        readable(dy), q, q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs,
+        choose(q.shape[-1], q.dtype, table is not None), dot_precision(q.dtype), table, eps,
     )  # fmt: skip
-    return work.run(deterministic)
+    dq, dk, dv, dspan, dtable = work.run(deterministic)
+    if relative_keys is None:
+        return dq, dk, dv, dspan, dtable
+    return _add_relative(dq, q, dtable, relative_keys), dk, dv, dspan, _relative_gradient(q, dtable)
 
 
-def _fake_backward(dy, q, q_pos, y, lse, words, k, v, memories, *options):
+def _add_relative(dq: Tensor, q: Tensor, dtable: Tensor, relative_keys: Tensor) -> Tensor:
+    """dq with what reaches the queries through the table."""
+    (batch, heads, count, dim), rows = q.shape, dtable.flatten(0, 2)
+    return (
+        torch.addmm(dq.transpose(1, 2).reshape(-1, dim), rows, relative_keys)
+        .view(batch, count, heads, dim)
+        .transpose(1, 2)
+    )
+
+
+def _relative_gradient(q: Tensor, dtable: Tensor) -> Tensor:
+    return dtable.flatten(0, 2).T @ q.transpose(1, 2).reshape(-1, q.shape[3])
+
+
+def _fake_backward(dy, q, q_pos, relative_keys, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty((*shape, k.shape[3]), **like) for _ in range(2))
-    return torch.empty(q.shape, **like), dk, dv, torch.empty(shape, dtype=torch.float32, device=q.device)
+    dk, dv = (empty_rows(*shape, k.shape[3], **like) for _ in range(2))
+    dspan = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return (
+        empty_rows(*q.shape, **like),
+        dk,
+        dv,
+        dspan,
+        torch.empty(0 if relative_keys is None else relative_keys.shape, **like),
+    )
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, _, span, q_pos, _, q_doc, _, ramp, _, scale, deterministic = inputs
+    q, k, _, span, q_pos, _, q_doc, _, relative_keys, ramp, _, scale, eps, deterministic = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, q_pos, *output)
-    ctx.options = (k.shape[2], ramp, scale, q_doc is not None, deterministic)
-    ctx.span_heads, ctx.span_dtype = span.shape[1], span.dtype
+    ctx.save_for_backward(q, q_pos, relative_keys, *output)
+    ctx.options = (k.shape[2], ramp, scale, eps, q_doc is not None, deterministic)
+    ctx.span_shape, ctx.span_dtype, ctx.has_relative = span.shape, span.dtype, relative_keys is not None
 
 
-def _differentiate(ctx, dy, *_):
+def _differentiate(ctx, dy, *_, run: Callable | None = None):
     if dy is None:
-        return (None,) * 12
-    dq, dk, dv, dspan = attention_backward(dy, *ctx.saved_tensors, *ctx.options)
-    if ctx.span_heads == 1:
-        dspan = dspan.sum(1, keepdim=True)
-    return dq, dk, dv, dspan.to(ctx.span_dtype), *(None,) * 8
+        return (None,) * 14
+    dq, dk, dv, dspan, drelative = (run or attention_backward)(dy, *ctx.saved_tensors, *ctx.options)
+    if dspan.numel() != ctx.span_shape.numel():
+        dspan = dspan.sum(1)
+    dspan = dspan.view(ctx.span_shape).to(ctx.span_dtype)
+    return dq, dk, dv, dspan, *(None,) * 4, drelative if ctx.has_relative else None, *(None,) * 5
 
 
 attention = _define("attention", _attention)
@@ -113,20 +142,22 @@ torch.library.register_autograd("expire_span::attention", _differentiate, setup_
 
 
 class EagerAttention(torch.autograd.Function):
-    """The same op and gradient, for eager calls: the registered gradient costs the host about 100 us more each time."""
+    """The same function and gradient without the op around them: the dispatcher costs the host more than the launches do."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = attention(*inputs)
+        output = _attention(*inputs)
         _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _differentiate(ctx, *grads)
+        return _differentiate(ctx, *grads, run=_attention_backward)
 
 
 def attend(*inputs) -> Tensor:
-    """y of `attention`, by the cheapest way there is."""
-    return attention(*inputs)[0] if torch.compiler.is_compiling() else EagerAttention.apply(*inputs)
+    """y of `attention`, by the cheapest way there is: the op where something traces it, or stands between it and the device."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):
+        return attention(*inputs)[0]
+    return EagerAttention.apply(*inputs)

@@ -12,17 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import LOG2E
-from .lists import FAR
+from .forward import LOG2E, find_entries, relative_table
+from .launch import run_kernel
+from .lists import FAR, num_heads, power_of_2, strides
 from .tuning import dot_precision
 
 
 @triton.jit
 def _decode(
-    q, k, v, span, q_pos, k_pos, parts, peaks, totals, T, S, kv_heads, group, per_split, heads, q_b, q_h, q_t, k_b, k_h, k_s,
-    v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
-    MIN_AGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, span, q_pos, k_pos, table, parts, peaks, totals, T, S, kv_heads, group, per_split, heads, q_b, q_h, q_t,
+    k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
+    MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
@@ -51,12 +52,19 @@ def _decode(
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
         x = life[None, :] - since.to(tl.float32)[:, None]
         alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
+        if WINDOW > 0:
+            at, near = find_entries(r, 1, since, born, WINDOW)
+            bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
+            s += tl.trans(bias).to(tl.float32) * scale
         s = tl.where(alive, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.where(alive, tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None]), 0.0)
+        e = tl.math.exp2(s - safe[:, None])
+        p = tl.where(alive, tl.minimum(x * inv_ramp, 1.0) * e, 0.0)
         fade = tl.math.exp2(peak - safe)
         total = total * fade + tl.sum(p, 1)
+        if EPS != 0:
+            total += EPS * tl.sum(e, 1)
         rows = tl.load(v + b * v_b + h * v_h + i[:, None] * v_s + d[None, :], mask=read, other=0.0)
         acc = tl.dot(p.to(rows.dtype), rows, acc * fade[:, None], input_precision=PRECISION)
         peak = new_peak
@@ -91,7 +99,7 @@ def _join(
 
 def triton_decode(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float, include_self: bool,
-    scale: float,
+    scale: float, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients."""
     batch, q_heads, queries, dim = q.shape
@@ -100,22 +108,38 @@ def triton_decode(
         return torch.zeros_like(q)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
-    group = q_heads // kv_heads
-    block_m, padded = max(16, triton.next_power_of_2(group * queries)), triton.next_power_of_2(dim)
+    group, table = q_heads // kv_heads, relative_table(q, relative_keys)
+    table = table if table is None else table.transpose(1, 2).contiguous()  # by head, as the rows of a program are
+    block_m, padded = max(16, power_of_2(group * queries)), power_of_2(dim)
     block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
     per_split, splits = _split(memories, batch * kv_heads, block_n)
     like = dict(dtype=torch.float32, device=q.device)
     parts = torch.empty(batch * kv_heads, splits, block_m, padded, **like)
     peaks, totals = (torch.empty(batch * kv_heads, splits, block_m, **like) for _ in range(2))
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _decode[(splits, batch * kv_heads)](
-        q, k, v, span, q_pos, k_pos, parts, peaks, totals, queries, memories, kv_heads, group, per_split, span.shape[1],
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *span.stride(), *k_pos.stride(), q_pos.stride(0),
-        scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1, D=dim, D_PAD=padded, BLOCK_M=block_m,
-        BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), num_warps=4, num_stages=2,
+    run_kernel(
+        _decode, (splits, batch * kv_heads),
+        q, k, v, span, q_pos, k_pos, parts if table is None else table, parts, peaks, totals, queries, memories, kv_heads,
+        group, per_split, num_heads(span, k_pos), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
+        *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1,
+        WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, PRECISION=dot_precision(q.dtype),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
-    _join[(batch * kv_heads, group * queries)](
-        parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded, BLOCK_M=block_m, num_warps=1
+    run_kernel(
+        _join,
+        (batch * kv_heads, group * queries),
+        parts,
+        peaks,
+        totals,
+        y,
+        queries,
+        kv_heads,
+        group,
+        splits,
+        D=dim,
+        D_PAD=padded,
+        BLOCK_M=block_m,
+        num_warps=1,
     )
     return y
 
@@ -123,5 +147,5 @@ def triton_decode(
 def _split(memories: int, rows: int, block_n: int) -> tuple[int, int]:
     """Memories per program, and programs per row: about two programs a multiprocessor, each with a few tiles to read."""
     wanted = max(1, 264 // rows)
-    per_split = triton.cdiv(triton.cdiv(memories, wanted), 4 * block_n) * 4 * block_n
-    return per_split, triton.cdiv(memories, per_split)
+    per_split = -(-memories // (wanted * 4 * block_n)) * 4 * block_n
+    return per_split, -(-memories // per_split)

@@ -1,6 +1,8 @@
 """Forward pass: one program per query tile walks its runs of memory tiles, first the fully living, then the masked.
 
-Scores are in base 2. `lse` is log2 of sum m e^s per query, or +inf where nothing lives, so that exp2(s - lse) is 0 there.
+Scores are in base 2. `lse` is log2 of the normaliser, sum m e^s + EPS sum e^s over what lives, per query; or +inf where
+nothing lives, so that exp2(s - lse) is 0 there. A `table` [T, WINDOW] per head adds to the scores of memories of ages
+1..WINDOW; the plan sees to it that all of them are met in the masked walk.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .lists import FULL_AT, HEAD, MASKED_AT, WORDS, Plan
+from .launch import run_kernel
+from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -58,46 +61,79 @@ def load_queries(
     return rows
 
 
+def relative_table(q: Tensor, relative_keys: Tensor | None) -> Tensor | None:
+    """What relative keys [M, D] add to the scores of memories of ages 1..M: [B, T, Hq, M], or None without any."""
+    if relative_keys is None or relative_keys.shape[0] == 0:
+        return None
+    return (q.transpose(1, 2).reshape(-1, q.shape[3]) @ relative_keys.to(q.dtype).T).view(
+        *q.shape[:1], q.shape[2], q.shape[1], -1
+    )
+
+
+def empty_rows(batch: int, heads: int, count: int, dim: int, **like) -> Tensor:
+    """[B, H, T, D] that lies in memory as [B, T, H, D], as the projections around attention read and write it."""
+    return torch.empty(batch, count, heads, dim, **like).transpose(1, 2)
+
+
 def memory_source(x: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
     """What `load_tile` reads sorted memories [B, Hkv, slots, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [block_n, power_of_2(x.shape[-1])])
 
 
 def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescriptor:
     """What `load_queries` reads [B, H, T, D] from."""
     if not tma:
         return x
-    return TensorDescriptor.from_tensor(x, [1, 1, block_m, triton.next_power_of_2(x.shape[-1])])
+    return TensorDescriptor.from_tensor(x, [1, 1, block_m, power_of_2(x.shape[-1])])
 
 
 @triton.jit
 def load_fate(keys, slots, slot, t0, ramp):
-    """Of each slot: its first query, the query after its last, and steps left until its death at position t0."""
+    """Of each slot: its first query, the query after its last, its birth, and steps left until its death at position t0."""
     first = tl.load(keys + slot)
     end = tl.load(keys + slots + slot)
     born = tl.load(keys + 2 * slots + slot)
     length = tl.load(keys + 3 * slots + slot).to(tl.float32, bitcast=True)
-    return first, end, (length - (t0 - born).to(tl.float32)) + ramp
+    return first, end, born, (length - (t0 - born).to(tl.float32)) + ramp
+
+
+@triton.jit
+def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
+    """Where one head's part of a table [rows, Hq, WINDOW] holds these queries' pairs with memories, and which of them it has.
+
+    Memories run along dimension 0, where Triton puts neighbouring threads, since their ages are neighbours in the table:
+    the other way round every thread would read a line of its own. [memories, rows].
+    """
+    age = t[None, :] - born[:, None]
+    return row[None, :] * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
 
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, first_row, runs, count, keys, slots, q_index, t0, since, scale, ramp,
-    inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, q_heads, t, t0, scale,
+    ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles of the runs."""
+    since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
     for _ in range(count):
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            first, end, life = load_fate(keys, slots, slot, t0, ramp)
+            first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        if MASKED and WINDOW > 0:
+            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
+            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
             x = life[None, :] - since[:, None]
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
@@ -105,15 +141,22 @@ def _walk(
             s = tl.where(alive, s * scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1))
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.minimum(x * inv_ramp, 1.0) * tl.math.exp2(s - safe[:, None])  # 0 where not alive
+            e = tl.math.exp2(s - safe[:, None])
+            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             # Sum the weights as the product with v sees them: in bf16 the error of y falls by a third.
             p = p.to(k.dtype).to(tl.float32)
+            part = tl.sum(p, 1)
+            if EPS != 0:
+                part += EPS * tl.sum(e, 1)
         else:
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = new_peak
             p = tl.math.exp2(s * scale - safe[:, None])
+            part = tl.sum(p, 1)
+            if EPS != 0:
+                part += EPS * part
         fade = tl.math.exp2(peak - safe)
-        total = total * fade + tl.sum(p, 1)
+        total = total * fade + part
         acc = acc * fade[:, None]
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -124,9 +167,9 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_heads", "row_words"])
 def _forward(
-    q, k, v, words, q_pos, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, qp_b, scale, ramp,
-    inv_ramp, HAS_DOCS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, words, q_pos, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, qp_b, scale, ramp,
+    inv_ramp, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # late tiles have most to do
     b, h = bh // q_heads, bh % q_heads
@@ -141,7 +184,9 @@ def _forward(
     base = tl.load(t_row)
     t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
     t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
-    since = (t - t0).to(tl.float32)
+    if WINDOW > 0:
+        t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+        table += ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
     words += row * row_words + HEAD
     keys = words + slots
     runs = words + 5 * slots + 4 * (slots // BLOCK_N) + qt * WORDS
@@ -149,34 +194,37 @@ def _forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, t0,
-        since, scale, ramp, inv_ramp, False, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, q_heads,
+        t, t0, scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, slots, q_index,
-        t0, since, scale, ramp, inv_ramp, True, HAS_DOCS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, slots, q_index,
+        q_heads, t, t0, scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
     acc = acc / tl.where(lives, total, 1.0)[:, None]
-    out = (bh * T + q_index)[:, None] * D + d[None, :]
+    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=mask)
     tl.store(lse + bh * T + q_index, tl.where(lives, peak + tl.math.log2(total), float("inf")), mask=inside)
 
 
 def run_forward(
-    q: Tensor, q_pos: Tensor, plan: Plan, *, ramp: float, scale: float, has_docs: bool, tuning: Tuning, precision: str
-) -> tuple[Tensor, Tensor]:
-    """y [B, Hq, T, D] and lse [B, Hq, T]."""
+    q: Tensor, q_pos: Tensor, plan: Plan, table: Tensor | None = None, *, ramp: float, scale: float, eps: float = 0.0,
+    has_docs: bool, tuning: Tuning, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, T, Hq, M], added to the scores of ages 1..M before they are scaled."""
     batch, q_heads, queries, dim = q.shape
     kv_heads, slots = plan.k.shape[1:3]
     launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = empty_rows(batch, q_heads, queries, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _forward[(triton.cdiv(queries, launch.block_m), batch * q_heads)](
+    run_kernel(
+        _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
-        plan.words, q_pos, y, lse, queries, slots, q_heads, q_heads // kv_heads, plan.words.shape[0] // batch,
-        plan.words.shape[1], *q.stride()[:3], q_pos.stride(0), scale * LOG2E, ramp, 1 / ramp,
-        HAS_DOCS=has_docs, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
-        PRECISION=precision, TMA=tma, num_warps=launch.warps, num_stages=launch.stages,
+        plan.words, q_pos, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp,
+        HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
+        D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return y, lse

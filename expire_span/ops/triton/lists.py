@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import run_kernel
+
 NUM_CLASSES = 16
 SHORTEST = 128
 """Memories seen by at most this many queries share one class."""
@@ -74,6 +76,24 @@ class Plan:
         """Per query tile, its runs: [R, query tiles, RUN_WORDS]."""
         slots = self.k.shape[2]
         return self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :].unflatten(1, (-1, RUN_WORDS))
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Of batch rows, heads and items, of x [n], [B, n] or [B, heads, n]: 0 where one serves all."""
+    found = x.stride()
+    if len(found) == 3:
+        return found if x.shape[1] > 1 else (found[0], 0, found[2])
+    return (found[0], 0, found[1]) if len(found) == 2 else (0, 0, found[0])
+
+
+def num_heads(span: Tensor, k_pos: Tensor) -> int:
+    """Heads that have spans or positions of their own: 1 or Hkv."""
+    return max(span.shape[1] if span.dim() == 3 else 1, k_pos.shape[1] if k_pos.dim() == 3 else 1)
+
+
+def power_of_2(n: int) -> int:
+    """The next one. Triton's function of this kind may be called in kernels too, at twenty times the cost."""
+    return 1 << (n - 1).bit_length()
 
 
 def num_slots(memories: int, queries: int, block_n: int) -> int:
@@ -185,10 +205,11 @@ def _scatter(
     tl.store(words + HEAD + slot, i, mask=i < S)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks", "steps"])
 def _gather(
-    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, slots, kv_heads, heads, row_words, num_blocks, k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, T, slots, kv_heads, heads, row_words, num_blocks, steps,
+    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
+    WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
@@ -217,7 +238,12 @@ def _gather(
         end = tl.load(scratch + S + at, mask=used, other=0)
         fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding hides no full tile
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
+        plain = tl.max(first, 0)
+        if WINDOW > 0:  # a tile with a memory of age WINDOW or less takes its scores' bias in the masked walk
+            youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
+            plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
+        born = tl.where(used, born, -FAR)  # padding has no place in a table of young ages
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
         keys = words + HEAD + slots + slot
         tl.store(keys, first)
@@ -227,7 +253,7 @@ def _gather(
         num_tiles = slots // BLOCK_N
         tiles = words + HEAD + 5 * slots + tile
         tl.store(tiles, tl.min(first, 0))
-        tl.store(tiles + num_tiles, tl.max(first, 0))
+        tl.store(tiles + num_tiles, plain)
         tl.store(tiles + 2 * num_tiles, tl.max(end, 0))
         tl.store(tiles + 3 * num_tiles, tl.min(fades, 0))
 
@@ -285,10 +311,13 @@ def _find_runs(words, T, slots, num_tiles, row_words, BLOCK_M: tl.constexpr, PIE
 
 def build_plan(
     k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: Tensor | None, k_doc: Tensor | None,
-    *, ramp: float, include_self: bool, block_m: int, block_n: int,
+    *, ramp: float, include_self: bool, block_m: int, block_n: int, window: int = 0,
 ) -> Plan:  # fmt: skip
-    """Sort the memories by length of life and find the runs of every query tile. See the module's docstring."""
-    (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], span.shape[1]
+    """Sort the memories by length of life and find the runs of every query tile. See the module's docstring.
+
+    window: tiles with a memory of this age or younger count among those that need the mask.
+    """
+    (batch, kv_heads, memories, dim), queries, heads = k.shape, q_pos.shape[-1], num_heads(span, k_pos)
     rows, slots = batch * heads, num_slots(memories, queries, block_n)
     num_tiles, num_blocks = slots // block_n, max(1, -(-memories // BLOCK))
     row_words = num_words(slots, queries, block_m, block_n)
@@ -296,18 +325,41 @@ def build_plan(
     words = torch.empty(rows, row_words, device=k.device, dtype=torch.int32)
     k_out, v_out = k.new_empty(batch, kv_heads, slots, dim), v.new_empty(batch, kv_heads, slots, dim)
 
-    where = (*k_pos.stride(), *span.stride(), q_pos.stride(0))
+    where = (*strides(k_pos), *strides(span), strides(q_pos)[0])
     documents = (k_doc, q_doc) if k_doc is not None else (k_pos, q_pos)
-    _classify[(rows, num_blocks)](
-        k_pos, span, q_pos, *documents, scratch, memories, queries, heads, queries.bit_length(), num_blocks,
+    steps = queries.bit_length()
+    run_kernel(
+        _classify, (rows, num_blocks),
+        k_pos, span, q_pos, *documents, scratch, memories, queries, heads, steps, num_blocks,
         *where, ramp, MIN_AGE=0 if include_self else 1, HAS_DOCS=k_doc is not None, BLOCK=BLOCK,
     )  # fmt: skip
-    _scatter[(rows, num_blocks)](
-        scratch, words, memories, num_blocks, row_words, BLOCK=BLOCK, BLOCK_N=block_n, PIECE=64
+    run_kernel(
+        _scatter,
+        (rows, num_blocks),
+        scratch,
+        words,
+        memories,
+        num_blocks,
+        row_words,
+        BLOCK=BLOCK,
+        BLOCK_N=block_n,
+        PIECE=64,
     )
-    _gather[(num_tiles, batch * kv_heads)](
-        k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, slots, kv_heads, heads, row_words, num_blocks,
-        *k.stride()[:3], *v.stride()[:3], *where, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK_N=block_n,
+    run_kernel(
+        _gather, (num_tiles, batch * kv_heads),
+        k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, queries, slots, kv_heads, heads, row_words,
+        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, WINDOW=window, D=dim,
+        D_PAD=power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
-    _find_runs[(-(-queries // block_m), rows)](words, queries, slots, num_tiles, row_words, BLOCK_M=block_m, PIECE=256)
+    run_kernel(
+        _find_runs,
+        (-(-queries // block_m), rows),
+        words,
+        queries,
+        slots,
+        num_tiles,
+        row_words,
+        BLOCK_M=block_m,
+        PIECE=256,
+    )
     return Plan(words, k_out, v_out)

@@ -58,6 +58,7 @@ _HALF = {
     128: Tuning(64, Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 8, 2), wide=2, tma=True, split_at=8192),
     256: Tuning(32, Launch(64, 8, 2), Launch(64, 8, 1), Launch(32, 8, 1)),
 }
+_HALF_RELATIVE = {64: Tuning(64, Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3))}
 _SINGLE = {
     32: Tuning(32, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 2)),
     64: Tuning(32, Launch(32, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1)),
@@ -67,12 +68,13 @@ _SINGLE = {
 _override: Tuning | None = None
 
 
-def choose(dim: int, dtype: torch.dtype) -> Tuning:
-    """The table's entry; head dim 96 runs as 128."""
+def choose(dim: int, dtype: torch.dtype, relative: bool = False) -> Tuning:
+    """The table's entry; head dim 96 runs as 128. relative: with relative keys, whose look-ups take registers of their own."""
     if _override is not None:
         return _override
     padded = 128 if dim == 96 else dim
-    return (_SINGLE if dtype == torch.float32 else _HALF)[padded]
+    table = _SINGLE if dtype == torch.float32 else _HALF | _HALF_RELATIVE if relative else _HALF
+    return table[padded]
 
 
 def override(tuning: Tuning | None) -> None:

@@ -1,0 +1,100 @@
+"""Launch a kernel that was launched before without asking Triton again which compiled kernel it is.
+
+`kernel[grid](...)` binds, sorts and prints every argument into a key, each time: with some thirty arguments that takes the host longer
+than the GPU takes for a small kernel. Here the first launch goes that way and its compiled kernel is kept, under what its choice depends
+on: the kernel, the device, every constant, each tensor's type and alignment, and of each integer what Triton specialises on. Later
+launches hand the arguments straight to Triton's own C launcher.
+
+The C launcher's calling convention belongs to Triton, not to its users. So this serves the version it was written for; any other one,
+and the interpreter, take the plain way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+KNOWN = triton.__version__.startswith("3.6.")
+"""Whether this version's C launcher takes (grid, stream, function, metadata, hooks, all arguments with the constants last)."""
+MOST = 1024
+"""Compiled kernels kept; beyond it all are forgotten, and found again at their next launch."""
+_INT32 = 2**31
+
+_compiled: dict[tuple, tuple[Any, list]] = {}
+_quick = True
+
+
+def switch(on: bool) -> None:
+    """Whether launches may be quick (benchmarks and tests)."""
+    global _quick
+    _quick = on
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)`, for kernels whose parameters are arguments first, then constants."""
+    if not (_quick and KNOWN and type(kernel) is JITFunction) or kernel.pre_run_hooks:
+        kernel[grid](*args, **constants)
+        return
+    device = driver.active.get_current_device()
+    marks, values = signature(args)
+    mode = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    key = (id(kernel), device, mode, *marks, *constants, *constants.values())
+    found = _compiled.get(key)
+    if found is None:
+        _keep(key, kernel, kernel[grid](*args, **constants), len(args), constants)
+        return
+    compiled, tail = found
+    _run(compiled, grid, driver.active.get_current_stream(device), values + tail)
+
+
+def signature(args: tuple) -> tuple[list, list]:
+    """What the choice of a compiled kernel depends on, and the values to launch it with: addresses in place of tensors."""
+    marks: list[Any] = []
+    values = list(args)
+    for n, x in enumerate(args):
+        kind = type(x)
+        if kind is int:
+            wide = 0 if -_INT32 <= x < _INT32 else 64
+            marks.append(1 if x == 1 else wide + (2 if x & 15 else 16))
+        elif kind is float:
+            marks.append(kind)
+        elif isinstance(x, Tensor):
+            values[n] = address = x.data_ptr()
+            marks.append((x.dtype,) if address & 15 else x.dtype)
+        elif kind is TensorDescriptor:
+            marks.append((x.base.dtype, tuple(x.block_shape), x.padding))
+        else:
+            marks.append((kind, x))
+    return marks, values
+
+
+def _keep(key: tuple, kernel: Any, compiled: Any, count: int, constants: dict[str, Any]) -> None:
+    """Remember a compiled kernel with its constants in the order of its parameters, if these are as `run_kernel` needs them."""
+    names = kernel.arg_names[count:]
+    if compiled is None or not set(names) <= set(constants):
+        return
+    if len(_compiled) >= MOST:
+        _compiled.clear()
+    _compiled[key] = compiled, [constants[n] for n in names]
+
+
+def _run(compiled: Any, grid: tuple[int, ...], stream: int, values: list) -> None:
+    """Into the C launcher, with the hooks of profilers where there are any."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = enter if _has_calls(enter) else None, leave if _has_calls(leave) else None
+    about = compiled.launch_metadata(grid, stream, *values) if enter is not None else None
+    size = (*grid, 1, 1)
+    compiled.run(
+        size[0], size[1], size[2], stream, compiled.function, compiled.packed_metadata, about, enter, leave, *values
+    )
+
+
+def _has_calls(hook: Any) -> bool:
+    """Triton's chains of hooks are there when empty too; then calling them costs as much as a launch."""
+    return hook is not None and bool(getattr(hook, "calls", True))

@@ -1,0 +1,216 @@
+"""Backward pass, one program per memory tile: dk, dv and dspan. See `backward.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .forward import find_entries, load_queries, load_tile
+from .lists import CLASSES, DEAD, FAR, HEAD, NEVER
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
+    dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr,
+    ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
+    d = tl.arange(0, D_PAD)
+    for n in range(begin, pause + stop - again):
+        qt = n
+        if MASKED:
+            qt = tl.where(n < pause, n, n - pause + again)
+        q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = q_index < T
+        q_tile = load_queries(q, b, q_head, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
+        if MASKED:
+            t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
+            t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+        if MASKED and WINDOW > 0:
+            # The bias is where the product starts. Added to it, Triton would take its layout for all that follows.
+            t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+            at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
+            rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
+            bias = tl.load(rows + at, mask=near, other=0.0).to(tl.float32)
+            s = tl.dot(k, tl.trans(q_tile), bias, input_precision=PRECISION)
+        else:
+            s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        s = s * log_scale - tl.load(lse + q_index, mask=inside, other=float("inf"))[None, :]
+        dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
+        dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
+        delta_tile = tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
+        dp -= delta_tile
+        if MASKED:
+            left = (length - (t0 - born).to(tl.float32)) + ramp
+            x = left[:, None] - (t - t0).to(tl.float32)[None, :]
+            alive = (x > 0) & (q_index[None, :] >= first[:, None])
+            if HAS_DOCS:
+                alive = alive & (q_index[None, :] < end[:, None])
+            e = tl.math.exp2(tl.where(alive, s, float("-inf")))
+            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
+            dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)
+        else:
+            e = tl.math.exp2(s)
+            p = e
+        dv = tl.dot(p.to(dy_tile.dtype), dy_tile, dv, input_precision=PRECISION)
+        ds = p * dp
+        if EPS != 0:
+            ds -= EPS * e * delta_tile
+        ds = ds.to(q_tile.dtype)
+        dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
+        if ADD_DQ:
+            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
+            if TMA:
+                dq.atomic_add(
+                    [b.to(tl.int32), q_head.to(tl.int32), qt * BLOCK_M, 0], part.reshape([1, 1, BLOCK_M, D_PAD])
+                )
+            else:
+                at = dq + q_index.to(tl.int64)[:, None] * (q_heads * D) + d[None, :]
+                tl.atomic_add(at, part, mask=inside[:, None] & (d[None, :] < D), sem="relaxed")
+    return dk, dv, dspan
+
+
+@triton.jit
+def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
+    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest always needs the mask."""
+    num_tiles = slots // PLAN_N
+    tiles = words + HEAD + 5 * slots
+    living = tl.load(words + DEAD)
+    first, plain, end, fades = NEVER, 0, 0, NEVER
+    for n in tl.static_range(WIDTH):
+        at = tile * WIDTH + n
+        inside = at < living
+        first = tl.minimum(first, tl.load(tiles + at, mask=inside, other=NEVER))
+        plain = tl.maximum(plain, tl.load(tiles + num_tiles + at, mask=inside, other=NEVER))
+        end = tl.maximum(end, tl.load(tiles + 2 * num_tiles + at, mask=inside, other=0))
+        fades = tl.minimum(fades, tl.load(tiles + 3 * num_tiles + at, mask=inside, other=NEVER))
+    return first, plain, end, fades
+
+
+@triton.jit
+def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
+    tl.store(dk, dk_acc.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv, dv_acc.to(dv.dtype.element_ty), mask=mask)
+    tl.store(dspan, dspan_acc, mask=used)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows", "row_words"])
+def memory_gradients(
+    q, dy, lse, delta, k, v, words, q_pos, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
+    window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_N: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
+
+    A tile that fits one window writes its gradients; the parts of a longer one add into `sums`, for `long_tiles`.
+    """
+    part, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits % num_rows).to(tl.int64)
+    tile = tl.program_id(0) // (splits * num_rows)
+    b, h = bh // kv_heads, bh % kv_heads
+    row = b * heads + h % heads
+    words += row * row_words
+    if tile * (BLOCK_N // PLAN_N) >= tl.load(words + CLASSES):
+        return
+    born_from, plain_from, dies, fading = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
+    stop = tl.cdiv(dies, BLOCK_M)
+    begin = tl.minimum(born_from // BLOCK_M, stop)
+    long = stop - begin > window
+    if SPLIT:
+        begin += part * window
+        stop = tl.minimum(stop, begin + window)
+        if (stop <= begin) & (part > 0):
+            return
+    slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+    v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+    taken = slot < tl.load(words + CLASSES) * PLAN_N
+    keys = words + HEAD + slots + slot
+    first = tl.load(keys, mask=taken, other=NEVER)
+    if BLOCK_N > PLAN_N:  # the second half may be dead
+        first = tl.where(slot < tl.load(words + DEAD) * PLAN_N, first, NEVER)
+    end = tl.load(keys + slots, mask=taken, other=0)
+    born = tl.load(keys + 2 * slots, mask=taken, other=0)
+    length = tl.load(keys + 3 * slots, mask=taken, other=0).to(tl.float32, bitcast=True)
+    full_from = tl.minimum(plain_from, T)  # padding slots are never born
+    full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
+    full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
+    t_row = q_pos + b * qp_b
+    base = tl.load(t_row)
+    dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+    dspan_acc = tl.zeros([BLOCK_N], tl.float32)
+    for g in range(group):
+        q_head = h * group + g
+        q_bh = bh * group + g
+        lse_at, delta_at, table_at = (
+            lse + q_bh * T,
+            delta + q_bh * T,
+            table + (b * T * kv_heads * group + q_head) * WINDOW,
+        )
+        if ADD_DQ and not TMA:
+            dq_at = dq + (b * T * kv_heads * group + q_head) * D
+        else:
+            dq_at = dq
+        dk_acc, dv_acc, dspan_acc = _walk_queries(
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, full_from, full_to,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            log_scale, ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+        )  # fmt: skip
+        dk_acc, dv_acc, dspan_acc = _walk_queries(
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, begin, full_from,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
+            log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+        )  # fmt: skip
+    index = tl.load(words + HEAD + slot, mask=taken, other=-1)
+    d = tl.arange(0, D_PAD)
+    mask = (index >= 0)[:, None] & (d[None, :] < D)
+    dk_acc *= scale
+    dspan_acc *= inv_ramp
+    out = ((b * S + tl.maximum(index, 0)) * kv_heads + h)[:, None] * D + d[None, :]
+    dspan += bh * S + index
+    if SPLIT:
+        if long:
+            at = sums + (bh * slots + slot)[:, None] * D + d[None, :]
+            tl.atomic_add(at, dk_acc, mask=mask, sem="relaxed")
+            tl.atomic_add(at + num_rows.to(tl.int64) * slots * D, dv_acc, mask=mask, sem="relaxed")
+            tl.atomic_add(dspan, dspan_acc, mask=index >= 0, sem="relaxed")
+        else:
+            _store_gradients(dk + out, dv + out, dspan, dk_acc, dv_acc, dspan_acc, mask, index >= 0)
+    else:
+        _store_gradients(dk + out, dv + out, dspan, dk_acc, dv_acc, dspan_acc, mask, index >= 0)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "window", "row_words"])
+def long_tiles(
+    words, dk, dv, dspan, sums, S, slots, kv_heads, heads, row_words, window, FINISH: tl.constexpr, PLAN_N: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of tiles longer than a window: clear the sums before the parts are added, or round them into dk and dv after."""
+    tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // kv_heads, bh % kv_heads
+    words += (b * heads + h % heads) * row_words
+    total = tl.load(words + CLASSES)
+    if tile * (BLOCK_N // PLAN_N) >= total:
+        return
+    first, _, end, _ = _extent(words, tile, slots, PLAN_N, BLOCK_N // PLAN_N)
+    if tl.cdiv(end, BLOCK_M) - first // BLOCK_M <= window:
+        return
+    slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = tl.load(words + HEAD + slot, mask=slot < total * PLAN_N, other=-1)
+    d = tl.arange(0, D_PAD)
+    mask = (index >= 0)[:, None] & (d[None, :] < D)
+    dk_sum = sums + (bh * slots + slot)[:, None] * D + d[None, :]
+    dv_sum = dk_sum + tl.num_programs(1).to(tl.int64) * slots * D
+    if FINISH:
+        out = ((b * S + tl.maximum(index, 0)) * kv_heads + h)[:, None] * D + d[None, :]
+        tl.store(dk + out, tl.load(dk_sum, mask=mask, other=0.0).to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + out, tl.load(dv_sum, mask=mask, other=0.0).to(dv.dtype.element_ty), mask=mask)
+    else:
+        zeros = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+        tl.store(dk_sum, zeros, mask=mask)
+        tl.store(dv_sum, zeros, mask=mask)
+        tl.store(dspan + bh * S + index, tl.zeros([BLOCK_N], tl.float32), mask=index >= 0)

@@ -1,0 +1,102 @@
+"""Backward pass, one program per query tile: dq, by the runs of the forward pass. See `backward.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .forward import find_entries, load_fate, load_queries, load_tile, next_tile
+from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
+
+
+@triton.jit
+def _walk_tiles(
+    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, q_heads, t, t0,
+    scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    since = (t - t0).to(tl.float32)
+    row = tl.arange(0, t.shape[0])
+    run = 0
+    tile = tl.load(runs)
+    left = tl.load(runs + 1)
+    for _ in range(count):
+        k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+        v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
+        if MASKED:
+            slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            first, end, born, life = load_fate(keys, slots, slot, t0, ramp)
+        if MASKED and WINDOW > 0:
+            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
+            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        if MASKED:
+            x = life[None, :] - since[:, None]
+            alive = (x > 0) & (q_index[:, None] >= first[None, :])
+            if HAS_DOCS:
+                alive = alive & (q_index[:, None] < end[None, :])
+            e = tl.math.exp2(tl.where(alive, s, float("-inf")))
+            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
+        else:
+            e = tl.math.exp2(s)
+            p = e
+        ds = p * (dp - delta[:, None])
+        if EPS != 0:
+            ds -= EPS * e * delta[:, None]
+        if MASKED and WINDOW > 0:  # no two memories of one age, so nothing is stored twice
+            tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        run, tile, left = next_tile(runs, run, tile, left)
+    return dq
+
+
+@triton.jit(do_not_specialize=["q_heads", "row_words"])
+def query_gradient(
+    q, dy, y, lse, delta, k, v, words, q_pos, table, dtable, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h,
+    q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, PLAN_M: tl.constexpr, HAS_DOCS: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dq, and delta on the way, which the memories' gradients need; where there is a table, its gradient too."""
+    qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // q_heads, bh % q_heads
+    kv_bh = b * (q_heads // group) + h // group
+    row = b * heads + (h // group) % heads
+    q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    inside = q_index < T
+    mask = inside[:, None] & (d[None, :] < D)
+    q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
+    dy_tile = load_queries(dy, b, h, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
+    lse_tile = tl.load(lse + bh * T + q_index, mask=inside, other=float("inf"))
+    out = ((b * T + q_index) * q_heads + h)[:, None] * D + d[None, :]
+    y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
+    delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
+    tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
+    t_row = q_pos + b * qp_b
+    base = tl.load(t_row)
+    t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
+    t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+    if WINDOW > 0:
+        t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
+        start = ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
+        table += start
+        dtable += start
+    words += row * row_words + HEAD
+    keys = words + slots
+    runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    acc = _walk_tiles(
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys,
+        slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        PRECISION, TMA,
+    )  # fmt: skip
+    acc = _walk_tiles(
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1),
+        keys, slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        PRECISION, TMA,
+    )  # fmt: skip
+    tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)

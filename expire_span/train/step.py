@@ -1,0 +1,119 @@
+"""One forward and backward pass; on a GPU, recorded once for each shape of the memory and then replayed.
+
+A training step in short blocks is thousands of small kernels, and the host cannot start them as fast as a GPU ends them. A
+CUDA graph starts them all at once. A shape's first pass runs as ever (and compiles what it needs), its second is recorded.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# The foreach functions copy many tensors in one launch.
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.models.carried import settle
+from expire_span.models.state import detach, map_tensors
+
+Outcome = tuple[dict[str, Tensor], Any, int]
+"""What a scorer gives: sums, state, bytes held; all detached."""
+
+MOST_GRAPHS = 4
+"""Shapes whose recordings are kept at a time."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All that a forward and backward pass reads. Loss = nll x scale + span loss x weight."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+    state: Any
+    fresh: Tensor | None
+    scale: Tensor
+    weight: Tensor
+    remember: bool
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], lambda x: found.append(x) or x)
+        return found
+
+    def clone(self) -> Pass:
+        """Copies of its own, contiguous, with no row fresh."""
+        parts = map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], _copy)
+        x, y, mask, state, scale, weight = parts
+        return Pass(x, y, mask, state, None, scale, weight, self.remember)
+
+
+@dataclass(frozen=True)
+class Recording:
+    graph: Any
+    inputs: Pass
+    """The tensors that the graph reads, wherever it was recorded."""
+    outcome: Outcome
+    grads: list[Tensor | None]
+
+
+class TrainStep:
+    """`step(pass) -> (sums, state, bytes held)`, gradients in the parameters' `.grad`, which must be None before."""
+
+    def __init__(self, model: nn.Module, backward: Callable[[Tensor], None], *, graphs: bool) -> None:
+        self.model, self.backward, self.graphs = model, backward, graphs
+        self.parameters = list(model.parameters())
+        self.recordings: OrderedDict[Any, Recording | None] = OrderedDict()
+        self.pool: Any = None
+
+    def __call__(self, given: Pass) -> Outcome:
+        if given.state is not None:
+            given = _replace_state(given, settle(given.state, copy=not self.graphs))
+        if not self.graphs or given.fresh is not None or (given.remember and given.state is None):
+            return self.run(given)
+        key = tuple((x.shape, x.dtype) for x in given.tensors())
+        if key not in self.recordings:
+            self.recordings[key] = None
+            return self.run(given.clone())  # laid out as the recording's will be: compiled code looks at strides too
+        self.recordings.move_to_end(key)
+        recording = self.recordings[key] or self._record(key, given)
+        return self._replay(recording, given)
+
+    def run(self, given: Pass) -> Outcome:
+        """The pass itself, kernel by kernel."""
+        sums, state, held = self.model(given.x, given.y, given.mask, given.state, given.fresh, given.remember)
+        self.backward(sums["nll"] * given.scale + given.weight * sums["span_loss"])
+        sums = {name: x.detach() for name, x in sums.items()}
+        return sums, detach(state) if given.remember else None, held
+
+    def _record(self, key: Any, given: Pass) -> Recording:
+        while len(self.recordings) > MOST_GRAPHS:
+            self.recordings.popitem(last=False)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        inputs, graph = given.clone(), torch.cuda.CUDAGraph()
+        for p in self.parameters:
+            p.grad = None
+        with torch.cuda.graph(graph, pool=self.pool):
+            outcome = self.run(inputs)
+        torch.cuda.empty_cache()  # what the unrecorded pass left behind; the graph has memory of its own
+        self.recordings[key] = recording = Recording(graph, inputs, outcome, [p.grad for p in self.parameters])
+        return recording
+
+    def _replay(self, recording: Recording, given: Pass) -> Outcome:
+        torch._foreach_copy_(recording.inputs.tensors(), given.tensors())
+        recording.graph.replay()
+        for p, grad in zip(self.parameters, recording.grads):
+            p.grad = grad
+        return recording.outcome
+
+
+def _replace_state(given: Pass, state: Any) -> Pass:
+    return Pass(given.x, given.y, given.mask, state, given.fresh, given.scale, given.weight, given.remember)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

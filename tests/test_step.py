@@ -1,0 +1,96 @@
+"""A training pass: the same loss and gradients as by hand; on a GPU, the same when replayed as a graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.models.decoder import Decoder
+from expire_span.models.state import detach
+from expire_span.train.scorer import Scorer
+from expire_span.train.step import MOST_GRAPHS, Pass, TrainStep
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PAPER = DecoderConfig.paper(
+    vocab=256, dim=64, layers=2, heads=2, ff_dim=64, relative_window=16,
+    mixer=ExpireSpanConfig(max_span=200, ramp=8, initial_span=0.3, include_self=False, initial_memories=16),
+)  # fmt: skip
+MODERN = DecoderConfig.modern(
+    vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8)
+)
+
+
+def build(config, graphs):
+    torch.manual_seed(0)
+    scorer = Scorer(Decoder(config).to(DEVICE)).train()
+    return scorer, TrainStep(scorer, torch.Tensor.backward, graphs=graphs)
+
+
+def passes(count, block=32):
+    torch.manual_seed(1)
+    scale, weight = torch.tensor(1 / (4 * block), device=DEVICE), torch.tensor(1e-3, device=DEVICE)
+    for _ in range(count):
+        tokens = torch.randint(0, 256, (4, block + 1), device=DEVICE)
+        mask = torch.ones(4, block, dtype=torch.bool, device=DEVICE)
+        yield Pass(tokens[:, :-1], tokens[:, 1:], mask, None, None, scale, weight, True)
+
+
+def train(config, graphs, count=24):
+    """Losses of a few dozen steps of plain gradient descent with carried memory, and the last widths."""
+    scorer, step = build(config, graphs)
+    losses, state = [], None
+    for given in passes(count):
+        sums, state, held = step(replace(given, state=state))
+        assert held > 0
+        losses.append(float(sums["nll"]))
+        with torch.no_grad():
+            for p in scorer.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+                p.grad = None
+    return torch.tensor(losses), [part["hidden"].shape for part in state], step
+
+
+@pytest.mark.parametrize("config", [PAPER, MODERN], ids=["paper", "modern"])
+def test_a_pass_is_the_scorers_loss_and_gradient(config):
+    scorer, step = build(config, graphs=False)
+    first, second = passes(2)
+    _, state, _ = step(first)
+    scorer.zero_grad()
+    sums, _, _ = step(replace(second, state=state))
+    got = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    scorer.zero_grad()
+    want, _, _ = scorer(second.x, second.y, second.mask, detach(state))
+    (want["nll"] * second.scale + want["span_loss"] * second.weight).backward()
+    torch.testing.assert_close(sums["nll"], want["nll"].detach())
+    assert not sums["nll"].requires_grad
+    for name, p in scorer.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(got[name], p.grad, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("config", [PAPER, MODERN], ids=["paper", "modern"])
+def test_replayed_steps_train_like_ordinary_ones(config):
+    plain, widths, _ = train(config, graphs=False)
+    graphed, graphed_widths, step = train(config, graphs=True)
+    assert widths == graphed_widths
+    torch.testing.assert_close(graphed, plain, rtol=1e-4, atol=1e-3)
+    assert 0 < sum(r is not None for r in step.recordings.values()) <= MOST_GRAPHS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+def test_replays_draw_new_dropout():
+    config = replace(MODERN, dropout=0.5)
+    scorer, step = build(config, graphs=True)
+    given, state, losses = next(passes(1)), None, []
+    for _ in range(12):
+        sums, state, _ = step(replace(given, state=state))
+        losses.append(float(sums["nll"]))
+        scorer.zero_grad(set_to_none=True)
+    assert any(r is not None for r in step.recordings.values())
+    assert len(set(losses[-4:])) == 4
