@@ -26,7 +26,7 @@ from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
 from expire_span.study.cell import GatedScan
 from expire_span.study.exercise import TASK, Size, first_below, measure, train_size
-from expire_span.study.expire import Model, config_of
+from expire_span.study.expire import Model, config_of, kinds_of
 from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
 from expire_span.study.sections.handmade import copy_weights, two_grus
@@ -210,6 +210,17 @@ def test_a_network_does_not_hang_on_those_beside_it():
     assert both["lengths"]["20"]["all"][0] != both["lengths"]["20"]["all"][1]
 
 
+def test_each_network_is_clipped_by_itself():
+    networks = Networks(1, 3, [0, 1])
+    for weight in networks.parameters():
+        weight.grad = torch.full_like(weight, 0.01)
+        weight.grad[1] = 100.0
+    networks.clip(1.0)
+    grads = [weight.grad for weight in networks.parameters()]
+    norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
+    assert all((grad[0] == 0.01).all() for grad in grads) and norms[1] == pytest.approx(1.0)
+
+
 def test_training_lowers_the_error():
     found = train_size(Size(2, 8, seeds=1, steps=150, batch=16))
     (_, first), *_, (_, last) = found["curve"]
@@ -227,6 +238,14 @@ def test_measures_tell_last_all_and_seen_counts_apart():
     assert (
         first_below([(25, [0.5, 0.0]), (50, [0.05, 0.1])], 0, 0.05) == 50 and first_below([(25, [0.5])], 0, 0.1) is None
     )
+
+
+@given(SERIES)
+def test_kinds_of_steps_cover_a_series_and_runs_begin_and_end(values):
+    kinds = kinds_of(np.array([values]))
+    assert (sum(mask.astype(int) for mask in kinds.values()) == 1).all()
+    left = kinds["entrance"].sum() - kinds["exit"].sum()
+    assert kinds["entrance"].sum() == count_entrances(np.array(values))[-1] and left == int(0 <= values[-1] <= 1)
 
 
 # 9. Stretches of the word model
@@ -252,7 +271,7 @@ def test_a_slow_drift_is_no_stretch():
 
 # The studies from end to end
 
-TINY = entrances.Plan((1,), (2, 3), 1, 3, ("expire_span",), 1, 2)
+TINY = entrances.Plan((1,), (2, 3), 1, 3, (("expire_span", 1),), 2)
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def escape(word: str) -> str:
 def draw_stretches(groups: dict[str, list[np.ndarray]]) -> Figure:
     """How long units hold still: sorted mean stretches, one line a model."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 3.4))
+        figure = Figure(figsize=(11.5, 3.6))
         axes = figure.add_subplot(title="How long units hold still", xlabel="units, steadiest first")
         for colour, (name, models) in zip((PALETTE[1], INK, PALETTE[0]), groups.items()):
             for n, stretches in enumerate(models):

@@ -37,20 +37,20 @@ class Plan:
     units: tuple[int, ...] = (2, 4, 8, 16, 32)
     seeds: int = 5
     steps: int = 800
-    decoders: tuple[str, ...] = ("expire_span", "gru")
-    decoder_seeds: int = 2
+    decoders: tuple[tuple[str, int], ...] = (("expire_span", 2), ("gru", 1))
+    """Memory systems of the decoders, and how many seeds of each."""
     decoder_steps: int = 800
 
     @classmethod
     def quick(cls, seeds: int = 2) -> Plan:
         """Small enough for half a minute: few sizes, few steps; most of it stays unsolved."""
-        return cls((1, 2), (4, 16), seeds, 250, ("expire_span",), 1, 150)
+        return cls((1, 2), (4, 16), seeds, 200, (("expire_span", 1),), 100)
 
     @property
     def jobs(self) -> list[Size | Model]:
         sizes = [Size(depth, width, self.seeds, self.steps) for depth in self.layers for width in self.units]
-        seeds = range(self.decoder_seeds)
-        return [*sizes, *(Model(mixer, self.decoder_steps, seed) for mixer in self.decoders for seed in seeds)]
+        decoders = [Model(kind, self.decoder_steps, seed) for kind, seeds in self.decoders for seed in range(seeds)]
+        return [*sizes, *decoders]
 
 
 def run_job(job: Size | Model, folder: StudyFolder, tick: Callable[[float], None]) -> dict[str, Any]:

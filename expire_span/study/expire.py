@@ -16,7 +16,7 @@ from expire_span.config import RunConfig
 from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import entrances
-from expire_span.tasks.entrances import Entrances
+from expire_span.tasks.entrances import Entrances, Series, is_inside
 from expire_span.train.checkpoint import load_model
 
 from .exercise import TASK, measure
@@ -62,6 +62,7 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
         "seed": model.seed,
         "weights": sum(p.numel() for p in decoder.parameters()),
         **{key: result[key] for key in ("score", "live", "live_share")},
+        "spans": spans_by_kind(decoder, Entrances(config.task)),  # type: ignore[arg-type]
         "seconds": time.perf_counter() - begin,
         "processor_seconds": time.process_time() - busy,
         **found,
@@ -71,7 +72,41 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
 @torch.no_grad()
 def predict(decoder: Decoder, task: Entrances, values: np.ndarray) -> np.ndarray:
     """Counts [B, T] that a decoder answers for series [B, T]: the likeliest of the answers."""
-    tokens = torch.from_numpy(task.to_levels(values))
-    tokens = torch.cat([torch.full_like(tokens[:, :1], task.begin), tokens], 1)
-    logits, _, _ = decoder.eval()(tokens)
+    logits, _, _ = decoder.eval()(to_tokens(task, values))
     return logits[:, 1:, task.first_answer :].argmax(-1).numpy()
+
+
+def to_tokens(task: Entrances, values: np.ndarray) -> torch.Tensor:
+    """Series [B, T] as a decoder reads them, [B, 1 + T]."""
+    tokens = torch.from_numpy(task.to_levels(values))
+    return torch.cat([torch.full_like(tokens[:, :1], task.begin), tokens], 1)
+
+
+def kinds_of(values: np.ndarray) -> dict[str, np.ndarray]:
+    """What happens at each step of series [B, T], as masks: entrances, exits, and steps that change nothing."""
+    inside = is_inside(values)
+    before = np.zeros_like(inside)
+    before[:, 1:] = inside[:, :-1]
+    kinds = {"entrance": inside & ~before, "staying inside": inside & before}
+    return kinds | {"exit": ~inside & before, "staying outside": ~inside & ~before}
+
+
+@torch.no_grad()
+def spans_by_kind(decoder: Decoder, task: Entrances, series: int = 200) -> list[dict[str, float]]:
+    """Per layer, the mean span that steps of each kind get; and that of exits and entrances early and late in the series.
+
+    Empty for memory systems without spans.
+    """
+    values = Series(task.config, "test", 0).whole(np.arange(series), task.config.max_length)
+    kinds, late = kinds_of(values), np.arange(values.shape[1]) >= values.shape[1] // 2
+    for kind in ("entrance", "exit"):
+        kinds |= {f"early {kind}": kinds[kind] & ~late, f"late {kind}": kinds[kind] & late}
+    _, _, aux = decoder.eval()(to_tokens(task, values))
+    spans = [layer.span.numpy() for layer in aux.layers if layer.span is not None]
+    return [
+        {
+            "beginning": float(span[:, 0].mean()),
+            **{kind: float(span[:, 1:][mask].mean()) for kind, mask in kinds.items()},
+        }
+        for span in spans
+    ]

@@ -98,7 +98,7 @@ def draw_leak(ratios: np.ndarray, table: np.ndarray, values: np.ndarray) -> Figu
 def draw_sensitivity(curves: dict[str, np.ndarray]) -> Figure:
     """|dh_T / dx_1| on a logarithmic scale."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 3.6))
+        figure = Figure(figsize=(11.5, 3.8))
         axes = figure.add_subplot(title="What is left of the first input", xlabel="steps later", ylabel="|dh / dx|")
         for colour, (name, values) in zip(PALETTE, curves.items()):
             axes.plot(np.arange(len(values)), values, color=colour, lw=2, label=name)
@@ -112,7 +112,7 @@ def draw_gate(values: torch.Tensor, writes: torch.Tensor, held: dict[str, torch.
     """What comes in, when the gate opens, and what the unit holds."""
     with rc_context(STYLE):
         figure = Figure(figsize=(11.5, 3.2))
-        axes = figure.add_subplot(title="A value under a glass case", xlabel="step", ylabel="value")
+        axes = figure.add_subplot(title="One unit: what could be written, and what is held", xlabel="step", ylabel="value")
         axes.plot(torch.tanh(0.5 * values).numpy(), color=INK, lw=0.8, alpha=0.6, label="what could be written")
         for colour, (name, states) in zip((ORANGE, GREEN), held.items()):
             axes.step(np.arange(len(states)), states.detach().numpy(), where="post", color=colour, lw=2, label=name)

@@ -11,7 +11,7 @@ from expire_span.study.page import Section
 
 
 def learned(result: dict[str, Any]) -> list[Section]:
-    return [_exercise(result), _longer(result), _decoders(result)]
+    return [_exercise(result), _longer(result), _decoders(result), _spans(result)]
 
 
 def _exercise(result: dict[str, Any]) -> Section:
@@ -106,10 +106,23 @@ def _decoders(result: dict[str, Any]) -> Section:
         row = [model["mixer"], str(model["seed"]), f"{model['weights']:,}", f"{model['score']:.1%}", live]
         rows.append([*row, f"{model['live_share']:.0%}", f"{model['seconds']:.0f}"])
     text = (
-        "The same series, read as levels by the project's decoder. Expire-Span has no number to add to: it counts "
-        "by keeping "
-        "the entrances themselves and attending to them, so what it holds grows with the count, where a recurrent "
-        "state does not. What it "
-        "learns to drop is the rest: the steps outside, and those that only stay inside."
+        "The same series, read as levels by the project's decoder and trained by its ordinary training. A recurrent "
+        "state has one number to add to. Expire-Span has none: it must keep events and attend to them, so what it holds "
+        "grows with the count."
     )
     return Section("Expire-Span on the same series", text, table=rows)
+
+
+def _spans(result: dict[str, Any]) -> Section:
+    rows: list[list[str]] = []
+    for model in result["decoders"]:
+        for n, layer in enumerate(model["spans"]):
+            rows = rows or [["seed", "layer", *layer]]
+            rows.append([str(model["seed"]), str(n + 1), *(f"{span:.1f}" for span in layer.values())])
+    text = (
+        "The mean span, in steps, that each kind of step is given. Every run of steps inside begins with an entrance and "
+        "ends with an exit, so a model may keep either. Early ones are those in the first half of the series. A span needs "
+        "to last only until the series ends: where early events get longer spans than late ones, the model has learned how "
+        "much time is left, and longer series than those of training then find memories already gone."
+    )
+    return Section("What Expire-Span keeps", text, table=rows)
