@@ -112,7 +112,9 @@ def draw_gate(values: torch.Tensor, writes: torch.Tensor, held: dict[str, torch.
     """What comes in, when the gate opens, and what the unit holds."""
     with rc_context(STYLE):
         figure = Figure(figsize=(11.5, 3.2))
-        axes = figure.add_subplot(title="One unit: what could be written, and what is held", xlabel="step", ylabel="value")
+        axes = figure.add_subplot(
+            title="One unit: what could be written, and what is held", xlabel="step", ylabel="value"
+        )
         axes.plot(torch.tanh(0.5 * values).numpy(), color=INK, lw=0.8, alpha=0.6, label="what could be written")
         for colour, (name, states) in zip((ORANGE, GREEN), held.items()):
             axes.step(np.arange(len(states)), states.detach().numpy(), where="post", color=colour, lw=2, label=name)
