@@ -255,5 +255,9 @@ def idle_reading(decoder: Decoder, task: Labelling, batch: Batch) -> float:
 
 
 def run_cell(cell: EncoderCell | CacheCell, folder: StudyFolder, tick: Tick) -> dict[str, Any]:
-    """One cell, in a process of its own."""
-    return run_encoder(cell, tick) if isinstance(cell, EncoderCell) else run_cache(cell, tick)
+    """One cell, in a process of its own.
+
+    Without oneDNN: on some processors it cannot serve q k^T and spends 10 to 50 ms on finding out, a hundred times the product.
+    """
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=False):
+        return run_encoder(cell, tick) if isinstance(cell, EncoderCell) else run_cache(cell, tick)
