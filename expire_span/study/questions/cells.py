@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -256,4 +257,17 @@ def idle_reading(decoder: Decoder, task: Labelling, batch: Batch) -> float:
 
 def run_cell(cell: EncoderCell | CacheCell, folder: StudyFolder, tick: Tick) -> dict[str, Any]:
     """One cell, in a process of its own."""
-    return run_encoder(cell, tick) if isinstance(cell, EncoderCell) else run_cache(cell, tick)
+    with without_onednn():
+        return run_encoder(cell, tick) if isinstance(cell, EncoderCell) else run_cache(cell, tick)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """On some processors oneDNN cannot serve q k^T, and spends a hundred times the product's time on finding out."""
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before

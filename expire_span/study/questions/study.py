@@ -39,7 +39,7 @@ class Plan:
     attention_steps: int = 250
     other_steps: int = 300
     """Of attention on the other two tasks."""
-    windows: tuple[int, ...] = (8, 32, 96)
+    windows: tuple[int, ...] = (15, 96)
     encoder_budgets: tuple[int, ...] = (16,)
     budgets: tuple[int, ...] = (10, 16)
     everything: bool = True
