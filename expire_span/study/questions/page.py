@@ -191,7 +191,7 @@ def _draw_points(axes: Axes, across: list[dict[str, float]], up: list[dict[str, 
     axes.errorbar(x, y, yerr=bars, color=colour(kind), marker="o", ms=5, lw=1.4, capsize=3, label=NAMES[kind])
 
 
-def _finish(axes: Axes, legend: Literal["lower right", "upper left"] = "lower right") -> None:
+def _finish(axes: Axes, legend: Literal["lower right", "center left"] = "lower right") -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
