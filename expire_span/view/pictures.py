@@ -83,6 +83,7 @@ def draw_trade(series: dict[str, Points], *, title: str, xlabel: str, ylabel: st
             colour, marker = PALETTE[n % len(PALETTE)], "osD^vPX*"[n // len(PALETTE) % 8]
             axes.plot(*zip(*sorted(points)), color=colour, label=name, lw=1.8, marker=marker, ms=6)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.15, which="both")
