@@ -50,7 +50,7 @@ def test_learns_and_fills_the_run_folder(tmp_path, text):
     assert set(lines[0]) == wanted and len(lines[0]["live"]) == config.model.layers
     assert [line["step"] for line in metrics(run, "valid")] == [30, 60]
     assert run.environment["impl"] == "chunked" and run.environment["processes"] == 1
-    assert {"tokens_per_second", "ms_per_step", "seconds", "peak_bytes", "step"} == set(run.read_speed()[0])
+    assert {"tokens_per_second", "seconds", "ms_per_step", "peak_bytes", "step"} == set(run.read_speed()[0])
     assert any((run.path / "tensorboard").iterdir())
     result = run.read_result()
     assert result["step"] == 60 and result["split"] == "test" and math.isfinite(result["loss"])
@@ -193,3 +193,17 @@ def test_evaluation_counts_what_lives(tmp_path, text):
 def test_result_file_is_plain_json(tmp_path, text):
     run = train(tiny_config(text, steps=2), tmp_path / "a", shown=False)
     assert json.loads((run.path / "result.json").read_text())["tokens"] > 0
+
+
+def test_evaluations_have_their_own_rows_block_and_length(tmp_path, text):
+    """The final score is that of the first `test_batches` batches in the asked shape, and training is untouched."""
+    config = tiny_config(text, steps=4, eval_batch=2, eval_block=16, test_batches=3)
+    run = train(config, tmp_path / "a", shown=False)
+    decoder, _ = checkpoint.load_model(run)
+    want = evaluate(decoder, build_task(config.task), "test", batch=2, block=16, batches=3)
+    result = run.read_result()
+    assert result["tokens"] == want.tokens == 2 * 16 * 3 and result["loss"] == want.loss
+    plain = train(tiny_config(text, steps=4), tmp_path / "b", shown=False)
+    assert metrics(plain) == metrics(run) and plain.read_result()["tokens"] > result["tokens"]
+    with pytest.raises(ValueError, match="test_batches must be at least 1, got 0"):
+        TrainConfig(test_batches=0)
