@@ -278,7 +278,7 @@ class TrainConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Budget controller; replaces span_weight when its target is set."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward and backward pass."""
+    """Arithmetic of the forward and backward pass; with bf16, a GPU multiplies what stays in float32 as TF32."""
     compile: bool = False
     """Compile the model with torch.compile."""
     graphs: bool = True

@@ -58,15 +58,23 @@ def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
 
 
 def _step_for(trainer: Trainer, seconds: float, least: int) -> float:
-    """Train for so long and so many steps at least; seconds per step."""
+    """Train for so long and so many steps at least; seconds per step. As in training, the device is waited for seldom."""
+    _wait()
     start, first = time.perf_counter(), trainer.step
     while trainer.step - first < least or time.perf_counter() - start < seconds:
         trainer._train_step()
         trainer.step += 1
         trainer.window.clear()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if (trainer.step - first) % least == 0:
+            _wait()
+    _wait()
     return (time.perf_counter() - start) / (trainer.step - first)
+
+
+def _wait() -> None:
+    """Until a GPU has done what was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def end_with_parent() -> None:

@@ -143,8 +143,8 @@ class Compressive(AttentionMixer):
         return {"raw": kept, "pooled": later, "hidden": rest, "seen": seen, "position": state["position"] + count}
 
     def _live(self, seen: Tensor, count: int) -> Tensor:
-        past = seen.unsqueeze(1) + torch.arange(1, count + 1, device=seen.device)
-        groups = (past - self.window).clamp_min(0) // self.rate
+        past = seen.unsqueeze(1).double() + torch.arange(1, count + 1, device=seen.device)
+        groups = ((past - self.window).clamp_min(0) / self.rate).floor()  # the compiler stumbles over whole numbers here
         return (past - groups * self.rate + groups.clamp(max=self.compressed)).float().mean()
 
     def _reconstruct(self, q: Tensor, raw: dict[str, Tensor], hidden: Tensor, block: int) -> Tensor:
