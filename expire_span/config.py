@@ -146,6 +146,11 @@ class RecallTask:
         for name in ("distractor_prob", "blank_prob"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
+    @property
+    def farthest(self) -> int:
+        """The most steps back that an answer hangs on: from the question to the cue."""
+        return self.max_length + 1
+
 
 @dataclass(frozen=True)
 class EntrancesTask:
@@ -176,6 +181,11 @@ class EntrancesTask:
         )
         require(self.spread > 0, f"spread must be greater than 0, got {self.spread}")
         require(0 <= self.margin < 0.5, f"margin must lie in [0, 0.5), got {self.margin}")
+
+    @property
+    def farthest(self) -> int:
+        """The most steps back that an answer hangs on: to the first value."""
+        return self.max_length - 1
 
 
 @dataclass(frozen=True)

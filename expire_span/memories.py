@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from expire_span.config import DecoderConfig
+from expire_span.config import DecoderConfig, RunConfig
 from expire_span.mixer_configs import MIXER_CONFIGS
 
 STEPS = (1_000, 16_000, 1_000_000)
@@ -35,6 +35,8 @@ class Memory:
     """What training sees and streaming does not."""
     bounded: bool = True
     """Whether the state stops growing."""
+    reach: Callable[[Sizes], int | None] = lambda s: None
+    """The most steps back from which one layer reads; None where there is no limit."""
 
     @property
     def rule(self) -> str:
@@ -77,6 +79,17 @@ def _compressive(s: Sizes, n: int) -> int:
     return slots * (s.pair + 8) + (c - 1) * s.model.dim * s.element + 8
 
 
+def _compressive_reach(s: Sizes) -> int:
+    """The window, the rest of the group that its end lies in, and the pooled groups."""
+    return s.rule.window + s.rule.rate - 2 + s.rule.rate * s.rule.compressed
+
+
+def _longformer_reach(s: Sizes) -> int | None:
+    m = s.rule
+    window = min(round(m.window * m.growth**s.layer), m.max_window)
+    return None if m.global_tokens else (window - 1) * (m.dilation if m.dilated_heads else 1)
+
+
 def _longformer(s: Sizes, n: int) -> int:
     m = s.rule
     window = min(round(m.window * m.growth**s.layer), m.max_window)
@@ -106,6 +119,7 @@ MEMORIES = {
             "O(T x living)",
             streaming="exact; under a cap, evictions are counted",
             training="with a cap, memories that the cap would have evicted",
+            reach=lambda s: s.rule.max_span + s.rule.ramp - 1,
         ),
         Memory("full", "n x (2 Hkv D e + 12)", lambda s, n: n * (s.pair + 12), "O(T^2)", bounded=False),
         Memory(
@@ -113,30 +127,35 @@ MEMORIES = {
             "min(n, span) x (2 Hkv D e + 12)",
             lambda s, n: min(n, s.rule.span) * (s.pair + 12),
             "O(T x span)",
+            reach=lambda s: s.rule.span - 1,
         ),
         Memory(
             "adaptive_span",
             "per head: min(n, its span + ramp) x (2 D e + 12)",
             lambda s, n: min(n, s.rule.max_span + s.rule.ramp) * s.model.num_kv_heads * (s.head + 12),
             "O(T x longest span)",
+            reach=lambda s: s.rule.max_span + s.rule.ramp - 1,
         ),
         Memory(
             "compressive",
             "(window + compressed + window / rate, rounded up to groups) x (2 Hkv D e + 8)",
             _compressive,
             "O(T x (window + compressed))",
+            reach=_compressive_reach,
         ),
         Memory(
             "sliding_window",
             "window x (2 Hkv D e + 8)",
             lambda s, n: s.rule.window * (s.pair + 8) + 8,
             "O(T x window)",
+            reach=lambda s: s.rule.window - 1,
         ),
         Memory(
             "longformer",
             "per head: window x dilation x 2 D e, and global_tokens x 2 Hkv D e",
             _longformer,
             "O(T x (window + global_tokens))",
+            reach=_longformer_reach,
         ),
         Memory(
             "bigbird",
@@ -177,6 +196,7 @@ MEMORIES = {
             "(sinks + window) x (2 Hkv D e + 8)",
             lambda s, n: (s.rule.sinks + s.rule.window) * (s.pair + 8) + 8,
             "O(T x (window + sinks))",
+            reach=lambda s: None if s.rule.sinks else s.rule.window - 1,
         ),
     )
 }
@@ -187,6 +207,26 @@ def state_bytes(model: DecoderConfig, steps: int, element: int = 4) -> int:
     """Bytes that one row of a decoder holds after so many steps, over all layers."""
     held = MEMORIES[model.mixer.kind].held
     return sum(held(Sizes(model, layer, element), steps) for layer in range(model.layers))
+
+
+def reach_of(model: DecoderConfig) -> int | None:
+    """The most steps back that can matter to a decoder's output: what its layers read adds up. None: no limit."""
+    reaches = [MEMORIES[model.mixer.kind].reach(Sizes(model, layer)) for layer in range(model.layers)]
+    return None if None in reaches else sum(reach for reach in reaches if reach is not None)
+
+
+def find_limits(config: RunConfig) -> list[str]:
+    """What a memory system cannot do on a task, whatever it learns, in a sentence each."""
+    kind, reach, needs = config.model.mixer.kind, reach_of(config.model), getattr(config.task, "farthest", None)
+    limits = []
+    if reach is not None and needs is not None and reach < needs:
+        task = f"{config.task.kind} asks for up to {needs}"
+        limits.append(f"{kind} sees {reach} steps back at most, and {task}: beyond that it can only guess")
+    if getattr(config.model.mixer, "selection", "recent") != "recent":
+        limits.append(
+            f"{kind} sees more in training than in use, {MEMORIES[kind].training}: its training loss is not what it scores"
+        )
+    return limits
 
 
 def describe(kind: str) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import torch
 from expire_span import cli
 from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
 from expire_span.generate import Sampling, generate_bytes
-from expire_span.memories import MEMORIES, as_markdown, state_bytes
+from expire_span.memories import MEMORIES, as_markdown, find_limits, reach_of, state_bytes
 from expire_span.mixer_configs import MIXER_CONFIGS, mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MIXERS
+from expire_span.recipes import recall
 from expire_span.runs import RunFolder
 from expire_span.train.checkpoint import load_model
 from expire_span.train.supervised import Trainer, resume, train
@@ -154,3 +155,58 @@ def test_blocks_compile(kind):
 def test_state_bytes_of_the_paper_sized_model():
     model = DecoderConfig.modern(dim=512, layers=12, heads=8, mixer=mixer_config("full"))
     assert state_bytes(model, 1000) == 12 * 1000 * (2 * 8 * 64 * 4 + 12)
+
+
+# What a system cannot do, said before it is trained
+
+LIMITED = {
+    "expire_span": {"max_span": 6, "ramp": 2, "initial_span": 0.999},
+    "transformer_xl": {"span": 5},
+    "adaptive_span": {"max_span": 6, "ramp": 2, "initial_span": 1.0},
+    "compressive": {"window": 3, "compressed": 2, "rate": 2},
+    "sliding_window": {"window": 5},
+    "longformer": {"window": 3, "growth": 2.0, "dilation": 2, "dilated_heads": 1, "global_tokens": 0},
+    "streaming_sinks": {"window": 4, "sinks": 0},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(LIMITED))
+def test_nothing_beyond_the_reach_matters_and_something_at_it_does(kind):
+    mixer = replace(mixer_config(kind), **LIMITED[kind])
+    layers = 1 if kind == "compressive" else 2  # groups begin alike in all its layers, so that the sum is seldom met
+    model = DecoderConfig.modern(vocab=8, dim=16, layers=layers, heads=2, ff_dim=16, positions="none", mixer=mixer)
+    reach = reach_of(model)
+    assert reach is not None
+    torch.manual_seed(0)
+    decoder = Decoder(model).double().eval()
+    tokens = torch.randint(0, 8, (1, 3 * reach))
+    changes = []
+    for place in range(reach):
+        other = tokens.clone()
+        other[0, place] = (other[0, place] + 1) % 8
+        moved = (decoder(other)[0] - decoder(tokens)[0]).abs().amax(-1)[0]
+        changes.append(int(moved.nonzero().max()) - place)
+    assert max(changes) == reach
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(LIMITED)))
+def test_systems_without_a_limit_say_none(kind):
+    model = DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=mixer_config(kind))
+    assert reach_of(model) is None
+
+
+def test_a_memory_too_short_for_the_task_is_said_before_training():
+    short = replace(recall().model, mixer=replace(mixer_config("transformer_xl"), span=10))
+    assert find_limits(replace(recall(), model=short)) == [
+        "transformer_xl sees 9 steps back at most, and recall asks for up to 401: beyond that it can only guess"
+    ]
+    assert find_limits(recall()) == []
+    enough = replace(recall().model, mixer=replace(mixer_config("transformer_xl"), span=402))
+    assert find_limits(replace(recall(), model=enough)) == []
+
+
+def test_a_system_that_looks_ahead_in_training_says_so(tmp_path, capsys):
+    options = ["--mixer", "routing", "--model.mixer.selection", "top", "--train.steps", "1", "--train.batch", "2"]
+    options += ["--task.max-length", "12", "--task.min-length", "5", "--train.device", "cpu"]
+    assert cli.main(["train", "recall", *options, "--runs-dir", str(tmp_path)]) == 0
+    assert "routing sees more in training than in use" in capsys.readouterr().err

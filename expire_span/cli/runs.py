@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from expire_span.config import RunConfig
+from expire_span.memories import find_limits
 from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
 from expire_span.runs import UserError, check_name, check_new, find_run
@@ -111,6 +112,8 @@ def run_train(args: list[str]) -> int:
     path = command.runs_dir / name
     if _is_first_process():
         check_new(path)
+        for limit in find_limits(command.config):
+            warn(limit)
     from expire_span.train.supervised import train
 
     return _finish(train(command.config, path, recipe=recipe))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from expire_span.config import RunConfig
-from expire_span.memories import MEMORIES, state_bytes
+from expire_span.memories import MEMORIES, find_limits, state_bytes
 from expire_span.runs import UserError
 from expire_span.tasks.task import Split, Task, build_task
 from expire_span.train.devices import check_device
@@ -78,12 +78,13 @@ def device_bytes(device: torch.device) -> int:
 
 
 def describe_plan(comparison: Comparison) -> str:
-    """Every system with its parameters, before anything is trained."""
+    """Every system with its parameters, and what it cannot do on this task, before anything is trained."""
     reference = comparison.parameters["reference"]
     lines = [f"recipe {comparison.recipe}: {reference:,} parameters; {len(comparison.runs)} runs in {comparison.path}"]
     seen: dict[str, str] = {}
     for name, (system, config) in comparison.runs.items():
         count = comparison.parameters[name]
         off, width = count / reference - 1, config.model.ff_dim
-        seen.setdefault(system.label, f"  {system.label:<22}{count:>13,} parameters ({off:+.2%}), ff_dim {width}")
+        line = f"  {system.label:<22}{count:>13,} parameters ({off:+.2%}), ff_dim {width}"
+        seen.setdefault(system.label, "\n".join([line, *(f"    note: {limit}" for limit in find_limits(config))]))
     return "\n".join([*lines, *seen.values()])

@@ -144,7 +144,8 @@ class Compressive(AttentionMixer):
 
     def _live(self, seen: Tensor, count: int) -> Tensor:
         past = seen.unsqueeze(1).double() + torch.arange(1, count + 1, device=seen.device)
-        groups = ((past - self.window).clamp_min(0) / self.rate).floor()  # the compiler stumbles over whole numbers here
+        # Not in whole numbers: torch.compile fails to sum quotients of indices.
+        groups = ((past - self.window).clamp_min(0) / self.rate).floor()
         return (past - groups * self.rate + groups.clamp(max=self.compressed)).float().mean()
 
     def _reconstruct(self, q: Tensor, raw: dict[str, Tensor], hidden: Tensor, block: int) -> Tensor:

@@ -38,7 +38,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     device = check_device(config.train.device)
     if device.type == "cpu":  # where a CPU lacks bf16 products, torch says so at length and computes them another way
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    elif config.train.precision == "bf16":  # what stays in float32 (running sums, say) is multiplied on tensor cores too
+    elif config.train.precision == "bf16":  # running sums and the like stay in float32; tensor cores multiply them too
         torch.set_float32_matmul_precision("high")
     if not torch.distributed.is_initialized():
         # Accelerate remembers the first device of the process; a later run in it may want another.
