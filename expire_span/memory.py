@@ -6,13 +6,19 @@ widest has dead padding in front (`position NEVER`, span 0), so that new memorie
 
 Every operation returns a new store and leaves the old one valid. Appending writes into spare room of shared buffers and
 costs the size of what is appended; expired memories are squeezed out once they could fill half of the room, so that the
-copying is amortised and what is held stays within a constant factor of what lives.
+copying is amortised and what is held stays within a constant factor of what lives. Blocks that would not fit into the
+spare room get none: there each block is followed by a compaction.
+
+Rows lie side by side as a rectangle while its padding is small, so that reading it is a view. Where rows differ more (heads of
+one layer that remember a hundred steps and a thousand) they lie one behind the other in flat buffers, `Segments`, and what is
+held follows what lives, row by row; reading then gathers a rectangle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +29,39 @@ NEVER = -(2**40)
 
 _SPARE = 32
 """Fewest appended memories between two compactions."""
+_PADDING = 1.25
+"""Rows are kept as a rectangle while it has at most so many times the slots of what lives."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where rows of unequal length lie in flat buffers: one behind the other, each with free slots after it.
+
+    Slot 0 belongs to nobody and is empty: padding is read from there.
+    """
+
+    starts: Tensor
+    """First slot of each row, [rows]."""
+    counts: Tensor
+    """Slots that each row had taken when the store had `base`, [rows]."""
+    base: int
+    total: int
+    """Sum of `counts`, known to the host."""
+    room: int
+    """Free slots that each row had then."""
+
+    def ends(self, used: int) -> Tensor:
+        """The slot after each row's last, once the store has `used`."""
+        return self.starts + self.counts + (used - self.base)
+
+    @classmethod
+    def lay_out(cls, counts: Tensor, total: int, base: int, room: int) -> Segments:
+        widths = counts + room
+        return cls(1 + widths.cumsum(0) - widths, counts, base, total, room)
+
+    @property
+    def capacity(self) -> int:
+        return 1 + self.total + len(self.counts) * self.room
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +72,18 @@ class ExpiringMemory:
     ramp: float
     cap: int | None
     slots: dict[str, Tensor]
-    """`pos` and `span` [*rows, capacity], and each field [*rows, capacity, ...]; the first `used` slots count."""
+    """`pos` and `span` [*rows, capacity], and each field [*rows, capacity, ...]; the first `used` slots count.
+    With segments, flat: [slots, ...]."""
     used: int = 0
+    """Slots of the widest row."""
     packed: int = 0
-    """How many slots were used after the last compaction."""
+    """How many that were after the last compaction."""
+    typical: int = 0
+    """The same for the mean of all rows; in a rectangle they are one."""
+    segments: Segments | None = None
+    """Where the rows lie, if not side by side."""
+    block: int = 0
+    """How many memories the last append added."""
     now: int = NEVER
     """The next query's position, as last told to `expire`: memories dead at it are gone."""
     evicted: Tensor | None = None
@@ -67,6 +114,9 @@ class ExpiringMemory:
 
     @property
     def capacity(self) -> int:
+        """Slots of a row, free ones included; of the widest, where rows differ."""
+        if self.segments is not None:
+            return self.segments.base + self.segments.room
         return self.slots["pos"].shape[len(self.rows)]
 
     @property
@@ -78,8 +128,18 @@ class ExpiringMemory:
         return self["span"]
 
     def __getitem__(self, name: str) -> Tensor:
-        """The used part of one field, [*rows, used, ...]: a view."""
-        return self.slots[name].narrow(len(self.rows), 0, self.used)
+        """The used part of one field, [*rows, used, ...]: a view of a rectangle, or gathered from segments."""
+        x = self.slots[name]
+        if self.segments is None:
+            return x.narrow(len(self.rows), 0, self.used)
+        return x.index_select(0, self._places).unflatten(0, (*self.rows, self.used))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """For each slot of the rectangle [rows, used], flattened: where it lies in the flat buffers."""
+        assert self.segments is not None
+        slot = torch.arange(-self.used, 0, device=self.slots["pos"].device) + self.segments.ends(self.used).unsqueeze(1)
+        return torch.where(slot >= self.segments.starts.unsqueeze(1), slot, 0).flatten()
 
     @property
     def fields(self) -> dict[str, Tensor]:
@@ -88,7 +148,8 @@ class ExpiringMemory:
     @property
     def bytes_held(self) -> int:
         """Bytes of all buffers, spare room included."""
-        return sum(x.numel() * x.element_size() for x in self.slots.values())
+        index = (self.segments.starts, self.segments.counts) if self.segments is not None else ()
+        return sum(x.numel() * x.element_size() for x in (*self.slots.values(), *index))
 
     def remaining(self, now: int) -> Tensor:
         """Steps until each memory is dead, counted from a query at `now`; dead where <= 0. [*rows, used]."""
@@ -107,36 +168,65 @@ class ExpiringMemory:
         new = {"pos": pos.expand(*self.rows, count), "span": span, **fields}
         self._check_append(new, count)
         store = self if self._has_room(new, count) else self._copy_with_room(new, count)
-        for name, x in new.items():
-            store.slots[name].narrow(len(self.rows), self.used, count).copy_(x.detach())
+        store._write(new, self.used, count)
         store.tail[0] = self.used + count
-        return replace(store, used=self.used + count)
+        return replace(store, used=self.used + count, block=count)
 
     def expire(self, now: int) -> ExpiringMemory:
         """Delete what is dead for every query from position `now` on, and what the cap does not allow."""
         store = replace(self, now=now)._evict() if self.cap is not None else replace(self, now=now)
-        due = store.used - store.packed >= max(store.packed // 2, _SPARE)
+        due = store.used - store.packed >= max(store.typical // 2, _SPARE)
         return store.compact() if due else store
 
     def compact(self) -> ExpiringMemory:
-        """Squeeze out the dead now. Waits for the device: the widest row decides how many slots remain."""
+        """Squeeze out the dead now. Waits for the device: how much lives decides how many slots remain."""
         alive = self.remaining(self.now) > 0
-        width = int(alive.sum(-1).max()) if alive.numel() else 0
+        counts = alive.sum(-1).flatten()
+        total, width = torch.stack([counts.sum(), counts.amax()]).tolist() if alive.numel() else (0, 0)
+        if len(counts) * width > _PADDING * total:
+            return self._compact_segments(alive, counts, total, width)
         order = alive.to(torch.uint8).argsort(dim=-1, stable=True)[..., self.used - width :]  # dead ones first
         alive = alive.gather(-1, order)
-        spare = max(width // 2, _SPARE)
+        spare = _spare_room(width, self.block)
         slots = {name: _gather_slots(self[name], order, alive, spare) for name in self.slots}
         slots["pos"].narrow(-1, 0, width).masked_fill_(~alive, NEVER)
-        return replace(self, slots=slots, used=width, packed=width, tail=[width])
+        return replace(self, slots=slots, used=width, packed=width, typical=width, segments=None, tail=[width])
+
+    def _compact_segments(self, alive: Tensor, counts: Tensor, total: int, width: int) -> ExpiringMemory:
+        """Keep each row's living memories, in order, and no padding."""
+        kept = alive.flatten().nonzero().squeeze(1)
+        typical = -(-total // len(counts))
+        segments = Segments.lay_out(counts, total, width, _spare_room(typical, self.block))
+        target = _spread(segments.starts, counts, total)
+        slots = {}
+        for name, x in self.slots.items():
+            flat = x.flatten(0, len(self.rows)) if self.segments is None else x
+            slots[name] = _with_slots(flat.index_select(0, self._flat_place(kept)), target, segments.capacity, name)
+        changed = dict(slots=slots, used=width, packed=width, typical=typical, segments=segments, tail=[width])
+        return replace(self, **changed)
+
+    def _flat_place(self, kept: Tensor) -> Tensor:
+        """Places [n] in the rectangle of used slots -> places in the flat buffers."""
+        if self.segments is not None:
+            return self._places[kept]
+        return kept // self.used * self.capacity + kept % self.used
+
+    def as_rectangle(self) -> ExpiringMemory:
+        """The same store with rows side by side, for what works on whole rows."""
+        if self.segments is None:
+            return self
+        return replace(self, slots={name: self[name] for name in self.slots}, segments=None, tail=[self.used])
 
     def with_span(self, span: Tensor) -> ExpiringMemory:
         """The same memories with newly predicted spans [*rows, used]; empty slots stay empty."""
+        self = self.as_rectangle()
         fresh = torch.where(self.pos == NEVER, 0, span.detach()).to(self.slots["span"].dtype)
         room = self.slots["span"].new_zeros(*self.rows, self.capacity - self.used)
         return replace(self, slots=self.slots | {"span": torch.cat([fresh, room], -1)})
 
     def forget_rows(self, rows: Tensor) -> ExpiringMemory:
         """Empty the batch rows marked in `rows` [B] (bool)."""
+        self = self.as_rectangle()
         gone = rows.to(self.pos.device).reshape(-1, *(1 for _ in self.rows))
         slots = {
             name: torch.where(
@@ -148,7 +238,7 @@ class ExpiringMemory:
 
     def join(self, later: ExpiringMemory) -> ExpiringMemory:
         """Add all memories of another store with the same rows, born after this one's in every row."""
-        return self.append(later.pos, later.span, **later.fields)._dead_first()
+        return self.as_rectangle().append(later.pos, later.span, **later.fields)._dead_first()
 
     def rebase(self, offset: int) -> ExpiringMemory:
         """Count positions from `offset` on, so that an endless stream keeps small numbers."""
@@ -162,33 +252,40 @@ class ExpiringMemory:
 
     def select(self, rows: Tensor) -> ExpiringMemory:
         """Keep, repeat or reorder batch rows by index."""
-        return self.map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
+        chosen = self.as_rectangle().map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
+        return replace(chosen, rows=(len(rows), *self.rows[1:]))
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> ExpiringMemory:
+        """The store with `fn` applied to every tensor it holds; `fn` keeps shapes."""
         slots = {name: fn(x) for name, x in self.slots.items()}
-        rows = tuple(slots["pos"].shape[: len(self.rows)])
-        evicted = None if self.evicted is None else fn(self.evicted)
-        return replace(self, rows=rows, slots=slots, evicted=evicted, tail=[self.used])
+        evicted, segments = None if self.evicted is None else fn(self.evicted), self.segments
+        if segments is not None:
+            segments = replace(segments, starts=fn(segments.starts), counts=fn(segments.counts))
+        return replace(self, slots=slots, evicted=evicted, segments=segments, tail=[self.used])
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors (the used part) and plain numbers; `from_state_dict` restores the same store, spare room included."""
+        """Tensors (of a rectangle, the used part) and plain numbers; `from_state_dict` restores the same store."""
         numbers = dict(rows=list(self.rows), ramp=self.ramp, cap=self.cap, used=self.used, packed=self.packed)
-        numbers.update(now=self.now, capacity=self.capacity)
-        return {**numbers, "evicted": self.evicted, "slots": {name: self[name].clone() for name in self.slots}}
+        numbers.update(now=self.now, capacity=self.capacity, block=self.block, typical=self.typical)
+        segments = None if self.segments is None else dict(vars(self.segments))
+        slots = {name: (self[name] if segments is None else x).clone() for name, x in self.slots.items()}
+        return {**numbers, "evicted": self.evicted, "segments": segments, "slots": slots}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ExpiringMemory:
         rows, used = tuple(state["rows"]), state["used"]
+        segments = Segments(**state["segments"]) if state.get("segments") is not None else None
+        expected = (*rows, used) if segments is None else (segments.capacity,)
         slots = {}
         for name, x in state["slots"].items():
-            expected = (*rows, used)
             if tuple(x.shape[: len(expected)]) != expected:
                 raise ValueError(f"{name} of a saved memory must begin with shape {expected}, got {tuple(x.shape)}")
-            slots[name] = _with_room(x, state["capacity"] - used, len(rows))
+            slots[name] = _with_room(x, state["capacity"] - used, len(rows)) if segments is None else x
         numbers = {key: state[key] for key in ("ramp", "cap", "used", "packed", "now", "evicted")}
-        return cls(rows=rows, slots=slots, tail=[used], **numbers)
+        numbers |= {"block": state.get("block", 0), "typical": state.get("typical", state["packed"])}
+        return cls(rows=rows, slots=slots, tail=[used], segments=segments, **numbers)
 
     # Inside
 
@@ -203,19 +300,47 @@ class ExpiringMemory:
     def _has_room(self, new: dict[str, Tensor], count: int) -> bool:
         return set(new) == set(self.slots) and self.tail[0] == self.used and self.used + count <= self.capacity
 
+    def _write(self, new: dict[str, Tensor], used: int, count: int) -> None:
+        """Put `count` memories of every row behind its `used` slots."""
+        if self.segments is None:
+            for name, x in new.items():
+                self.slots[name].narrow(len(self.rows), used, count).copy_(x.detach())
+            return
+        ends = self.segments.ends(used)
+        place = (ends.unsqueeze(1) + torch.arange(count, device=ends.device)).flatten()
+        for name, x in new.items():
+            slots = self.slots[name]
+            slots.index_copy_(0, place, x.detach().to(slots.dtype).flatten(0, len(self.rows)))
+
     def _copy_with_room(self, new: dict[str, Tensor], count: int) -> ExpiringMemory:
-        room = count + max((self.used + count) // 2, _SPARE)
+        if self.segments is not None:
+            return self._move_segments(self.segments, count)
+        room = count + _spare_room(self.used + count, count)
         slots = {}
         for name, x in new.items():
             old = self[name] if self.used else x.new_empty(*self.rows, 0, *x.shape[len(self.rows) + 1 :])
             slots[name] = _with_room(old, room, len(self.rows))
         return replace(self, slots=slots, tail=[self.used])
 
+    def _move_segments(self, old: Segments, count: int) -> ExpiringMemory:
+        """Every row's segment copied to where it has room for `count` more."""
+        added = self.used - old.base
+        room = count + _spare_room(self.typical + self.used - self.packed + count, count)
+        counts, total = old.counts + added, old.total + added * len(old.counts)
+        segments = Segments.lay_out(counts, total, self.used, room)
+        source, target = _spread(old.starts, counts, total), _spread(segments.starts, counts, total)
+        slots = {
+            name: _with_slots(x.index_select(0, source), target, segments.capacity, name)
+            for name, x in self.slots.items()
+        }
+        return replace(self, slots=slots, segments=segments, tail=[self.used])
+
     def _evict(self) -> ExpiringMemory:
         """Hold every row to `cap` living memories: the smallest remaining span goes first, the older of equals."""
         assert self.cap is not None
         if self.used <= self.cap:
             return self
+        self = self.as_rectangle()
         remaining = self.remaining(self.now)
         alive = remaining > 0
         ranked = remaining.argsort(dim=-1, stable=True)[..., : self.used - self.cap]
@@ -235,6 +360,25 @@ class ExpiringMemory:
         room = self.capacity - self.used
         slots = {name: _with_room(_take(self[name], order), room, len(self.rows)) for name in self.slots}
         return replace(self, slots=slots, tail=[self.used])
+
+
+def _spare_room(used: int, block: int) -> int:
+    """Free slots to keep beside `used` ones where `block` are appended at a time: none if a block would not fit in."""
+    spare = max(used // 2, _SPARE)
+    return spare if block <= spare else 0
+
+
+def _spread(starts: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Places starts[r], starts[r] + 1, .. of counts[r] slots for every row, one row after the other, [total]."""
+    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
+    first = counts.cumsum(0) - counts
+    return (starts - first)[row] + torch.arange(total, device=counts.device)
+
+
+def _with_slots(taken: Tensor, target: Tensor, capacity: int, name: str) -> Tensor:
+    """A flat buffer of `capacity` slots that holds `taken` at the places `target` and is empty elsewhere."""
+    out = taken.new_full((capacity, *taken.shape[1:]), NEVER if name == "pos" else 0)
+    return out.index_copy_(0, target, taken)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

@@ -124,6 +124,17 @@ def test_old_stores_stay_valid():
     assert two["token"][0].tolist() == [0, 1, 2, 3, 4, 72]
 
 
+def test_blocks_too_large_for_the_spare_room_get_none():
+    memory = ExpiringMemory.empty(2, ramp=1)
+    for start in range(0, 4000, 400):
+        pos = torch.arange(start, start + 400)
+        span = torch.full((2, 400), 149.0)
+        memory = memory.append(pos, span, k=torch.randn(2, 400, 3)).expire(start + 400)
+        assert memory.capacity == memory.used == 149  # a query one step later finds ages 1 to 149
+    memory = memory.append(torch.tensor([4000]), torch.ones(2, 1), k=torch.randn(2, 1, 3))
+    assert memory.capacity > memory.used, "single steps are appended in place again"
+
+
 def test_appending_reuses_the_room():
     memory = fill(ExpiringMemory.empty(1, ramp=RAMP), torch.full((1, 5), 100.0), 5)
     later = memory.append(torch.tensor([5]), torch.tensor([[100.0]]), token=torch.tensor([[5]]))
@@ -174,3 +185,85 @@ def test_bad_input_is_named():
         memory.append(torch.tensor([3]), torch.ones(2, 1), token=torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"holds the fields .*'token'.* got .*'other'"):
         memory.append(torch.tensor([3]), torch.ones(2, 1), other=torch.ones(2, 1))
+
+
+# Rows of unequal length
+
+
+def unequal(count: int, seed: int = 0) -> torch.Tensor:
+    """Spans [2, 4, count]: one head remembers long, the others do not."""
+    spans = torch.rand(2, 4, count, generator=torch.Generator().manual_seed(seed)) * 20
+    spans[:, 1] *= 40
+    return spans
+
+
+@pytest.mark.parametrize("block", [1, 7, 300])
+def test_what_is_held_follows_each_row(block):
+    memory = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(1200), block).compact()
+    alive = memory.live()
+    assert memory.segments is not None and int(alive.max()) > 5 * int(alive.min())
+    slot = sum(x.element_size() for x in memory.slots.values())
+    room = 32 if block < 300 else 0
+    mean = float(alive.float().mean())
+    assert memory.bytes_held <= slot * 8 * (mean + max(mean / 2, room) + 1) + 8 * 16
+    rectangle = memory.as_rectangle()
+    assert rectangle.bytes_held > 1.25 * memory.bytes_held
+    assert living(rectangle, 1200) == living(memory, 1200)
+
+
+def test_no_row_reads_what_is_anothers():
+    memory = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(500), 50).compact()
+    empty = memory.pos == NEVER
+    assert empty.any() and (memory["token"][empty] == 0).all() and (memory.span[empty] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), cap=st.sampled_from([None, 9]), data=st.data())
+def test_layouts_agree(seed, cap, data):
+    """Whatever is done to a store, segments and the rectangle hold the same memories."""
+    spans = unequal(160, seed)
+    stores = [ExpiringMemory.empty((2, 4), ramp=RAMP, cap=cap) for _ in range(2)]
+    now = 0
+    while now < 160:
+        size = data.draw(st.integers(1, 40))
+        stores = [fill(store, spans[..., now : now + size], size, now) for store in stores]
+        now = min(now + size, 160)
+        change = data.draw(st.sampled_from(["nothing", "compact", "forget", "swap", "save", "fork"]))
+        stores = [changed(store, change) for store in stores]
+        stores[1] = stores[1].as_rectangle()
+        assert living(stores[0], now) == living(stores[1], now)
+        assert stores[0].evicted.tolist() == stores[1].evicted.tolist()
+
+
+def changed(memory: ExpiringMemory, change: str) -> ExpiringMemory:
+    if change == "compact":
+        return memory.compact()
+    if change == "forget":
+        return memory.forget_rows(torch.tensor([True, False]))
+    if change == "swap":
+        return memory.select(torch.tensor([1, 0]))
+    if change == "save":
+        return ExpiringMemory.from_state_dict(memory.state_dict())
+    return memory.fork() if change == "fork" else memory
+
+
+def test_segments_are_appended_in_place_and_old_stores_stay_valid():
+    base = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(600), 30).compact()
+    assert base.segments is not None
+    before = living(base, 600)
+    one, two = (
+        base.append(torch.tensor([600]), torch.full((2, 4, 1), 99.0), token=torch.full((2, 4, 1), t)) for t in (71, 72)
+    )
+    assert one.slots["pos"].data_ptr() == base.slots["pos"].data_ptr()
+    assert two.slots["pos"].data_ptr() != base.slots["pos"].data_ptr()
+    assert one["token"][..., -1].eq(71).all() and two["token"][..., -1].eq(72).all()
+    assert living(base, 600) == before
+
+
+def test_a_saved_store_in_segments_comes_back_whole():
+    memory = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(600), 10)
+    assert memory.segments is not None
+    back = ExpiringMemory.from_state_dict(memory.state_dict())
+    assert back.bytes_held == memory.bytes_held and back.capacity == memory.capacity
+    on = unequal(40, seed=1)
+    assert living(fill(back, on, 1, 600), 640) == living(fill(memory, on, 1, 600), 640)

@@ -22,6 +22,7 @@ class GatedCell(nn.Module):
         self.gates = nn.Linear(hidden, 2 * hidden, bias=False)
         self.candidate = nn.Linear(hidden, hidden, bias=False)
 
+    @torch.compiler.disable  # the compiler would write out every step of the loop: minutes for a hundred
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last."""
         hidden, steps = h.shape[-1], []

@@ -11,16 +11,18 @@ from torch import Tensor
 from expire_span.memory import ExpiringMemory
 
 
-def map_tensors(state: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the structure with `fn` applied to every tensor."""
+def map_tensors(
+    state: Any, fn: Callable[[Tensor], Tensor], of_memory: Callable[[ExpiringMemory], ExpiringMemory] | None = None
+) -> Any:
+    """A copy of the structure with `fn` applied to every tensor; `of_memory` is applied to memories, if it is another thing."""
     if isinstance(state, Tensor):
         return fn(state)
     if isinstance(state, ExpiringMemory):
-        return state.map_tensors(fn)
+        return state.map_tensors(fn) if of_memory is None else of_memory(state)
     if isinstance(state, dict):
-        return {key: map_tensors(value, fn) for key, value in state.items()}
+        return {key: map_tensors(value, fn, of_memory) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(map_tensors(value, fn) for value in state)
+        return type(state)(map_tensors(value, fn, of_memory) for value in state)
     return state
 
 
@@ -39,7 +41,7 @@ def fork(state: Any) -> Any:
 
 def select_rows(state: Any, rows: Tensor) -> Any:
     """Keep, repeat or reorder batch rows: `rows` are indices into dimension 0."""
-    return map_tensors(state, lambda x: x.index_select(0, rows.to(x.device)))
+    return map_tensors(state, lambda x: x.index_select(0, rows.to(x.device)), lambda memory: memory.select(rows))
 
 
 def pack(state: Any, prefix: str = "state") -> tuple[dict[str, Tensor], Any]:
