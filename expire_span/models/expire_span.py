@@ -38,6 +38,27 @@ REBASE_AFTER = 2**30
 """Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
 
 
+class SpanLogits(torch.autograd.Function):
+    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, for compiled code.
+
+    Written as sums, the products of all n join the kernel of the norm before, and h is not written out once more in float32.
+    The gradient of the weight is a matrix product in `low`, as other weights' gradients are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, low: torch.dtype) -> Tensor:
+        ctx.save_for_backward(h.to(low), weight)
+        ctx.dtype = h.dtype
+        return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        h, weight = ctx.saved_tensors
+        grad_h = sum(part.unsqueeze(-1) * row for part, row in zip(grad.unbind(-1), weight.unbind()))
+        grad_weight = grad.to(h.dtype).flatten(0, 1).T @ h.flatten(0, 1)
+        return grad_h.to(ctx.dtype), grad_weight.to(weight.dtype), None  # type: ignore[union-attr]
+
+
 class SpanPredictor(nn.Linear):
     """Reads a hidden state, outputs spans in steps; always in float32, since a span needs more digits than bf16 has."""
 
@@ -49,13 +70,13 @@ class SpanPredictor(nn.Linear):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, outputs, S]."""
+        low = _storage_dtype(h)
         with torch.autocast(h.device.type, enabled=False):
-            h = h if h.dtype == torch.float64 else h.float()
             weight = self.weight / self.temperature
-            if torch.compiler.is_compiling() and self.out_features == 1:  # fuses into one pass over h
-                logit = (h * weight).sum(-1, keepdim=True) + self.bias
+            if torch.compiler.is_compiling():
+                logit = SpanLogits.apply(h, weight, low) + self.bias
             else:
-                logit = F.linear(h, weight, self.bias)
+                logit = F.linear(h if h.dtype == torch.float64 else h.float(), weight, self.bias)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
