@@ -134,6 +134,11 @@ class ExpiringMemory:
             return x.narrow(len(self.rows), 0, self.used)
         return x.index_select(0, self._places).unflatten(0, (*self.rows, self.used))
 
+    def row_places(self) -> tuple[Tensor, Tensor, int, int]:
+        """Of a store in segments: first slot and number of slots of each row, how many more each has, the most of a row."""
+        assert self.segments is not None
+        return self.segments.starts, self.segments.counts, self.used - self.segments.base, self.used
+
     @cached_property
     def _places(self) -> Tensor:
         """For each slot of the rectangle [rows, used], flattened: where it lies in the flat buffers."""
@@ -337,13 +342,14 @@ class ExpiringMemory:
 
     def _evict(self) -> ExpiringMemory:
         """Hold every row to `cap` living memories: the smallest remaining span goes first, the older of equals."""
-        assert self.cap is not None
-        if self.used <= self.cap:
+        cap = self.cap
+        assert cap is not None
+        if self.used <= cap:
             return self
         self = self.as_rectangle()
         remaining = self.remaining(self.now)
         alive = remaining > 0
-        ranked = remaining.argsort(dim=-1, stable=True)[..., : self.used - self.cap]
+        ranked = remaining.argsort(dim=-1, stable=True)[..., : self.used - cap]
         gone = torch.zeros_like(alive).scatter_(-1, ranked, True)
         lost = (gone & alive).sum(-1)
         kept = torch.where(gone, NEVER, self.pos)

@@ -10,6 +10,7 @@ from expire_span.config import DecoderConfig
 from expire_span.memories import MEMORIES, state_bytes
 from expire_span.mixer_configs import MIXER_CONFIGS, POSITION_FREE, mixer_config
 from expire_span.models import state as states
+from expire_span.models.adaptive_span import HeadSpans
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MIXERS
 
@@ -331,3 +332,20 @@ def test_half_precision_trains_with_carried_memory(name):
         assert (got - want).norm() < 0.03 * want.norm()
     (got.square().mean() + aux.loss.float()).backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_closed_head_of_adaptive_span_opens_again_at_once():
+    """Pressure on a span that is zero already does not pile up."""
+    spans = HeadSpans(2, 100, 0.1)
+    optimizer = torch.optim.Adam(spans.parameters(), lr=0.05)
+
+    def press(sign: float, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (sign * spans(torch.zeros(1, 1, 4)).sum()).backward()
+            optimizer.step()
+        return spans(torch.zeros(1, 1, 4)).detach()
+
+    assert press(1.0, 300).abs().max() == 0
+    assert spans.ratio.min() > -0.5, "momentum carries a ratio a little below zero, no further"
+    assert press(-1.0, 20).min() > 0

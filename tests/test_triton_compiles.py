@@ -17,12 +17,12 @@ from triton.compiler import ASTSource
 from expire_span.ops.triton import decode, forward, lists, memory_gradients, query_gradient
 
 KERNELS = [lists._gather, forward._forward, query_gradient.query_gradient, memory_gradients.memory_gradients, decode._decode]
-POINTERS = {"words": "i32", "scratch": "i32", "q_pos": "i64", "k_pos": "i64"}
+POINTERS = {"words": "i32", "scratch": "i32", "q_pos": "i64", "k_pos": "i64", "starts": "i64", "counts": "i64"}
 POINTERS |= dict.fromkeys(("lse", "delta", "span", "dspan", "sums", "parts", "peaks", "totals"), "fp32")
 POINTERS |= dict.fromkeys("q k v y dy dq dk dv k_out v_out table dtable".split(), "bf16")
 FLOATS = ("scale", "log_scale", "ramp", "inv_ramp")
 fixed = dict(D=64, D_PAD=64, BLOCK_M=64, BLOCK_N=64, PLAN_M=64, PLAN_N=64, PRECISION="ieee", TMA=False, HAS_DOCS=False)
-fixed |= dict(ADD_DQ=False, SPLIT=True, MIN_AGE=1, **json.loads(sys.argv[1]))
+fixed |= dict(ADD_DQ=False, SPLIT=True, MIN_AGE=1, SEGMENTS=True, **json.loads(sys.argv[1]))
 
 def compile(kernel):
     names = kernel.arg_names

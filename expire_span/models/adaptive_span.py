@@ -5,11 +5,14 @@
 This is Expire-Span with a span per head that does not depend on the token, so that the store trims each head's memories
 to its own span and the same kernels serve it.
 
-Differences from the original: the ratio is held to [0, 1] in the forward pass with a straight-through gradient, instead
-of being clamped after each update; grouped query heads share their key/value head's span.
+Differences from the original: instead of being clamped after each update, the ratio is held to [0, 1] in the forward pass, and
+a gradient that would push it further out is dropped, so that a closed head can open again at once; grouped query heads share
+their key/value head's span.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,21 @@ from expire_span.config import ExpireSpanConfig
 from expire_span.mixer_configs import AdaptiveSpanConfig
 
 from .expire_span import ExpireSpan
+
+
+class Hold(torch.autograd.Function):
+    """x held to [0, 1]; of the gradient, what leads further out is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        outward = ((x <= 0) & (grad > 0)) | ((x >= 1) & (grad < 0))  # a step goes against the gradient
+        return grad.masked_fill(outward, 0)
 
 
 class HeadSpans(nn.Module):
@@ -30,7 +48,7 @@ class HeadSpans(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, heads, S]."""
-        ratio = self.ratio + (self.ratio.clamp(0, 1) - self.ratio).detach()
+        ratio = Hold.apply(self.ratio)
         return (self.max_span * ratio)[None, :, None].repeat(h.shape[0], 1, h.shape[1])
 
 

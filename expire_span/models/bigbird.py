@@ -81,7 +81,7 @@ class BigBird(AttentionMixer):
         """[B, Hkv, N * S, D] -> [B * N, H, S, D]."""
         return share_heads(x, heads).unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
 
-    @torch.compiler.disable  # few numbers; the compiler would carry them through everything as formulas, and fails
+    @torch.compiler.disable()  # few numbers; the compiler would carry them through everything as formulas, and fails
     def _blocks(self, own: Tensor) -> Tensor:
         """The blocks that query blocks `own` [B, N] read, [B, N, K]; NEVER where there is none or it is named twice."""
         m = self.rule

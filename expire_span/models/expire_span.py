@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memory import ExpiringMemory
-from expire_span.ops import expire_attention
+from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention
 from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
@@ -140,6 +140,8 @@ class ExpireSpan(AttentionMixer):
             state = self.rebase(state, state["position"])
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
+        if self._reads_in_place(x, state):
+            return self._decode(x, pos, state)
         keys, values, span, k_pos, stored = self._remember(x, pos, state)
         y = self._attend(x, keys, values, self._noisy(span), pos, k_pos)
         aux = self._report(span, k_pos, start, count)
@@ -151,6 +153,38 @@ class ExpireSpan(AttentionMixer):
         memory = stored.expire(start + count)
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start + count, "cache": state["cache"]}, aux)
+
+    def _reads_in_place(self, x: Tensor, state: dict[str, Any]) -> bool:
+        """Whether a few tokens meet a store whose rows differ in length, on a device that reads such rows where they lie."""
+        if state["cache"] != "kv" or state["memory"].segments is None:
+            return False
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return can_attend_in_segments(self.mixer.impl, x.device, x.shape[1], self.config.head_dim, dtype)
+
+    def _decode(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> MixerOutput:
+        """The same as `forward`, without a rectangle of all rows."""
+        m, end = self.mixer, state["position"] + x.shape[1]
+        q, new = self._place(self._split(self.query(x)), pos), self.span_predictor(x)
+        memory = self._append_kv(state["memory"], pos, new, self._keys(x, pos), self._split(self.value(x)))
+        k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
+        rules: dict[str, Any] = dict(ramp=m.ramp, include_self=m.include_self)
+        rules |= dict(relative_keys=self._shared[0], normalizer_eps=m.normalizer_eps)
+        y = attend_in_segments(q, k, v, span, pos, k_pos, memory.row_places(), **rules)
+        aux = MixerAux(partial(self._loss_of, memory, pos), new.squeeze(1), partial(self._live_of, memory, pos))
+        memory = memory.expire(end)
+        aux.bytes_held = memory.bytes_held
+        return MixerOutput(self._finish(y), {**state, "memory": memory, "position": end}, aux)
+
+    def _live_of(self, memory: ExpiringMemory, pos: Tensor) -> Tensor:
+        return self._live(*self._rectangle(memory), int(pos[0]), len(pos))
+
+    def _loss_of(self, memory: ExpiringMemory, pos: Tensor) -> Tensor | None:
+        return self._span_loss(*self._rectangle(memory), int(pos[0]), len(pos))
+
+    def _rectangle(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor]:
+        """Spans and positions with a dimension of heads."""
+        span, k_pos = memory.span, memory.pos
+        return (span, k_pos) if span.dim() == 3 else (span.unsqueeze(1), k_pos.unsqueeze(1))
 
     def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
         """Count positions from `offset` on; stored rotated keys are turned back by as much."""

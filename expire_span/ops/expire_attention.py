@@ -109,6 +109,45 @@ def expire_attention(
     return chunked_attention(q, k, v, span, q_pos, k_pos, **options)
 
 
+def attend_in_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    segments: tuple[Tensor, Tensor, int, int],
+    *,
+    ramp: float,
+    include_self: bool = True,
+    relative_keys: Tensor | None = None,
+    normalizer_eps: float = 0.0,
+) -> Tensor:
+    """The operator for a few queries over a store whose rows lie in flat buffers; read in place, without gradients.
+
+    q [B, Hq, T, D], q_pos [T]; k, v [slots, D] and a row per key/value head, or [slots, Hkv, D] and a row per batch row;
+    span and k_pos [slots]. segments: see `triton_decode`. Ask `can_attend_in_segments` first.
+    """
+    from .triton import triton_decode
+
+    if torch.is_autocast_enabled(q.device.type):
+        q = q.to(torch.get_autocast_dtype(q.device.type))
+    batch, heads = q.shape[0], len(segments[0]) // q.shape[0] if k.dim() == 2 else k.shape[1]
+    if k.dim() == 2:
+        k, v = (x.to(q.dtype).expand(batch, heads, -1, -1) for x in (k, v))
+    else:
+        k, v = (x.to(q.dtype).transpose(0, 1).expand(batch, -1, -1, -1) for x in (k, v))
+    options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=1 / math.sqrt(q.shape[-1]))
+    options.update(relative_keys=relative_keys, normalizer_eps=normalizer_eps, segments=segments)
+    return triton_decode(q, k, v, span.expand(batch, -1), q_pos, k_pos.expand(batch, -1), **options)
+
+
+def can_attend_in_segments(impl: Impl, device: torch.device, queries: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether rows of unequal length are read where they lie: few queries, on a GPU that the kernels serve."""
+    few = queries <= DECODE_QUERIES and not torch.is_grad_enabled()
+    return few and resolve_impl(impl, device, head_dim=head_dim, dtype=dtype) == "triton"
+
+
 def _with_heads(span: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
     span = span.unsqueeze(1) if span.dim() == 2 else span

@@ -3,6 +3,9 @@
 The memories of a row are split over several programs (so that one long row fills the GPU), each of which leaves a partial
 softmax; a second kernel joins them. All query heads of one key/value head, and all queries, share one tile: every living
 memory is read once, dead rows and padding never.
+
+Rows of unequal length may lie in flat buffers, one behind the other (`Segments` of the store): each program then begins at its
+row's first slot and ends with its row.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from .tuning import dot_precision
 
 @triton.jit
 def _decode(
-    q, k, v, span, q_pos, k_pos, table, parts, peaks, totals, T, S, kv_heads, group, per_split, heads, q_b, q_h, q_t,
+    q, k, v, span, q_pos, k_pos, table, starts, counts, parts, peaks, totals, T, S, added, kv_heads, group, per_split,
+    heads, q_b, q_h, q_t,
     k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
     MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
@@ -40,13 +44,19 @@ def _decode(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin = split * per_split
-    for start in range(begin, tl.minimum(begin + per_split, S), BLOCK_N):
+    first, end = 0, S
+    if SEGMENTS:
+        first = tl.load(starts + b * heads + row_head)
+        end = (tl.load(counts + b * heads + row_head) + added).to(tl.int32)
+    for start in range(begin, tl.minimum(begin + per_split, end), BLOCK_N):
         i = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-        born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=i < S, other=0)
+        held = i < end
+        i += first
+        born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=held, other=0)
         born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
-        length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=i < S, other=0.0).to(tl.float32)
+        length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=held, other=0.0).to(tl.float32)
         life = (length + born.to(tl.float32)) + ramp
-        wanted = (i < S) & (life > 0) & (born <= last)
+        wanted = held & (life > 0) & (born <= last)
         read = wanted[:, None] & (d[None, :] < D)
         rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
@@ -100,10 +110,16 @@ def _join(
 def triton_decode(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float, include_self: bool,
     scale: float, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
+    segments: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients."""
+    """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients.
+
+    segments: (first slot of each row [B * (1 or Hkv)], how many it has, how many more each has, the most that one has), where k, v,
+    span and k_pos are views of flat buffers that are the same for every row.
+    """
     batch, q_heads, queries, dim = q.shape
     kv_heads, memories = k.shape[1:3]
+    starts, counts, added, memories = segments or (q_pos, q_pos, 0, memories)
     if queries == 0 or memories == 0:
         return torch.zeros_like(q)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -112,6 +128,7 @@ def triton_decode(
     table = table if table is None else table.transpose(1, 2).contiguous()  # by head, as the rows of a program are
     block_m, padded = max(16, power_of_2(group * queries)), power_of_2(dim)
     block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
+    heads = num_heads(span, k_pos) if segments is None else len(starts) // batch
     per_split, splits = _split(memories, batch * kv_heads, block_n)
     like = dict(dtype=torch.float32, device=q.device)
     parts = torch.empty(batch * kv_heads, splits, block_m, padded, **like)
@@ -119,11 +136,11 @@ def triton_decode(
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run_kernel(
         _decode, (splits, batch * kv_heads),
-        q, k, v, span, q_pos, k_pos, parts if table is None else table, parts, peaks, totals, queries, memories, kv_heads,
-        group, per_split, num_heads(span, k_pos), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
+        q, k, v, span, q_pos, k_pos, parts if table is None else table, starts, counts, parts, peaks, totals, queries,
+        memories, added, kv_heads, group, per_split, heads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
         *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1,
-        WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, PRECISION=dot_precision(q.dtype),
-        num_warps=4, num_stages=2,
+        WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m,
+        BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     run_kernel(
         _join,
