@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.segments import Segments
+
 NEVER = -(2**40)
 """Position of an empty slot: a memory born so long ago that it is dead for every query."""
 
@@ -31,37 +33,6 @@ _SPARE = 32
 """Fewest appended memories between two compactions."""
 _PADDING = 1.25
 """Rows are kept as a rectangle while it has at most so many times the slots of what lives."""
-
-
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """Where rows of unequal length lie in flat buffers: one behind the other, each with free slots after it.
-
-    Slot 0 belongs to nobody and is empty: padding is read from there.
-    """
-
-    starts: Tensor
-    """First slot of each row, [rows]."""
-    counts: Tensor
-    """Slots that each row had taken when the store had `base`, [rows]."""
-    base: int
-    total: int
-    """Sum of `counts`, known to the host."""
-    room: int
-    """Free slots that each row had then."""
-
-    def ends(self, used: int) -> Tensor:
-        """The slot after each row's last, once the store has `used`."""
-        return self.starts + self.counts + (used - self.base)
-
-    @classmethod
-    def lay_out(cls, counts: Tensor, total: int, base: int, room: int) -> Segments:
-        widths = counts + room
-        return cls(1 + widths.cumsum(0) - widths, counts, base, total, room)
-
-    @property
-    def capacity(self) -> int:
-        return 1 + self.total + len(self.counts) * self.room
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +114,7 @@ class ExpiringMemory:
     def _places(self) -> Tensor:
         """For each slot of the rectangle [rows, used], flattened: where it lies in the flat buffers."""
         assert self.segments is not None
-        slot = torch.arange(-self.used, 0, device=self.slots["pos"].device) + self.segments.ends(self.used).unsqueeze(1)
-        return torch.where(slot >= self.segments.starts.unsqueeze(1), slot, 0).flatten()
+        return self.segments.places(self.used)
 
     @property
     def fields(self) -> dict[str, Tensor]:
@@ -202,11 +172,11 @@ class ExpiringMemory:
         kept = alive.flatten().nonzero().squeeze(1)
         typical = -(-total // len(counts))
         segments = Segments.lay_out(counts, total, width, _spare_room(typical, self.block))
-        target = _spread(segments.starts, counts, total)
+        target = segments.slots()
         slots = {}
         for name, x in self.slots.items():
             flat = x.flatten(0, len(self.rows)) if self.segments is None else x
-            slots[name] = _with_slots(flat.index_select(0, self._flat_place(kept)), target, segments.capacity, name)
+            slots[name] = segments.fill(flat.index_select(0, self._flat_place(kept)), target, _empty(name))
         changed = dict(slots=slots, used=width, packed=width, typical=typical, segments=segments, tail=[width])
         return replace(self, **changed)
 
@@ -333,11 +303,8 @@ class ExpiringMemory:
         room = count + _spare_room(self.typical + self.used - self.packed + count, count)
         counts, total = old.counts + added, old.total + added * len(old.counts)
         segments = Segments.lay_out(counts, total, self.used, room)
-        source, target = _spread(old.starts, counts, total), _spread(segments.starts, counts, total)
-        slots = {
-            name: _with_slots(x.index_select(0, source), target, segments.capacity, name)
-            for name, x in self.slots.items()
-        }
+        source, target = replace(segments, starts=old.starts).slots(), segments.slots()
+        slots = {name: segments.fill(x.index_select(0, source), target, _empty(name)) for name, x in self.slots.items()}
         return replace(self, slots=slots, segments=segments, tail=[self.used])
 
     def _evict(self) -> ExpiringMemory:
@@ -374,17 +341,9 @@ def _spare_room(used: int, block: int) -> int:
     return spare if block <= spare else 0
 
 
-def _spread(starts: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Places starts[r], starts[r] + 1, .. of counts[r] slots for every row, one row after the other, [total]."""
-    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
-    first = counts.cumsum(0) - counts
-    return (starts - first)[row] + torch.arange(total, device=counts.device)
-
-
-def _with_slots(taken: Tensor, target: Tensor, capacity: int, name: str) -> Tensor:
-    """A flat buffer of `capacity` slots that holds `taken` at the places `target` and is empty elsewhere."""
-    out = taken.new_full((capacity, *taken.shape[1:]), NEVER if name == "pos" else 0)
-    return out.index_copy_(0, target, taken)
+def _empty(name: str) -> int:
+    """What an empty slot of a field holds."""
+    return NEVER if name == "pos" else 0
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ ROWS = {
     "runs": 1,
     "recipes": 1,
     "ops": 2,
+    "segments": 2,
     "memory": 3,
     "models": 4,
     "tasks": 4,

@@ -1,0 +1,59 @@
+"""Where rows of unequal length lie in flat buffers; what `ExpiringMemory` keeps beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where rows of unequal length lie in flat buffers: one behind the other, each with free slots after it.
+
+    Slot 0 belongs to nobody and is empty: padding is read from there.
+    """
+
+    starts: Tensor
+    """First slot of each row, [rows]."""
+    counts: Tensor
+    """Slots that each row had taken when the store had `base`, [rows]."""
+    base: int
+    total: int
+    """Sum of `counts`, known to the host."""
+    room: int
+    """Free slots that each row had then."""
+
+    def ends(self, used: int) -> Tensor:
+        """The slot after each row's last, once the store has `used`."""
+        return self.starts + self.counts + (used - self.base)
+
+    @classmethod
+    def lay_out(cls, counts: Tensor, total: int, base: int, room: int) -> Segments:
+        widths = counts + room
+        return cls(1 + widths.cumsum(0) - widths, counts, base, total, room)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the flat buffers."""
+        return 1 + self.total + len(self.counts) * self.room
+
+    def slots(self) -> Tensor:
+        """Every taken slot, row after row, [total]."""
+        device = self.counts.device
+        row = torch.repeat_interleave(
+            torch.arange(len(self.counts), device=device), self.counts, output_size=self.total
+        )
+        before = self.counts.cumsum(0) - self.counts
+        return (self.starts - before)[row] + torch.arange(self.total, device=device)
+
+    def places(self, used: int) -> Tensor:
+        """For a rectangle [rows, used] of the rows, each at its end: where each entry lies, flattened; 0 where none is."""
+        slot = torch.arange(-used, 0, device=self.starts.device) + self.ends(used).unsqueeze(1)
+        return torch.where(slot >= self.starts.unsqueeze(1), slot, 0).flatten()
+
+    def fill(self, taken: Tensor, target: Tensor, empty: int) -> Tensor:
+        """A flat buffer that holds `taken` at the slots `target`, and `empty` elsewhere."""
+        out = taken.new_full((self.capacity, *taken.shape[1:]), empty)
+        return out.index_copy_(0, target, taken)
