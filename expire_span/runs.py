@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _lock(handle: int, path: Path) -> None:
+    """Lock an open folder, or refuse if another process has; where folders cannot be locked, nothing happens."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return
+        raise UserError(f"run {path} is being trained by another process; wait for it, or stop it first") from error
 
 
 def to_json(value: Any) -> bytes:
@@ -130,6 +145,16 @@ class RunFolder:
             raise RunError(f"cannot create run folder {path}: {describe(error)}") from error
         sync_folder(path.parent)
         return cls.open(path)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other processes from training this run meanwhile. A process that dies, however it dies, holds nothing."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            _lock(handle, self.path)
+            yield
+        finally:
+            os.close(handle)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

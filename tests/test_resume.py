@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,17 @@ def test_finished_run_is_not_resumed(tmp_path):
     run = train(tiny_config(write_text(tmp_path), steps=2), tmp_path / "a", shown=False)
     with pytest.raises(UserError, match="is finished"):
         resume(run)
+
+
+def test_a_run_in_training_cannot_be_resumed_beside_it(config, tmp_path):
+    process = start(replace(config, train=replace(config.train, steps=100_000)), tmp_path, "busy")
+    path = tmp_path / "runs" / "busy"
+    wait_for_lines(path / "metrics.jsonl", 1, process)
+    before = sorted(p.name for p in path.iterdir())
+    with pytest.raises(UserError, match="is being trained by another process"):
+        resume(RunFolder.open(path), shown=False)
+    assert process.poll() is None and sorted(p.name for p in path.iterdir()) == before
+    process.kill()
+    process.communicate()
+    with RunFolder.open(path).hold():  # what a killed process held is free
+        pass

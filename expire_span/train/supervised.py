@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ def train(
         environment = describe_environment(trainer.config, trainer.accelerator)
         RunFolder.create(path, trainer.config, recipe=recipe, environment=environment)
     trainer.accelerator.wait_for_everyone()
-    return trainer.run(RunFolder.open(path))
+    run = RunFolder.open(path)
+    with _hold(run, trainer):
+        return trainer.run(run)
 
 
 def resume(run: RunFolder, *, task: Task | None = None, shown: bool = True) -> RunFolder:
@@ -65,16 +67,22 @@ def resume(run: RunFolder, *, task: Task | None = None, shown: bool = True) -> R
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
     trainer = Trainer(run.config, task, shown=shown)
-    snapshot = checkpoint.load(run, rank=trainer.accelerator.process_index, warn=trainer.display.say)
-    trainer.accelerator.wait_for_everyone()
-    if trainer.accelerator.is_main_process:
-        checkpoint.remove_unfinished(run)
-        checkpoint.remove_damaged(run)
-        run.truncate(snapshot.step if snapshot else 0)
-    if snapshot is not None:
-        trainer.load(snapshot)
-    trainer.accelerator.wait_for_everyone()
-    return trainer.run(run)
+    with _hold(run, trainer):
+        snapshot = checkpoint.load(run, rank=trainer.accelerator.process_index, warn=trainer.display.say)
+        trainer.accelerator.wait_for_everyone()
+        if trainer.accelerator.is_main_process:
+            checkpoint.remove_unfinished(run)
+            checkpoint.remove_damaged(run)
+            run.truncate(snapshot.step if snapshot else 0)
+        if snapshot is not None:
+            trainer.load(snapshot)
+        trainer.accelerator.wait_for_everyone()
+        return trainer.run(run)
+
+
+def _hold(run: RunFolder, trainer: Trainer) -> AbstractContextManager[None]:
+    """One of the processes that train a run holds its folder for all of them."""
+    return run.hold() if trainer.accelerator.is_main_process else nullcontext()
 
 
 class Trainer:
