@@ -22,7 +22,7 @@ from expire_span.compare.matched import count_parameters, match_parameters
 from expire_span.compare.page import points_of, write_page
 from expire_span.compare.plan import Comparison, System, list_systems, parse_budgets
 from expire_span.compare.prepare import check_memory
-from expire_span.compare.table import Row, as_markdown, collect_rows
+from expire_span.compare.table import Row, as_markdown, collect_rows, find_front
 from expire_span.compare.worker import with_steps_for
 from expire_span.config import BudgetConfig, DecoderConfig
 from expire_span.models.decoder import Decoder
@@ -314,12 +314,27 @@ def test_folders_of_something_else_are_refused(unbroken, call):
 # The page
 
 
-def test_curves_join_the_budgets_of_a_system():
-    def row(kind, live, score):
-        numbers = dict.fromkeys(("peak_live", "bytes", "peak_bytes", "device_bytes", "ms_per_step"), 1.0)
-        rest = dict(tokens_per_second=1.0, parameters=1, steps=1, train_seconds=1.0)
-        return Row(f"{kind}-{live}", kind, live, 1, score, None, float(live), **numbers, **rest)
+def row(kind: str, live: int, score: float, **numbers: float) -> Row:
+    filled = dict.fromkeys(("peak_live", "bytes", "peak_bytes", "device_bytes", "ms_per_step"), 1.0) | numbers
+    rest = dict(tokens_per_second=1.0, parameters=1, steps=1, train_seconds=1.0)
+    return Row(f"{kind}-{live}", kind, live, 1, score, None, float(live), **filled, **rest)
 
+
+@pytest.mark.parametrize(("higher", "best"), [(True, ["a-1", "b-2"]), (False, ["a-1", "d-4"])])
+def test_systems_that_are_best_for_their_bytes(higher, best):
+    """a has the fewest bytes; of the others, only those that score better than all smaller ones are named."""
+    rows = [
+        row("a", 1, 0.5, bytes=10),
+        row("b", 2, 0.7, bytes=20),
+        row("c", 3, 0.6, bytes=30),
+        row("d", 4, 0.4, bytes=20),
+    ]
+    comparison = Comparison(Path(), "", text_small(), None, {"name": "x", "higher_is_better": higher}, {}, {})
+    assert [r.label for r in find_front(comparison, rows)] == best
+    assert f"{', '.join(best)}." in as_markdown(comparison, rows)
+
+
+def test_curves_join_the_budgets_of_a_system():
     rows = [row("a", 8, 0.5), row("b", 9, 0.4), row("a", 32, 0.7)]
     assert points_of(rows, lambda r: r.live) == {"a": [(8.0, 0.5), (32.0, 0.7)], "b": [(9.0, 0.4)]}
 

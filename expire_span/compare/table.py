@@ -131,6 +131,22 @@ def columns_of(comparison: Comparison) -> list[Column]:
     ]
 
 
+def find_front(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
+    """The systems that are best for their bytes: no other scores as well with as few, and better in one of the two."""
+    sign = 1 if comparison.score["higher_is_better"] else -1
+
+    def beats(other: Row, row: Row) -> bool:
+        better, smaller = sign * (other.score - row.score), row.bytes - other.bytes
+        return better >= 0 and smaller >= 0 and (better > 0 or smaller > 0)
+
+    return [row for row in rows if not any(beats(other, row) for other in rows)]
+
+
+def describe_front(comparison: Comparison, rows: Sequence[Row]) -> str:
+    labels = ", ".join(row.label for row in find_front(comparison, rows))
+    return f"Best for the bytes they hold (no other system scores as well with as few): {labels}."
+
+
 def how_measured(comparison: Comparison) -> str:
     """One sentence that says under which conditions the numbers hold."""
     train = comparison.config.train
@@ -152,13 +168,15 @@ def as_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
     columns = columns_of(comparison)
     lines = ["| " + " | ".join(c[0] for c in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     lines += ["| " + " | ".join(show(row) for _, _, show in columns) + " |" for row in rows]
-    return "\n".join(lines) + f"\n\n{how_measured(comparison)}\n"
+    front = f"\n\n{describe_front(comparison, rows)}" if len(rows) > 1 else ""
+    return "\n".join(lines) + f"{front}\n\n{how_measured(comparison)}\n"
 
 
 def write_table(comparison: Comparison, rows: Sequence[Row]) -> None:
     """table.json and table.md."""
     head = {"recipe": comparison.recipe, "score": comparison.score, "conditions": how_measured(comparison)}
     environments = [run.environment for run in (comparison.run_of(name) for name in comparison.runs) if run is not None]
+    head["best_for_bytes"] = [row.label for row in find_front(comparison, rows)]
     head["environment"] = environments[0] if environments else {}
     write_atomic(comparison.path / "table.json", to_json({**head, "rows": [asdict(row) for row in rows]}))
     write_atomic(comparison.path / "table.md", as_markdown(comparison, rows).encode())
@@ -180,3 +198,5 @@ def print_table(comparison: Comparison, rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(*(show(row) for _, _, show in columns))
     console.print(table)
+    if len(rows) > 1:
+        console.print(describe_front(comparison, rows), highlight=False)

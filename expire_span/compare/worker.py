@@ -25,7 +25,7 @@ from .plan import Comparison
 
 WARM_STEPS = 5
 """Steps before the clock starts: compilation, tuned kernels, a first checkpoint of the allocator."""
-WARM_SHARE, TIMED_SHARE = 0.02, 0.05
+WARM_SHARE, TIMED_SHARE = 0.01, 0.03
 """The clock starts after this share of the training time at least, and runs for so much of it."""
 TIMED_STEPS = 16
 """Steps that are timed at least."""
