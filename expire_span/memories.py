@@ -84,15 +84,17 @@ def _compressive_reach(s: Sizes) -> int:
     return s.rule.window + s.rule.rate - 2 + s.rule.rate * s.rule.compressed
 
 
+def _longformer_window(s: Sizes) -> int:
+    return min(round(s.rule.window * s.rule.growth**s.layer), s.rule.max_window)
+
+
 def _longformer_reach(s: Sizes) -> int | None:
     m = s.rule
-    window = min(round(m.window * m.growth**s.layer), m.max_window)
-    return None if m.global_tokens else (window - 1) * (m.dilation if m.dilated_heads else 1)
+    return None if m.global_tokens else (_longformer_window(s) - 1) * (m.dilation if m.dilated_heads else 1)
 
 
 def _longformer(s: Sizes, n: int) -> int:
-    m = s.rule
-    window = min(round(m.window * m.growth**s.layer), m.max_window)
+    m, window = s.rule, _longformer_window(s)
     near, far = s.model.num_kv_heads - m.dilated_heads, m.dilated_heads
     rings = sum(reach * (heads * s.head + 8) for heads, reach in ((near, window), (far, window * m.dilation)) if heads)
     return rings + m.global_tokens * (s.pair + 8) + 8

@@ -172,11 +172,10 @@ class ExpiringMemory:
         kept = alive.flatten().nonzero().squeeze(1)
         typical = -(-total // len(counts))
         segments = Segments.lay_out(counts, total, width, _spare_room(typical, self.block))
-        target = segments.slots()
-        slots = {}
+        source, target, slots = self._flat_place(kept), segments.slots(), {}
         for name, x in self.slots.items():
             flat = x.flatten(0, len(self.rows)) if self.segments is None else x
-            slots[name] = segments.fill(flat.index_select(0, self._flat_place(kept)), target, _empty(name))
+            slots[name] = segments.fill(flat.index_select(0, source), target, _empty(name))
         changed = dict(slots=slots, used=width, packed=width, typical=typical, segments=segments, tail=[width])
         return replace(self, **changed)
 
@@ -231,7 +230,7 @@ class ExpiringMemory:
         return replace(chosen, rows=(len(rows), *self.rows[1:]))
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> ExpiringMemory:
-        """The store with `fn` applied to every tensor it holds; `fn` keeps shapes."""
+        """The store with `fn` applied to every tensor it holds; `fn` keeps shapes (or the caller mends `rows`)."""
         slots = {name: fn(x) for name, x in self.slots.items()}
         evicted, segments = None if self.evicted is None else fn(self.evicted), self.segments
         if segments is not None:
@@ -257,7 +256,7 @@ class ExpiringMemory:
         for name, x in state["slots"].items():
             if tuple(x.shape[: len(expected)]) != expected:
                 raise ValueError(f"{name} of a saved memory must begin with shape {expected}, got {tuple(x.shape)}")
-            slots[name] = _with_room(x, state["capacity"] - used, len(rows)) if segments is None else x
+            slots[name] = _with_room(x, state["capacity"] - used, len(rows)) if segments is None else x.clone()
         numbers = {key: state[key] for key in ("ramp", "cap", "used", "packed", "now", "evicted")}
         numbers |= {"block": state.get("block", 0), "typical": state.get("typical", state["packed"])}
         return cls(rows=rows, slots=slots, tail=[used], segments=segments, **numbers)

@@ -261,9 +261,13 @@ def test_segments_are_appended_in_place_and_old_stores_stay_valid():
 
 
 def test_a_saved_store_in_segments_comes_back_whole():
-    memory = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(600), 10)
-    assert memory.segments is not None
-    back = ExpiringMemory.from_state_dict(memory.state_dict())
+    memory = fill(ExpiringMemory.empty((2, 4), ramp=RAMP), unequal(600), 10).compact()
+    assert memory.segments is not None and memory.capacity > memory.used
+    saved = memory.state_dict()
+    back, again = (ExpiringMemory.from_state_dict(saved) for _ in range(2))
     assert back.bytes_held == memory.bytes_held and back.capacity == memory.capacity
     on = unequal(40, seed=1)
     assert living(fill(back, on, 1, 600), 640) == living(fill(memory, on, 1, 600), 640)
+    pos = torch.tensor([600])
+    one, two = (m.append(pos, torch.ones(2, 4, 1), token=torch.full((2, 4, 1), t)) for m, t in ((back, 1), (again, 2)))
+    assert one["token"][..., -1].eq(1).all() and two["token"][..., -1].eq(2).all(), "stores share what was saved"

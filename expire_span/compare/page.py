@@ -22,7 +22,7 @@ from .table import Row, columns_of, describe_front, how_measured, show_bytes, sh
 def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
     """Write compare.html and curve.png from the comparison's folder alone."""
     page: dict[str, Any] = {"comparison": comparison, "version": __version__, "conditions": how_measured(comparison)}
-    page["conditions"] += f" {describe_front(comparison, rows)}" if len(rows) > 1 else ""
+    page["conditions"] = f"{page['conditions']} {describe_front(comparison, rows)}".rstrip()
     page["columns"] = [heading for heading, _, _ in columns_of(comparison)]
     page["rows"] = [[(value(row), show(row)) for _, value, show in columns_of(comparison)] for row in rows]
     page["facts"] = collect_facts(comparison, rows)

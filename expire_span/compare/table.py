@@ -143,6 +143,9 @@ def find_front(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
 
 
 def describe_front(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """The same in a sentence; nothing where there is nothing to compare."""
+    if len(rows) < 2:
+        return ""
     labels = ", ".join(row.label for row in find_front(comparison, rows))
     return f"Best for the bytes they hold (no other system scores as well with as few): {labels}."
 
@@ -168,8 +171,8 @@ def as_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
     columns = columns_of(comparison)
     lines = ["| " + " | ".join(c[0] for c in columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     lines += ["| " + " | ".join(show(row) for _, _, show in columns) + " |" for row in rows]
-    front = f"\n\n{describe_front(comparison, rows)}" if len(rows) > 1 else ""
-    return "\n".join(lines) + f"{front}\n\n{how_measured(comparison)}\n"
+    told = [describe_front(comparison, rows), how_measured(comparison)]
+    return "\n\n".join(["\n".join(lines), *filter(None, told)]) + "\n"
 
 
 def write_table(comparison: Comparison, rows: Sequence[Row]) -> None:

@@ -163,28 +163,21 @@ class ExpireSpan(AttentionMixer):
 
     def _decode(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> MixerOutput:
         """The same as `forward`, without a rectangle of all rows."""
-        m, end = self.mixer, state["position"] + x.shape[1]
+        m, start, count = self.mixer, state["position"], x.shape[1]
         q, new = self._place(self._split(self.query(x)), pos), self.span_predictor(x)
         memory = self._append_kv(state["memory"], pos, new, self._keys(x, pos), self._split(self.value(x)))
         k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
         rules: dict[str, Any] = dict(ramp=m.ramp, include_self=m.include_self)
         rules |= dict(relative_keys=self._shared[0], normalizer_eps=m.normalizer_eps)
         y = attend_in_segments(q, k, v, span, pos, k_pos, memory.row_places(), **rules)
-        aux = MixerAux(partial(self._loss_of, memory, pos), new.squeeze(1), partial(self._live_of, memory, pos))
-        memory = memory.expire(end)
-        aux.bytes_held = memory.bytes_held
-        return MixerOutput(self._finish(y), {**state, "memory": memory, "position": end}, aux)
-
-    def _live_of(self, memory: ExpiringMemory, pos: Tensor) -> Tensor:
-        return self._live(*self._rectangle(memory), int(pos[0]), len(pos))
-
-    def _loss_of(self, memory: ExpiringMemory, pos: Tensor) -> Tensor | None:
-        return self._span_loss(*self._rectangle(memory), int(pos[0]), len(pos))
-
-    def _rectangle(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor]:
-        """Spans and positions with a dimension of heads."""
-        span, k_pos = memory.span, memory.pos
-        return (span, k_pos) if span.dim() == 3 else (span.unsqueeze(1), k_pos.unsqueeze(1))
+        kept = memory.expire(start + count)
+        aux = MixerAux(
+            lambda: self._span_loss(*_with_heads(memory), start, count),
+            new.squeeze(1),
+            lambda: self._live(*_with_heads(memory), start, count),
+            kept.bytes_held,
+        )
+        return MixerOutput(self._finish(y), {**state, "memory": kept, "position": start + count}, aux)
 
     def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
         """Count positions from `offset` on; stored rotated keys are turned back by as much."""
@@ -301,3 +294,9 @@ def _storage_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def _with_heads(memory: ExpiringMemory) -> tuple[Tensor, Tensor]:
+    """Spans and positions of a store, [B, 1 or Hkv, S]."""
+    span, k_pos = memory.span, memory.pos
+    return (span, k_pos) if span.dim() == 3 else (span.unsqueeze(1), k_pos.unsqueeze(1))
