@@ -266,8 +266,8 @@ def test_a_saved_store_in_segments_comes_back_whole():
     saved = memory.state_dict()
     back, again = (ExpiringMemory.from_state_dict(saved) for _ in range(2))
     assert back.bytes_held == memory.bytes_held and back.capacity == memory.capacity
-    on = unequal(40, seed=1)
-    assert living(fill(back, on, 1, 600), 640) == living(fill(memory, on, 1, 600), 640)
     pos = torch.tensor([600])
     one, two = (m.append(pos, torch.ones(2, 4, 1), token=torch.full((2, 4, 1), t)) for m, t in ((back, 1), (again, 2)))
     assert one["token"][..., -1].eq(1).all() and two["token"][..., -1].eq(2).all(), "stores share what was saved"
+    on = unequal(40, seed=1)
+    assert living(fill(back, on, 1, 600), 640) == living(fill(memory, on, 1, 600), 640)
