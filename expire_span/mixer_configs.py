@@ -26,6 +26,10 @@ class ExpireSpanConfig:
     """Soft edge of the mask, in steps (R). Only memories on the ramp send gradient to the span predictor."""
     initial_span: float = 0.1
     """Share of max_span that every memory gets before training (p)."""
+    initial_spread: float = 1.0
+    """Longest over shortest initial span of a layer's heads, which lie around initial_span in equal ratios; needs span_per kv_head."""
+    min_span: float = 0.0
+    """Shortest span, in steps. A memory that training presses down on this is held here, and can live longer again at once."""
     temperature: float = 1.0
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"
@@ -49,6 +53,13 @@ class ExpireSpanConfig:
         require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
         require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
         require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")
+        require(self.initial_spread >= 1, f"initial_spread must be at least 1, got {self.initial_spread}")
+        longest = self.initial_span * self.initial_spread**0.5
+        require(longest < 1, f"initial_span x sqrt(initial_spread) must lie below 1, got {longest:g}")
+        needs = "initial_spread sets heads apart and needs span_per kv_head"
+        require(self.initial_spread == 1 or self.span_per == "kv_head", f"{needs}, got span_per {self.span_per}")
+        shortest = f"min_span must lie in [0, max_span), got {self.min_span:g} of {self.max_span}"
+        require(0 <= self.min_span < self.max_span, shortest)
         require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
         require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
         require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")

@@ -12,8 +12,6 @@ their key/value head's span.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -21,21 +19,7 @@ from expire_span.config import ExpireSpanConfig
 from expire_span.mixer_configs import AdaptiveSpanConfig
 
 from .expire_span import ExpireSpan
-
-
-class Hold(torch.autograd.Function):
-    """x held to [0, 1]; of the gradient, what leads further out is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        outward = ((x <= 0) & (grad > 0)) | ((x >= 1) & (grad < 0))  # a step goes against the gradient
-        return grad.masked_fill(outward, 0)
+from .hold import hold
 
 
 class HeadSpans(nn.Module):
@@ -48,7 +32,7 @@ class HeadSpans(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, heads, S]."""
-        ratio = Hold.apply(self.ratio)
+        ratio = hold(self.ratio, 0.0, 1.0)
         return (self.max_span * ratio)[None, :, None].repeat(h.shape[0], 1, h.shape[1])
 
 

@@ -27,6 +27,7 @@ from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
 from .attention import AttentionMixer
+from .hold import hold
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
 
@@ -62,11 +63,13 @@ class SpanLogits(torch.autograd.Function):
 class SpanPredictor(nn.Linear):
     """Reads a hidden state, outputs spans in steps; always in float32, since a span needs more digits than bf16 has."""
 
-    def __init__(self, dim: int, outputs: int, max_span: int, initial_span: float, temperature: float) -> None:
+    def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
         super().__init__(dim, outputs)
-        self.max_span, self.temperature = max_span, temperature
+        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self.lowest = _logit(rules.min_span / rules.max_span)
         nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, math.log(initial_span / (1 - initial_span)))
+        with torch.no_grad():
+            self.bias.copy_(torch.tensor([_logit(share) for share in _initial_shares(outputs, rules)]))
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, outputs, S]."""
@@ -77,6 +80,8 @@ class SpanPredictor(nn.Linear):
                 logit = SpanLogits.apply(h, weight, low) + self.bias
             else:
                 logit = F.linear(h if h.dtype == torch.float64 else h.float(), weight, self.bias)
+            if self.lowest > -math.inf:
+                logit = hold(logit, self.lowest, math.inf)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
@@ -102,8 +107,7 @@ class ExpireSpan(AttentionMixer):
 
     def build_predictor(self) -> nn.Module:
         """A module that gives hidden states [B, S, C] spans [B, outputs, S]."""
-        m = self.mixer
-        return SpanPredictor(self.config.dim, self.span_outputs, m.max_span, m.initial_span, m.temperature)
+        return SpanPredictor(self.config.dim, self.span_outputs, self.mixer)
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
         """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""
@@ -287,6 +291,16 @@ class ExpireSpan(AttentionMixer):
         if self.mixer.span_loss == "l1":
             return span[..., -count:].mean((1, 2))
         return ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp).mean(-1) / count
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share)) if share > 0 else -math.inf
+
+
+def _initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:
+    """The share of max_span that each head starts with: from the first to the last in equal ratios, longest first."""
+    places = [n / (outputs - 1) - 0.5 if outputs > 1 else 0.0 for n in range(outputs)]
+    return [rules.initial_span * rules.initial_spread**-place for place in places]
 
 
 def _storage_dtype(x: Tensor) -> torch.dtype:
