@@ -27,7 +27,7 @@ class ExpireSpanConfig:
     initial_span: float = 0.1
     """Share of max_span that every memory gets before training (p)."""
     initial_spread: float = 1.0
-    """Longest over shortest initial span of a layer's heads, which lie around initial_span in equal ratios; needs span_per kv_head."""
+    """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span (kv_head only)."""
     min_span: float = 0.0
     """Shortest span, in steps. A memory that training presses down on this is held here, and can live longer again at once."""
     temperature: float = 1.0

@@ -12,13 +12,11 @@ the mixer's output instead of the attention weights; with pre-norm, memories are
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memory import ExpiringMemory
@@ -27,9 +25,9 @@ from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
 from .attention import AttentionMixer
-from .hold import hold
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
+from .span_predictor import SpanPredictor, storage_dtype
 
 Cache = Literal["hidden", "kv", "none"]
 """What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""
@@ -37,52 +35,6 @@ Remembered = tuple[Tensor, Tensor, Tensor, Tensor, Any]
 """Keys, values, spans and positions that the block attends to, and what is stored with the block in it."""
 REBASE_AFTER = 2**30
 """Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
-
-
-class SpanLogits(torch.autograd.Function):
-    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, for compiled code.
-
-    Written as sums, the products of all n join the kernel of the norm before, and h is not written out once more in float32.
-    The gradient of the weight is a matrix product in `low`, as other weights' gradients are.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, low: torch.dtype) -> Tensor:
-        ctx.save_for_backward(h.to(low), weight)
-        ctx.dtype = h.dtype
-        return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        h, weight = ctx.saved_tensors
-        grad_h = sum(part.unsqueeze(-1) * row for part, row in zip(grad.unbind(-1), weight.unbind()))
-        grad_weight = grad.to(h.dtype).flatten(0, 1).T @ h.flatten(0, 1)
-        return grad_h.to(ctx.dtype), grad_weight.to(weight.dtype), None  # type: ignore[union-attr]
-
-
-class SpanPredictor(nn.Linear):
-    """Reads a hidden state, outputs spans in steps; always in float32, since a span needs more digits than bf16 has."""
-
-    def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
-        super().__init__(dim, outputs)
-        self.max_span, self.temperature = rules.max_span, rules.temperature
-        self.lowest = _logit(rules.min_span / rules.max_span)
-        nn.init.zeros_(self.weight)
-        with torch.no_grad():
-            self.bias.copy_(torch.tensor([_logit(share) for share in _initial_shares(outputs, rules)]))
-
-    def forward(self, h: Tensor) -> Tensor:
-        """h [B, S, C] -> spans [B, outputs, S]."""
-        low = _storage_dtype(h)
-        with torch.autocast(h.device.type, enabled=False):
-            weight = self.weight / self.temperature
-            if torch.compiler.is_compiling():
-                logit = SpanLogits.apply(h, weight, low) + self.bias
-            else:
-                logit = F.linear(h if h.dtype == torch.float64 else h.float(), weight, self.bias)
-            if self.lowest > -math.inf:
-                logit = hold(logit, self.lowest, math.inf)
-        return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
 class ExpireSpan(AttentionMixer):
@@ -117,7 +69,7 @@ class ExpireSpan(AttentionMixer):
         zeros = empty if empty is not None else self.query.weight.new_zeros(self.config.dim)
         h = zeros.detach().expand(batch, count, -1)
         if cache == "hidden":
-            state = carried.empty(batch, self.config.dim, dtype=_storage_dtype(h), device=device)
+            state = carried.empty(batch, self.config.dim, dtype=storage_dtype(h), device=device)
             pos = torch.arange(-count, 0, device=device).expand(batch, -1)
             return {**state, "hidden": h.to(state["hidden"].dtype), "pos": pos, "position": 0, "cache": cache}
         rows = (batch, self.config.num_kv_heads) if self._rows_per_head(cache) else (batch,)
@@ -208,7 +160,7 @@ class ExpireSpan(AttentionMixer):
 
     def _remember_hidden(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> Remembered:
         """Keys, values and spans of stored and new hidden states, all from today's weights."""
-        dtype = _storage_dtype(x)
+        dtype = storage_dtype(x)
         h = torch.cat([state["hidden"].to(dtype), x.to(dtype)], 1)  # [B, S, C]
         k_pos = torch.cat([state["pos"], pos.expand(x.shape[0], -1)], 1)
         return self._keys(h, k_pos), self._split(self.value(h)), self.span_predictor(h), k_pos, h
@@ -291,23 +243,6 @@ class ExpireSpan(AttentionMixer):
         if self.mixer.span_loss == "l1":
             return span[..., -count:].mean((1, 2))
         return ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp).mean(-1) / count
-
-
-def _logit(share: float) -> float:
-    return math.log(share / (1 - share)) if share > 0 else -math.inf
-
-
-def _initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:
-    """The share of max_span that each head starts with: from the first to the last in equal ratios, longest first."""
-    places = [n / (outputs - 1) - 0.5 if outputs > 1 else 0.0 for n in range(outputs)]
-    return [rules.initial_span * rules.initial_spread**-place for place in places]
-
-
-def _storage_dtype(x: Tensor) -> torch.dtype:
-    """Hidden states are kept as the projections read them: under autocast in its dtype, at half the size."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def _with_heads(memory: ExpiringMemory) -> tuple[Tensor, Tensor]:

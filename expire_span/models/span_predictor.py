@@ -1,0 +1,95 @@
+"""The predictor of lifetimes: e_i = L sigmoid(w . h_i / tau + b), one or one per key/value head.
+
+A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
+the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
+code takes no pass of its own: one row of weights joins the kernel of the norm before; several are one matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.config import ExpireSpanConfig
+
+from .hold import hold
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class SpanPredictor(nn.Linear):
+    """Reads a hidden state, outputs spans in steps."""
+
+    def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
+        super().__init__(dim, outputs)
+        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self.lowest = _logit(rules.min_span / rules.max_span)
+        nn.init.zeros_(self.weight)
+        with torch.no_grad():
+            self.bias.copy_(torch.tensor([_logit(share) for share in initial_shares(outputs, rules)]))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """h [B, S, C] -> spans [B, outputs, S]."""
+        h = h.to(storage_dtype(h))
+        with torch.autocast(h.device.type, enabled=False):
+            weight = self.weight / self.temperature
+            if torch.compiler.is_compiling():
+                logit = SpanLogits.apply(h, weight) + self.bias
+            else:
+                logit = F.linear(h if h.dtype == torch.float64 else h.float(), weight, self.bias)
+            if self.lowest > -math.inf:
+                logit = hold(logit, self.lowest, math.inf)
+        return self.max_span * torch.sigmoid(logit).transpose(1, 2)
+
+
+class SpanLogits(torch.autograd.Function):
+    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, for compiled code.
+
+    Gradients are matrix products in h's dtype, as those of other weights are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
+            return _product_in_float32(h, weight)
+        return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h, weight = ctx.saved_tensors
+        if len(weight) == 1:
+            grad_h = (grad * weight[0]).to(h.dtype)
+        else:
+            grad_h = grad.to(h.dtype) @ weight.to(h.dtype)
+        grad_weight = grad.to(h.dtype).flatten(0, 1).T @ h.flatten(0, 1)
+        return grad_h, grad_weight.to(weight.dtype)
+
+
+def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
+    """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
+    high = weight.to(h.dtype)
+    low = (weight - high.float()).to(h.dtype)
+    both = torch.ops.aten.mm.dtype(h.flatten(0, 1), torch.cat([high, low]).T, torch.float32)
+    return both.unflatten(-1, (2, -1)).sum(-2).unflatten(0, h.shape[:2])
+
+
+def initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:
+    """The share of max_span that each head starts with: from the first to the last in equal ratios, longest first."""
+    places = [n / (outputs - 1) - 0.5 if outputs > 1 else 0.0 for n in range(outputs)]
+    return [rules.initial_span * rules.initial_spread**-place for place in places]
+
+
+def storage_dtype(x: Tensor) -> torch.dtype:
+    """Hidden states are kept as the projections read them: under autocast in its dtype, at half the size."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share)) if share > 0 else -math.inf
