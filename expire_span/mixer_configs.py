@@ -34,6 +34,8 @@ class ExpireSpanConfig:
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"
     """One span per memory shared by all heads of the layer, or one for each key/value head."""
+    own_heads: int | None = None
+    """With kv_head: so many heads of a layer have spans of their own, and all others share one more; None is all."""
     span_loss: Literal["ramp", "l1"] = "ramp"
     """How long spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
     noisy: bool = False
@@ -56,8 +58,10 @@ class ExpireSpanConfig:
         require(self.initial_spread >= 1, f"initial_spread must be at least 1, got {self.initial_spread}")
         longest = self.initial_span * self.initial_spread**0.5
         require(longest < 1, f"initial_span x sqrt(initial_spread) must lie below 1, got {longest:g}")
-        needs = "initial_spread sets heads apart and needs span_per kv_head"
-        require(self.initial_spread == 1 or self.span_per == "kv_head", f"{needs}, got span_per {self.span_per}")
+        for name, used in (("initial_spread", self.initial_spread != 1), ("own_heads", self.own_heads is not None)):
+            needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
+            require(not used or self.span_per == "kv_head", needs)
+        require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")
         shortest = f"min_span must lie in [0, max_span), got {self.min_span:g} of {self.max_span}"
         require(0 <= self.min_span < self.max_span, shortest)
         require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")

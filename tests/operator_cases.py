@@ -26,11 +26,14 @@ class Case:
     gaps: bool = False
     relative: int = 0
     options: dict = field(default_factory=dict)
+    span_rows: int = 0
+    """Rows of spans, where heads share some; 0 is one for all heads, or per_head one for each."""
 
     def tensors(self, dtype=torch.float64, seed=0) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(seed)
         total = self.stored + self.queries
-        shape = (self.batch, self.kv_heads, total) if self.per_head else (self.batch, total)
+        rows = self.span_rows or (self.kv_heads if self.per_head else 0)
+        shape = (self.batch, rows, total) if rows else (self.batch, total)
         out = {
             "q": torch.randn(self.batch, self.heads, self.queries, self.dim, generator=g),
             "k": torch.randn(self.batch, self.kv_heads, total, self.dim, generator=g),

@@ -24,6 +24,9 @@ def _expire(preset: str, **fields) -> DecoderConfig:
 EXPIRE = {
     "modern": _expire("modern"),
     "modern, span per head": _expire("modern", span_per="kv_head"),
+    "modern, heads that share": replace(
+        _expire("modern", span_per="kv_head", own_heads=1, initial_spread=9.0, min_span=1.5), kv_heads=4
+    ),
     "modern, L1": _expire("modern", span_loss="l1"),
     "modern, swiglu": replace(_expire("modern"), activation="swiglu"),
     "paper": _expire("paper"),

@@ -26,6 +26,8 @@ CASES = {
     "a million steps in": Case(queries=300, start=10**6, gaps=True),
     "a billion steps in": Case(queries=300, start=10**9),
     "spans per head": Case(queries=300, per_head=True, spans="scattered"),
+    "two heads share spans": Case(queries=300, heads=6, kv_heads=3, span_rows=2, spans="scattered"),
+    "one row of spans": Case(queries=63, span_rows=1),
     "one row": Case(batch=1, queries=300, spans="scattered"),
     "one head": Case(heads=1, kv_heads=1),
     "no self": Case(queries=300, options={"include_self": False}),

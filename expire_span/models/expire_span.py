@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memory import ExpiringMemory
-from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention
+from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, spans_of_heads
 from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
@@ -50,7 +50,8 @@ class ExpireSpan(AttentionMixer):
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)
         self.mixer = self.rules()
-        self.span_outputs = 1 if self.mixer.span_per == "layer" else config.num_kv_heads
+        own = config.num_kv_heads if self.mixer.own_heads is None else self.mixer.own_heads
+        self.span_outputs = 1 if self.mixer.span_per == "layer" else min(own + 1, config.num_kv_heads)
         self.span_predictor = self.build_predictor()
 
     def rules(self) -> ExpireSpanConfig:
@@ -58,7 +59,7 @@ class ExpireSpan(AttentionMixer):
         return self.config.mixer
 
     def build_predictor(self) -> nn.Module:
-        """A module that gives hidden states [B, S, C] spans [B, outputs, S]."""
+        """A module that gives hidden states [B, S, C] spans [B, outputs, S]; heads beyond the outputs share the last."""
         return SpanPredictor(self.config.dim, self.span_outputs, self.mixer)
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class ExpireSpan(AttentionMixer):
     def _decode(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> MixerOutput:
         """The same as `forward`, without a rectangle of all rows."""
         m, start, count = self.mixer, state["position"], x.shape[1]
-        q, new = self._place(self._split(self.query(x)), pos), self.span_predictor(x)
+        q, new = self._place(self._split(self.query(x)), pos), self._predict_by_head(x)
         memory = self._append_kv(state["memory"], pos, new, self._keys(x, pos), self._split(self.value(x)))
         k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
         rules: dict[str, Any] = dict(ramp=m.ramp, include_self=m.include_self)
@@ -167,7 +168,7 @@ class ExpireSpan(AttentionMixer):
 
     def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys and values are computed once; with gradients on, the new ones stay attached."""
-        span = self.span_predictor(x)
+        span = self._predict_by_head(x)
         keys, values = self._keys(x, pos), self._split(self.value(x))
         old = memory
         memory = self._append_kv(memory, pos, span, keys, values)
@@ -188,7 +189,8 @@ class ExpireSpan(AttentionMixer):
     def _read_kv(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """k, v [B, Hkv, S, D], span [B, 1 or Hkv, S], k_pos [B, S] or [B, Hkv, S]."""
         if not len(memory):
-            heads, outputs = self.config.num_kv_heads, self.span_outputs
+            heads = self.config.num_kv_heads
+            outputs = heads if len(memory.rows) == 2 else 1
             none = memory.span.new_zeros(memory.rows[0], heads, 0, self.config.head_dim)
             return none, none, memory.span.new_zeros(memory.rows[0], outputs, 0), memory.pos
         if len(memory.rows) == 2:
@@ -196,7 +198,11 @@ class ExpireSpan(AttentionMixer):
         return memory["k"].transpose(1, 2), memory["v"].transpose(1, 2), memory.span.unsqueeze(1), memory.pos
 
     def _store(self, memory: ExpiringMemory, h: Tensor, pos: Tensor) -> ExpiringMemory:
-        return self._append_kv(memory, pos, self.span_predictor(h), self._keys(h, pos), self._split(self.value(h)))
+        return self._append_kv(memory, pos, self._predict_by_head(h), self._keys(h, pos), self._split(self.value(h)))
+
+    def _predict_by_head(self, h: Tensor) -> Tensor:
+        """Spans [B, Hkv, S] of a store that has a row for each head, or [B, 1, S]."""
+        return spans_of_heads(self.span_predictor(h), self.config.num_kv_heads)
 
     # The attention
 
@@ -227,7 +233,7 @@ class ExpireSpan(AttentionMixer):
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
         k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
-        new = span.detach()[..., -count:].squeeze(1)
+        new = spans_of_heads(span.detach()[..., -count:], self.config.num_kv_heads).squeeze(1)
         if torch.is_grad_enabled():  # training asks for both, and a compiled block cannot hand out functions
             return MixerAux(self._span_loss(span, k_pos, start, count), new, self._live(span, k_pos, start, count))
         where = (span, k_pos, start, count)
@@ -236,13 +242,21 @@ class ExpireSpan(AttentionMixer):
     def _live(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
         ramp, include_self = self.mixer.ramp, self.mixer.include_self
         alive = live_queries(span.detach(), k_pos, start, start + count - 1, ramp=ramp, include_self=include_self)
-        return alive.sum(-1).mean() / count
+        return self._mean_over_heads(alive.sum(-1)).mean() / count
 
     def _span_loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
         """The price of this block's lifetimes for each row, [B]."""
         if self.mixer.span_loss == "l1":
-            return span[..., -count:].mean((1, 2))
-        return ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp).mean(-1) / count
+            return self._mean_over_heads(span[..., -count:].mean(-1))
+        loss = ramp_loss(span, k_pos, start, start + count - 1, ramp=self.mixer.ramp)
+        return self._mean_over_heads(loss) / count
+
+    def _mean_over_heads(self, x: Tensor) -> Tensor:
+        """Of one number per row of spans [B, P], the mean over heads [B]; the last row stands for all that share it."""
+        rows, heads = x.shape[1], self.config.num_kv_heads
+        if rows in (1, heads):
+            return x.mean(1)
+        return (x[:, :-1].sum(1) + (heads - rows + 1) * x[:, -1]) / heads
 
 
 def _with_heads(memory: ExpiringMemory) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,8 @@ def expire_attention(
     Args:
         q: queries [B, Hq, T, D].
         k, v: memories [B, Hkv, S, D]; Hkv divides Hq.
-        span: how long each memory lives, in steps, >= 0: [B, S], or [B, Hkv, S] for a span per key/value head.
+        span: how long each memory lives, in steps, >= 0: [B, S], or [B, P, S] with P of 1..Hkv: the first P - 1 key/value
+            heads have spans of their own, and all others share the last.
         q_pos: integer positions [T] or [B, T], never falling along a row.
         k_pos: integer positions [S], [B, S] or [B, Hkv, S], never falling along a row; any gaps.
         ramp: length of the soft edge, in steps, > 0.
@@ -84,6 +85,8 @@ def expire_attention(
     if chosen == "triton":
         from .triton import triton_attention, triton_decode
 
+        if k_pos.dim() == 3 or few:
+            span = spans_of_heads(span, k.shape[1])
         if few and ids is None:
             return triton_decode(q, k, v, span, q_pos, k_pos, **options, **extra)
         if check and learns and relative_keys is not None:
@@ -150,12 +153,20 @@ def can_attend_in_segments(impl: Impl, device: torch.device, queries: int, head_
 
 def _with_heads(span: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
-    span = span.unsqueeze(1) if span.dim() == 2 else span
+    span = span.unsqueeze(1) if span.dim() == 2 else spans_of_heads(span, kv_heads)
     q_pos = q_pos.expand(batch, -1).unsqueeze(1)
     k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
     if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
         span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
     return span, q_pos, k_pos
+
+
+def spans_of_heads(span: Tensor, kv_heads: int) -> Tensor:
+    """Spans [B, P, S] with P of 1..Hkv for each head: [B, Hkv, S], or as they are where all heads share one."""
+    if span.dim() == 2 or span.shape[1] in (1, kv_heads):
+        return span
+    shared = span[:, -1:].expand(-1, kv_heads - span.shape[1], -1)
+    return torch.cat([span, shared], 1)
 
 
 def resolve_impl(
@@ -219,7 +230,8 @@ def _check_shapes(
     _expect("v", v, [(b, kv_heads, s, d)])
     if kv_heads == 0 or hq % kv_heads:
         raise ValueError(f"the heads of k must divide those of q, got {kv_heads} and {hq}")
-    _expect("span", span, [(b, s), (b, kv_heads, s)])
+    rows = span.shape[1] if span.dim() == 3 and 0 < span.shape[1] < kv_heads else kv_heads
+    _expect("span", span, [(b, s), (b, rows, s)])
     _expect("q_pos", q_pos, [(t,), (b, t)])
     _expect("k_pos", k_pos, [(s,), (b, s), (b, kv_heads, s)])
     if rel is not None and (rel.dim() != 2 or rel.shape[1] != d):

@@ -2,7 +2,7 @@
 
 `triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take what the
 public operator takes, in any of its shapes, since every view costs the host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
-span [B, S] or [B, Hkv, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
+span [B, S] or [B, P, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
 """
 
 from __future__ import annotations

@@ -128,10 +128,17 @@ def _differentiate(ctx, dy, *_, run: Callable | None = None):
     if dy is None:
         return (None,) * 14
     dq, dk, dv, dspan, drelative = (run or attention_backward)(dy, *ctx.saved_tensors, *ctx.options)
-    if dspan.numel() != ctx.span_shape.numel():
-        dspan = dspan.sum(1)
-    dspan = dspan.view(ctx.span_shape).to(ctx.span_dtype)
+    dspan = _sum_shared(dspan, ctx.span_shape).to(ctx.span_dtype)
     return dq, dk, dv, dspan, *(None,) * 4, drelative if ctx.has_relative else None, *(None,) * 5
+
+
+def _sum_shared(dspan: Tensor, shape: torch.Size) -> Tensor:
+    """The spans' gradient by head [B, Hkv, S] as the spans were given: heads that share a row are added up."""
+    own = shape[1] - 1 if len(shape) == 3 else 0
+    if own == dspan.shape[1] - 1:
+        return dspan.view(shape)
+    shared = dspan[:, own:].sum(1, keepdim=True)
+    return (torch.cat([dspan[:, :own], shared], 1) if own else shared).view(shape)
 
 
 attention = _define("attention", _attention)

@@ -2,7 +2,8 @@
 
 Every memory is seen by one contiguous range of queries: from the first one at or after its birth to the last one before
 its death. So memories are sorted by *how long* they live, stably, into a few classes (immortal, then each length twice
-the next, then never seen), and cut into tiles of `block_n`. Inside a class, births are in order and lives are of like
+the next, then never seen), and cut into tiles of `block_n`. Classes so thin that they would cost more tiles apart than
+together with the next longer one are joined to it. Inside a class, births are in order and lives are of like
 length; hence the living tiles of any query tile form one run of tiles per class, and a survivor among thousands of dead
 neighbours sits in a tile full of survivors. Keys and values are copied into that order once, so that the attention
 kernels read whole contiguous tiles.
@@ -10,7 +11,7 @@ kernels read whole contiguous tiles.
 The plan's size is linear in T and S: no list of pairs, no list of indices per query. Its passes:
 
     classify   first, last and first-fading query of each memory; its class; how many of each class per block
-    scatter    `order`: which memory stands in which slot; classes start on a tile boundary
+    scatter    which classes are joined; `order`: which memory stands in which slot; classes start on a tile boundary
     gather     keys, values and per-memory numbers into that order; the extent of each tile
     find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask
 
@@ -53,7 +54,7 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Plan:
-    """The sorted memories of every row, and the runs of tiles of every query tile. R rows = B x (1 or Hkv)."""
+    """The sorted memories of every row, and the runs of tiles of every query tile. R rows = B x the rows of spans (1..Hkv)."""
 
     words: Tensor
     """Every integer of the plan: int32 [R, num_words(...)]. The properties below are views of it."""
@@ -87,7 +88,7 @@ def strides(x: Tensor) -> tuple[int, ...]:
 
 
 def num_heads(span: Tensor, k_pos: Tensor) -> int:
-    """Heads that have spans or positions of their own: 1 or Hkv."""
+    """Rows of spans or positions that a batch row has: 1..Hkv. Heads beyond them share the last."""
     return max(span.shape[1] if span.dim() == 3 else 1, k_pos.shape[1] if k_pos.dim() == 3 else 1)
 
 
@@ -170,9 +171,36 @@ def _classify(
         tl.store(counts + c * num_blocks, count)
 
 
+@triton.jit
+def _join_thin(total, T, BLOCK_N: tl.constexpr):
+    """Which class each class [CLASSES] goes into, itself or a longer one, from `total` members of each.
+
+    The tiles of a class cover all births, once, and each member's life: 1 + n l / (BLOCK_N T) tiles for each query, where n members
+    live l at most. So n members are joined to those that live l' > l if n (l' - l) < BLOCK_N T.
+    """
+    c = tl.arange(0, CLASSES)
+    into = c
+    limit = FIRST_LIMIT
+    # The class that those gathered so far are in, their number, and the longest life among them.
+    gathered = tl.sum(tl.zeros_like(c), 0) + DEAD
+    count = tl.sum(tl.zeros([CLASSES], tl.int64), 0)
+    longest = count
+    for n in tl.static_range(CLASSES - 2):
+        kind = DEAD - 1 - n
+        here = tl.sum(tl.where(c == kind, total, 0).to(tl.int64), 0)
+        extra = count * (limit - longest)
+        joins = (here > 0) & (count > 0) & (extra < (longest * 0 + T) * BLOCK_N)
+        into = tl.where(joins & (into == gathered), kind, into)
+        count = tl.where(joins, count + here, tl.where(here > 0, here, count))
+        longest = tl.where(here > 0, limit, longest)
+        gathered = tl.where(here > 0, kind, gathered)
+        limit = limit * 2
+    return into
+
+
 @triton.jit(do_not_specialize=["num_blocks", "row_words"])
 def _scatter(
-    scratch, words, S, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
+    scratch, words, S, T, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
     """Every program adds up all counts for itself, which is cheaper than a launch that does it once."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -187,6 +215,10 @@ def _scatter(
         count = tl.load(at, mask=(other < num_blocks)[None, :], other=0)
         before += tl.sum(tl.where((other < block)[None, :], count, 0), 1)
         total += tl.sum(count, 1)
+    into = _join_thin(total, T, BLOCK_N)
+    joined = into[None, :] == c[:, None]  # [classes after, classes before]
+    total = tl.sum(tl.where(joined, total[None, :], 0), 1)
+    before = tl.sum(tl.where(joined, before[None, :], 0), 1)
     tiles = (total + BLOCK_N - 1) // BLOCK_N
     stop = tl.cumsum(tiles, 0)
     start = (stop - tiles) * BLOCK_N
@@ -196,7 +228,10 @@ def _scatter(
         padding = (start + total)[:, None] + tl.arange(0, BLOCK_N)[None, :]
         tl.store(words + HEAD + padding, tl.zeros_like(padding) - 1, mask=padding < (stop * BLOCK_N)[:, None])
     i = block * BLOCK + tl.arange(0, BLOCK)
-    kind = tl.load(scratch + 3 * S + i, mask=i < S, other=-1)
+    before_joining = tl.load(scratch + 3 * S + i, mask=i < S, other=-1)
+    kind = before_joining
+    for n in tl.static_range(CLASSES):
+        kind = tl.where(before_joining == n, tl.sum(tl.where(c == n, into, 0), 0), kind)
     slot = tl.zeros_like(i)
     for n in tl.static_range(CLASSES):
         mine = (kind == n).to(tl.int32)
@@ -213,7 +248,8 @@ def _gather(
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
-    row, row_head = b * heads + h % heads, h % heads  # heads is 1 or kv_heads
+    row_head = tl.minimum(h, heads - 1)
+    row = b * heads + row_head
     words += row * row_words
     used_tiles = tl.load(words + CLASSES)
     living = tl.load(words + DEAD)
@@ -339,6 +375,7 @@ def build_plan(
         scratch,
         words,
         memories,
+        queries,
         num_blocks,
         row_words,
         BLOCK=BLOCK,

@@ -111,7 +111,7 @@ def memory_gradients(
     part, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits % num_rows).to(tl.int64)
     tile = tl.program_id(0) // (splits * num_rows)
     b, h = bh // kv_heads, bh % kv_heads
-    row = b * heads + h % heads
+    row = b * heads + tl.minimum(h, heads - 1)
     words += row * row_words
     if tile * (BLOCK_N // PLAN_N) >= tl.load(words + CLASSES):
         return
@@ -192,7 +192,7 @@ def long_tiles(
     """Of tiles longer than a window: clear the sums before the parts are added, or round them into dk and dv after."""
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
-    words += (b * heads + h % heads) * row_words
+    words += (b * heads + tl.minimum(h, heads - 1)) * row_words
     total = tl.load(words + CLASSES)
     if tile * (BLOCK_N // PLAN_N) >= total:
         return

@@ -64,7 +64,7 @@ def query_gradient(
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
-    row = b * heads + (h // group) % heads
+    row = b * heads + tl.minimum(h // group, heads - 1)
     q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
     inside = q_index < T
