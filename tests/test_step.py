@@ -11,6 +11,8 @@ from expire_span.models.state import detach
 from expire_span.train.scorer import Scorer
 from expire_span.train.step import MOST_GRAPHS, Pass, TrainStep
 
+from .test_mixers import SMALL, small
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PAPER = DecoderConfig.paper(
@@ -20,6 +22,7 @@ PAPER = DecoderConfig.paper(
 MODERN = DecoderConfig.modern(
     vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8)
 )
+RECORDABLE = [kind for kind in SMALL if Decoder(small(kind)).layers()[0].mixer.recordable]
 
 
 def build(config, graphs):
@@ -94,3 +97,29 @@ def test_replays_draw_new_dropout():
         scorer.zero_grad(set_to_none=True)
     assert any(r is not None for r in step.recordings.values())
     assert len(set(losses[-4:])) == 4
+
+
+def train_alone(kind: str, graphs: bool, count: int = 6) -> tuple[list[float], TrainStep]:
+    """Losses of a few steps of plain gradient descent on sequences that stand alone."""
+    scorer, step = build(small(kind), graphs)
+    losses = []
+    for given in passes(count, block=96):
+        sums, state, _ = step(replace(given, x=given.x % 40, y=given.y % 40, remember=False))
+        assert state is None
+        losses.append(float(sums["nll"]))
+        with torch.no_grad():
+            for p in scorer.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+                p.grad = None
+    return losses, step
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", RECORDABLE)
+def test_replayed_steps_of_sequences_that_stand_alone(kind):
+    plain, _ = train_alone(kind, graphs=False)
+    replayed, step = train_alone(kind, graphs=True)
+    torch.testing.assert_close(torch.tensor(replayed), torch.tensor(plain), rtol=1e-4, atol=1e-3)
+    assert any(r is not None for r in step.recordings.values())

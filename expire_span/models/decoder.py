@@ -17,9 +17,6 @@ from expire_span.mixer_configs import POSITION_FREE
 from .carried import settle
 from .mixer import MixerAux, build_mixer
 
-COMPILE: dict[str, Any] = {"realize_reads_threshold": 8, "realize_opcount_threshold": 100}
-"""For torch.compile: a block's gradients are summed where the norm reads them, also where a predictor of spans adds one."""
-
 
 @dataclass
 class DecoderAux:
@@ -163,7 +160,7 @@ class Decoder(nn.Module):
             if carry and not block.mixer.steady_shapes:
                 block.ff.compile()
             else:
-                block.compiled = torch.compile(block.forward, options=COMPILE)
+                block.compiled = torch.compile(block.forward)
 
     def _initialise(self) -> None:
         """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""

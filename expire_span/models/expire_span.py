@@ -45,7 +45,7 @@ class ExpireSpan(AttentionMixer):
     lifetimes are expressed, and give their own `build_predictor`.
     """
 
-    steady_shapes = True
+    steady_shapes = recordable = True
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)

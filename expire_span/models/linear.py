@@ -38,6 +38,8 @@ def running_attention(
 class Linear(AttentionMixer):
     """State {"sums": [B, Hkv, M, D + 1], "seen": tokens of each row [B]}."""
 
+    recordable = True
+
     @property
     def num_features(self) -> int:
         return self.config.head_dim

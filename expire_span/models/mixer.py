@@ -66,6 +66,8 @@ class Mixer(nn.Module):
     out: nn.Linear
     steady_shapes: ClassVar[bool] = False
     """Whether the state that training carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
+    recordable: ClassVar[bool] = False
+    """Whether sequences that stand alone never make the host wait, so that a training step can be recorded and replayed."""
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.

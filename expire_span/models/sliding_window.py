@@ -8,6 +8,8 @@ from .window import Band, WindowMixer
 
 
 class SlidingWindow(WindowMixer):
+    recordable = True
+
     def rules(self) -> tuple[list[Band], int]:
         assert isinstance(self.config.mixer, SlidingWindowConfig)
         return [Band(self.config.num_kv_heads, self.config.mixer.window)], 0

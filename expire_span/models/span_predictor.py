@@ -2,7 +2,7 @@
 
 A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
 the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
-code takes hardly a pass of its own: a few rows of weights join the kernel of the norm before; more are one matrix product.
+code takes no pass of its own: one row of weights joins the kernel of the norm before; several are one matrix product.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from expire_span.config import ExpireSpanConfig
 from .hold import hold
 
 HALVES = (torch.bfloat16, torch.float16)
-FEW = 3
-"""Up to so many rows are sums inside other kernels: no product is written, and none read again in the backward pass."""
 ALIGNED = 8
 """Columns that a fast matrix product wants in half precision."""
 
@@ -59,7 +57,7 @@ class SpanLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(h, weight)
-        if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > FEW:
+        if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
             return _product_in_float32(h, weight)
         return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
 
@@ -67,20 +65,21 @@ class SpanLogits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         h, weight = ctx.saved_tensors
         low = grad.to(h.dtype)
-        if len(weight) > FEW:
-            grad_h = low @ weight.to(h.dtype)
-        else:
-            grad_h = sum(part.unsqueeze(-1) * row for part, row in zip(grad.unbind(-1), weight.unbind())).to(h.dtype)  # type: ignore[union-attr]
-        low = F.pad(low, (0, -len(weight) % ALIGNED)).flatten(0, 1)
-        return grad_h, (low.T @ h.flatten(0, 1))[: len(weight)].to(weight.dtype)
+        if len(weight) == 1:
+            return (grad * weight[0]).to(h.dtype), (low.flatten(0, 1).T @ h.flatten(0, 1)).to(weight.dtype)
+        more = -len(weight) % ALIGNED
+        low = F.pad(low, (0, more)).flatten(0, 1)
+        grad_h = low @ F.pad(weight.to(h.dtype), (0, 0, 0, more))
+        return grad_h.view_as(h), (low.T @ h.flatten(0, 1))[: len(weight)].to(weight.dtype)
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
     """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
     high = weight.to(h.dtype)
     low = (weight - high.float()).to(h.dtype)
-    both = torch.ops.aten.mm.dtype(h.flatten(0, 1), torch.cat([high, low]).T, torch.float32)
-    return both.unflatten(-1, (2, -1)).sum(-2).unflatten(0, h.shape[:2])
+    halves = F.pad(torch.cat([high, low]), (0, 0, 0, -2 * len(weight) % ALIGNED))
+    both = torch.ops.aten.mm.dtype(h.flatten(0, 1), halves.T, torch.float32)
+    return (both[:, : len(weight)] + both[:, len(weight) : 2 * len(weight)]).unflatten(0, h.shape[:2])
 
 
 def initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:
