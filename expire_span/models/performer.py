@@ -39,7 +39,8 @@ def positive_features(x: Tensor, draws: Tensor, *, rescale: bool) -> Tensor:
     return exponent.exp() * draws.shape[0] ** -0.5
 
 
-class Performer(Linear):    draws: Tensor
+class Performer(Linear):
+    draws: Tensor
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)
