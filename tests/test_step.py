@@ -22,7 +22,14 @@ PAPER = DecoderConfig.paper(
 MODERN = DecoderConfig.modern(
     vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8)
 )
-RECORDABLE = [kind for kind in SMALL if Decoder(small(kind)).layers()[0].mixer.recordable]
+
+
+def served(kind: str) -> DecoderConfig:
+    """A small decoder of this kind with heads as wide as the kernels serve."""
+    return replace(small(kind), dim=64, heads=2)
+
+
+RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.can_record(False)]
 
 
 def build(config, graphs):
@@ -101,7 +108,7 @@ def test_replays_draw_new_dropout():
 
 def train_alone(kind: str, graphs: bool, count: int = 6) -> tuple[list[float], TrainStep]:
     """Losses of a few steps of plain gradient descent on sequences that stand alone."""
-    scorer, step = build(small(kind), graphs)
+    scorer, step = build(served(kind), graphs)
     losses = []
     for given in passes(count, block=96):
         sums, state, _ = step(replace(given, x=given.x % 40, y=given.y % 40, remember=False))
@@ -123,3 +130,15 @@ def test_replayed_steps_of_sequences_that_stand_alone(kind):
     replayed, step = train_alone(kind, graphs=True)
     torch.testing.assert_close(torch.tensor(replayed), torch.tensor(plain), rtol=1e-4, atol=1e-3)
     assert any(r is not None for r in step.recordings.values())
+
+
+def test_only_what_the_kernels_serve_is_recorded(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as if there were a device that runs them
+    mixer = replace(MODERN.mixer, impl="triton")
+    narrow, wide = replace(MODERN, heads=4), MODERN
+    assert [Decoder(c).layers()[0].mixer.can_record(True) for c in (narrow, wide)] == [False, False]  # chunked
+    assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.can_record(True)
+    assert not Decoder(small("gru")).layers()[0].mixer.can_record(False)
+    assert Decoder(small("full")).layers()[0].mixer.can_record(False)
+    assert not Decoder(small("full")).layers()[0].mixer.can_record(True)
+    assert not Decoder(small("forgetting", "paper")).layers()[0].mixer.can_record(False)  # learned relative positions

@@ -41,7 +41,8 @@ class ConvPool(nn.Module):
 class Compressive(AttentionMixer):
     """State: "raw" and "pooled" {"k", "v" [B, S, Hkv, D], "pos" [B, S]}, "hidden" of the unfinished group, "seen" [B]."""
 
-    recordable = True
+    def can_record(self, carried: bool) -> bool:
+        return not carried and self.relative_keys is None
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memory import ExpiringMemory
-from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, spans_of_heads
+from expire_span.ops import (
+    attend_in_segments,
+    can_attend_in_segments,
+    expire_attention,
+    resolve_impl,
+    spans_of_heads,
+)
 from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
@@ -45,7 +51,7 @@ class ExpireSpan(AttentionMixer):
     lifetimes are expressed, and give their own `build_predictor`.
     """
 
-    steady_shapes = recordable = True
+    steady_shapes = True
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)
@@ -61,6 +67,10 @@ class ExpireSpan(AttentionMixer):
     def build_predictor(self) -> nn.Module:
         """A module that gives hidden states [B, S, C] spans [B, outputs, S]; heads beyond the outputs share the last."""
         return SpanPredictor(self.config.dim, self.span_outputs, self.mixer)
+
+    def can_record(self, carried: bool) -> bool:
+        device, head_dim = self.query.weight.device, self.config.head_dim
+        return resolve_impl(self.mixer.impl, device, head_dim=head_dim) == "triton"
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Cache | None = None) -> dict[str, Any]:
         """An empty memory (or `initial_memories` zero vectors); by default hidden states in training, else keys and values."""

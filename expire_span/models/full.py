@@ -39,6 +39,10 @@ class Full(ExpireSpan):
     def build_predictor(self) -> nn.Module:
         return ConstantSpans(FOREVER)
 
+    def can_record(self, carried: bool) -> bool:
+        alone = not carried and self.relative_keys is None  # torch's own attention serves these
+        return alone or super().can_record(carried)
+
     def _attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
         alone = k.shape[2] == x.shape[1]
         if not alone or self.relative_keys is not None:

@@ -38,7 +38,8 @@ def running_attention(
 class Linear(AttentionMixer):
     """State {"sums": [B, Hkv, M, D + 1], "seen": tokens of each row [B]}."""
 
-    recordable = True
+    def can_record(self, carried: bool) -> bool:
+        return not carried and self.relative_keys is None
 
     @property
     def num_features(self) -> int:

@@ -66,8 +66,6 @@ class Mixer(nn.Module):
     out: nn.Linear
     steady_shapes: ClassVar[bool] = False
     """Whether the state that training carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
-    recordable: ClassVar[bool] = False
-    """Whether sequences that stand alone never make the host wait, so that a training step can be recorded and replayed."""
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.
@@ -79,6 +77,13 @@ class Mixer(nn.Module):
     def reset_rows(self, state: Any, fresh: Tensor, empty: Tensor | None = None) -> Any:
         """The rows marked in `fresh` [B] (bool) begin again, the others keep their memory."""
         raise NotImplementedError(f"{type(self).__name__} must define reset_rows")
+
+    def can_record(self, carried: bool) -> bool:
+        """Whether a training step never makes the host wait, so that it can be recorded as a CUDA graph and replayed.
+
+        carried: with memory from the block before, or on sequences that stand alone.
+        """
+        return False
 
     def forward(self, x: Tensor, state: Any) -> MixerOutput:
         raise NotImplementedError(f"{type(self).__name__} must define forward")

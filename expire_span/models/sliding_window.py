@@ -8,7 +8,8 @@ from .window import Band, WindowMixer
 
 
 class SlidingWindow(WindowMixer):
-    recordable = True
+    def can_record(self, carried: bool) -> bool:
+        return not carried and self.relative_keys is None
 
     def rules(self) -> tuple[list[Band], int]:
         assert isinstance(self.config.mixer, SlidingWindowConfig)

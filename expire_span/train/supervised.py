@@ -191,8 +191,7 @@ class Trainer:
     def _can_replay(self, decoder: Decoder) -> bool:
         """Whether steps can be recorded as CUDA graphs: one process on a GPU, with no memory or one whose shapes are steady."""
         config, one = self.train_config, self.accelerator.num_processes == 1
-        mixers = [block.mixer for block in decoder.layers()]
-        steady = all(mixer.steady_shapes if config.carry else mixer.recordable for mixer in mixers)
+        steady = all(block.mixer.can_record(config.carry) for block in decoder.layers())
         return config.graphs and one and config.accumulate == 1 and self.accelerator.device.type == "cuda" and steady
 
     def _update_weights(self) -> Tensor:
