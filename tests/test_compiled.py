@@ -1,5 +1,6 @@
 """Blocks through torch.compile: the same loss and gradients as without, for sequences that stand alone."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from expire_span.config import ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MIXERS
+from expire_span.models.span_predictor import SpanPredictor
 
 from .test_mixers import SMALL, small
 from .tiny import MIXER
@@ -56,6 +58,26 @@ def test_compiled_count_of_compressive_memories():
 @pytest.mark.slow
 def test_compiled_spans_and_their_gradients():
     check("expire_span", "cpu", span_per="kv_head")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("outputs", [1, 3, 8])
+def test_spans_of_half_precision_states_keep_their_digits(outputs):
+    torch.manual_seed(0)
+    predictor = SpanPredictor(512, outputs, ExpireSpanConfig(max_span=8192, span_per="kv_head")).cuda()
+    torch.nn.init.normal_(predictor.weight, std=0.05)
+    h = torch.randn(2, 300, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    direction = torch.randn(2, outputs, 300, device="cuda")
+    span = torch.compile(predictor)(h)
+    grads = torch.autograd.grad((span * direction).sum(), [h, predictor.weight, predictor.bias])
+    exact = copy.deepcopy(predictor).double()
+    h64 = h.detach().double().requires_grad_()
+    want = exact(h64)
+    torch.testing.assert_close(span.double(), want, rtol=1e-4, atol=0.0)
+    expected = torch.autograd.grad((want * direction).sum(), [h64, exact.weight, exact.bias])
+    for got, value in zip(grads, expected):
+        assert float((got.double() - value).norm() / value.norm()) < 0.01
 
 
 @pytest.mark.gpu

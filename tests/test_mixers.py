@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from expire_span.config import DecoderConfig
+from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.memories import MEMORIES, state_bytes
 from expire_span.mixer_configs import MIXER_CONFIGS, POSITION_FREE, mixer_config
 from expire_span.models import state as states
 from expire_span.models.adaptive_span import HeadSpans
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MIXERS
+from expire_span.models.span_predictor import SpanPredictor
 
 
 def _expire(preset: str, **fields) -> DecoderConfig:
@@ -309,6 +310,51 @@ def test_spans_start_at_the_asked_share():
         config = replace(CONFIGS["modern"], mixer=replace(CONFIGS["modern"].mixer, initial_span=share))
         span = Decoder(config)(tokens())[2].layers[0].span
         torch.testing.assert_close(span, torch.full_like(span, share * 30))
+
+
+def test_heads_start_apart_and_some_share():
+    fields = dict(span_per="kv_head", own_heads=2, initial_span=0.2, initial_spread=16.0)
+    config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
+    span = Decoder(config)(tokens())[2].layers[0].span  # [B, Hkv, T]
+    torch.testing.assert_close(span[0, :, 0], torch.tensor([0.8, 0.2, 0.05, 0.05]) * 30)
+
+
+@torch.no_grad()
+def test_heads_that_share_count_as_many():
+    """The loss and the number alive are means over heads, however few rows of spans there are."""
+    shared = replace(
+        EXPIRE["modern, heads that share"], mixer=replace(EXPIRE["modern, heads that share"].mixer, own_heads=2)
+    )
+    each = replace(shared, mixer=replace(shared.mixer, own_heads=None))
+    for loss in ("l1", "ramp"):
+        few, all_heads = (Decoder(replace(c, mixer=replace(c.mixer, span_loss=loss))).double() for c in (shared, each))
+        weights = few.state_dict()
+        for (
+            name,
+            value,
+        ) in all_heads.state_dict().items():  # the last row four heads are given is the one that two share
+            if "span_predictor" in name:
+                few_rows = torch.randn_like(weights[name])
+                few.state_dict()[name].copy_(few_rows)
+                value.copy_(torch.cat([few_rows, few_rows[-1:]]))
+            else:
+                value.copy_(weights[name])
+        got, want = (model.train()(tokens(), remember=False) for model in (few, all_heads))
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[2].loss, want[2].loss)
+        torch.testing.assert_close(got[2].live, want[2].live)
+
+
+def test_a_least_span_is_kept_and_left_at_once():
+    predictor = SpanPredictor(8, 1, ExpireSpanConfig(max_span=100, min_span=5.0))
+    with torch.no_grad():
+        predictor.bias.fill_(-20)
+    h = torch.randn(2, 3, 8)
+    span = predictor(h)
+    torch.testing.assert_close(span, torch.full_like(span, 5.0))
+    (shorter,) = torch.autograd.grad(span.sum(), predictor.bias)  # a step goes against the gradient
+    (longer,) = torch.autograd.grad(-predictor(h).sum(), predictor.bias)
+    assert float(shorter) == 0 and float(longer) < 0
 
 
 def test_cap_holds_and_counts():

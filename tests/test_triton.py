@@ -237,6 +237,24 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
         assert counts[0] >= 0.8 * counts[1] > 0 and counts[2] <= 1.1 * counts[3], counts
 
 
+def test_classes_too_thin_for_tiles_of_their_own_are_joined():
+    """Of 200 memories nearly all live 5 steps; the few that live longer, each its own length, stand in tiles together."""
+    case, block_n = Case(1, 1, 1, 200, 0, 32), 4
+    x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
+    span = torch.full((1, 1, 200), 5.0, device=DEVICE)
+    for n, at in enumerate(range(5, 105, 20)):
+        span[0, 0, at] = 10.0 * 2**n
+    options = dict(ramp=1.0, include_self=True, block_m=8, block_n=block_n)
+    plan = lists.build_plan(
+        x["k"], x["v"], span, x["q_pos"].view(1, 1, -1), x["k_pos"].view(1, 1, -1), None, None, **options
+    )
+    first = plan.class_tiles[0].tolist()
+    filled = [n for n in range(lists.NUM_CLASSES - 1) if first[n + 1] > first[n]]
+    assert len(filled) <= 3, filled  # those still alive at the end, the short, and those between
+    order = plan.order[0][: first[lists.NUM_CLASSES - 1] * block_n]
+    assert sorted(order[order >= 0].tolist()) == list(range(200))
+
+
 def _expand(runs: list[int], count: int) -> list[int]:
     tiles: list[int] = []
     while len(tiles) < count:
