@@ -69,13 +69,17 @@ def test_spans_of_half_precision_states_keep_their_digits(outputs):
     torch.nn.init.normal_(predictor.weight, std=0.05)
     h = torch.randn(2, 300, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
     direction = torch.randn(2, outputs, 300, device="cuda")
-    span = torch.compile(predictor)(h)
-    grads = torch.autograd.grad((span * direction).sum(), [h, predictor.weight, predictor.bias])
-    exact = copy.deepcopy(predictor).double()
+    value = torch.nn.Linear(512, 128, bias=False, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        values, span = torch.compile(predictor.with_values)(h, value)
+    loss = (span * direction).sum() + values.float().square().sum()
+    grads = torch.autograd.grad(loss, [h, value.weight, predictor.weight, predictor.bias])
+    exact, plain = copy.deepcopy(predictor).double(), copy.deepcopy(value).double()
     h64 = h.detach().double().requires_grad_()
-    want = exact(h64)
+    values, want = exact.with_values(h64, plain)
     torch.testing.assert_close(span.double(), want, rtol=1e-4, atol=0.0)
-    expected = torch.autograd.grad((want * direction).sum(), [h64, exact.weight, exact.bias])
+    loss = (want * direction).sum() + values.square().sum()
+    expected = torch.autograd.grad(loss, [h64, plain.weight, exact.weight, exact.bias])
     for got, value in zip(grads, expected):
         assert float((got.double() - value).norm() / value.norm()) < 0.01
 

@@ -167,14 +167,22 @@ class ExpireSpan(AttentionMixer):
             return self._remember_hidden(x, pos, state)
         if state["cache"] == "kv":
             return self._remember_kv(x, pos, state["memory"])
-        return self._keys(x, pos), self._split(self.value(x)), self.span_predictor(x), pos, state["memory"]
+        return self._keys(x, pos), *self._values_and_spans(x), pos, state["memory"]
 
     def _remember_hidden(self, x: Tensor, pos: Tensor, state: dict[str, Any]) -> Remembered:
         """Keys, values and spans of stored and new hidden states, all from today's weights."""
         dtype = storage_dtype(x)
         h = torch.cat([state["hidden"].to(dtype), x.to(dtype)], 1)  # [B, S, C]
         k_pos = torch.cat([state["pos"], pos.expand(x.shape[0], -1)], 1)
-        return self._keys(h, k_pos), self._split(self.value(h)), self.span_predictor(h), k_pos, h
+        return self._keys(h, k_pos), *self._values_and_spans(h), k_pos, h
+
+    def _values_and_spans(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [B, Hkv, S, D] and spans [B, P, S]."""
+        if isinstance(self.span_predictor, SpanPredictor):
+            values, span = self.span_predictor.with_values(h, self.value)
+        else:
+            values, span = self.value(h), self.span_predictor(h)
+        return self._split(values), span
 
     def _remember_kv(self, x: Tensor, pos: Tensor, memory: ExpiringMemory) -> Remembered:
         """Keys and values are computed once; with gradients on, the new ones stay attached."""

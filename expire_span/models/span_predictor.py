@@ -2,7 +2,8 @@
 
 A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
 the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
-code takes no pass of its own: one row of weights joins the kernel of the norm before; several are one matrix product.
+code takes hardly a pass of its own: one row of weights joins the kernel of the norm before, several are one matrix product,
+and the gradient goes along with that of the values.
 """
 
 from __future__ import annotations
@@ -38,39 +39,49 @@ class SpanPredictor(nn.Linear):
         """h [B, S, C] -> spans [B, outputs, S]."""
         h = h.to(storage_dtype(h))
         with torch.autocast(h.device.type, enabled=False):
-            weight = self.weight / self.temperature
-            if torch.compiler.is_compiling():
-                logit = SpanLogits.apply(h, weight) + self.bias
-            else:
-                logit = F.linear(h if h.dtype == torch.float64 else h.float(), weight, self.bias)
-            if self.lowest > -math.inf:
-                logit = hold(logit, self.lowest, math.inf)
+            h = h if h.dtype == torch.float64 else h.float()
+            return self._spans(F.linear(h, self.weight / self.temperature))
+
+    def with_values(self, h: Tensor, value: nn.Linear) -> tuple[Tensor, Tensor]:
+        """The values' projection of h [B, S, C] and spans [B, outputs, S]; in compiled code with one gradient for both."""
+        if not torch.compiler.is_compiling():
+            return value(h), self(h)
+        h = h.to(storage_dtype(h))
+        with torch.autocast(h.device.type, enabled=False):
+            weights = value.weight.to(h.dtype), self.weight / self.temperature
+            values, logits = ValuesAndLogits.apply(h, *weights)  # type: ignore[misc]
+            return values, self._spans(logits)
+
+    def _spans(self, product: Tensor) -> Tensor:
+        logit = product + self.bias
+        if self.lowest > -math.inf:
+            logit = hold(logit, self.lowest, math.inf)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
 
 
-class SpanLogits(torch.autograd.Function):
-    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, for compiled code.
+class ValuesAndLogits(torch.autograd.Function):
+    """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
 
-    Gradients are matrix products in h's dtype, as those of other weights are.
+    The gradient of h is one tensor for both. As a further one beside those of queries, keys and values, the compiler would
+    write their sum out before the norm reads it. Gradients are matrix products in h's dtype, as those of other weights are.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(h, weight)
+    def forward(ctx: Any, h: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(h, value, weight)
         if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
-            return _product_in_float32(h, weight)
-        return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
+            logits = _product_in_float32(h, weight)
+        else:
+            logits = torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
+        return h @ value.T, logits
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        h, weight = ctx.saved_tensors
-        low = grad.to(h.dtype)
-        if len(weight) == 1:
-            return (grad * weight[0]).to(h.dtype), (low.flatten(0, 1).T @ h.flatten(0, 1)).to(weight.dtype)
-        more = -len(weight) % ALIGNED
-        low = F.pad(low, (0, more)).flatten(0, 1)
-        grad_h = low @ F.pad(weight.to(h.dtype), (0, 0, 0, more))
-        return grad_h.view_as(h), (low.T @ h.flatten(0, 1))[: len(weight)].to(weight.dtype)
+    def backward(ctx: Any, grad: Tensor, grad_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        h, value, weight = ctx.saved_tensors
+        rows, grad, more = h.flatten(0, 1), grad.to(h.dtype).flatten(0, 1), -len(weight) % ALIGNED
+        low = F.pad(grad_logits.to(h.dtype).flatten(0, 1), (0, more))
+        grad_h = torch.addmm(low @ F.pad(weight.to(h.dtype), (0, 0, 0, more)), grad, value)
+        return grad_h.view_as(h), grad.T @ rows, (low.T @ rows)[: len(weight)].to(weight.dtype)
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
