@@ -16,13 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from expire_span.ops.triton import decode, forward, lists, memory_gradients, query_gradient
 
-KERNELS = [lists._gather, forward._forward, query_gradient.query_gradient, memory_gradients.memory_gradients, decode._decode]
+KERNELS = [lists._classify, lists._scatter, lists._gather, lists._find_runs, memory_gradients.long_tiles, forward._forward,
+           query_gradient.query_gradient, memory_gradients.memory_gradients, decode._decode, decode._join]
 POINTERS = {"words": "i32", "scratch": "i32", "q_pos": "i64", "k_pos": "i64", "starts": "i64", "counts": "i64"}
+POINTERS |= dict(k_doc="i64", q_doc="i64")
 POINTERS |= dict.fromkeys(("lse", "delta", "span", "dspan", "sums", "parts", "peaks", "totals"), "fp32")
 POINTERS |= dict.fromkeys("q k v y dy dq dk dv k_out v_out table dtable".split(), "bf16")
 FLOATS = ("scale", "log_scale", "ramp", "inv_ramp")
 fixed = dict(D=64, D_PAD=64, BLOCK_M=64, BLOCK_N=64, PLAN_M=64, PLAN_N=64, PRECISION="ieee", TMA=False, HAS_DOCS=False)
-fixed |= dict(ADD_DQ=False, SPLIT=True, MIN_AGE=1, SEGMENTS=True, **json.loads(sys.argv[1]))
+fixed |= dict(BLOCK=1024, PIECE=64, FINISH=True, ADD_DQ=False, SPLIT=True, MIN_AGE=1, SEGMENTS=True, **json.loads(sys.argv[1]))
 
 def compile(kernel):
     names = kernel.arg_names

@@ -295,54 +295,56 @@ def _gather(
 
 
 @triton.jit
-def _store_runs(at, start, length, rank_from):
-    """Write the non-empty runs one after the other; the number of runs written."""
-    some = (length > 0).to(tl.int32)
-    rank = rank_from + tl.cumsum(some, 0) - 1
-    tl.store(at + 2 * rank, start, mask=some == 1)
-    tl.store(at + 2 * rank + 1, length, mask=some == 1)
-    return rank_from + tl.sum(some, 0)
+def _store_run(runs, rank, start, length):
+    """Write a run as the one of this rank, unless it is empty; the next rank."""
+    some = length > 0
+    tl.store(runs + 2 * rank, start, mask=some)
+    tl.store(runs + 2 * rank + 1, length, mask=some)
+    return rank + some.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "row_words"])
 def _find_runs(words, T, slots, num_tiles, row_words, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
-    """One look at the extents of all tiles. Births never fall inside a class, so the tiles born form a prefix of it."""
+    """One look at the extents of a class's tiles. Births never fall inside a class, so the tiles born form a prefix of it."""
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M
     q1 = tl.minimum(q0 + BLOCK_M, T)
     words += row * row_words
-    c = tl.arange(0, CLASSES)
-    start = tl.load(words + c)
-    stop = tl.where(c == DEAD, start, tl.load(words + c + 1))
     tiles = words + HEAD + 5 * slots
-    high = start  # tiles before it are born before the query tile ends
-    low = stop  # tiles before it are dead
-    full_high = start  # tiles before it are wholly born
-    full_low = start  # tiles from here on that are wholly born do not fade
-    last = tl.max(stop, 0)
-    for piece in range(0, last, PIECE):
-        tile = piece + tl.arange(0, PIECE)
-        inside = tile < last
-        born = (tl.load(tiles + tile, mask=inside, other=NEVER) < q1)[None, :]
-        wholly = (tl.load(tiles + num_tiles + tile, mask=inside, other=NEVER) <= q0)[None, :]
-        lives = (tl.load(tiles + 2 * num_tiles + tile, mask=inside, other=0) > q0)[None, :]
-        fades = (tl.load(tiles + 3 * num_tiles + tile, mask=inside, other=NEVER) < q1)[None, :]
-        mine = (tile[None, :] >= start[:, None]) & (tile[None, :] < stop[:, None])
-        index = tl.broadcast_to(tile[None, :], [CLASSES, PIECE])
-        after = index + 1
-        high = tl.maximum(high, tl.max(tl.where(mine & born, after, 0), 1))
-        low = tl.minimum(low, tl.min(tl.where(mine & lives, index, NEVER), 1))
-        full_high = tl.maximum(full_high, tl.max(tl.where(mine & wholly, after, 0), 1))
-        full_low = tl.maximum(full_low, tl.max(tl.where(mine & wholly & fades, after, 0), 1))
-    low = tl.minimum(low, high)
-    full_high = tl.minimum(tl.maximum(full_high, low), high)
-    full_low = tl.minimum(tl.maximum(full_low, low), full_high)
     out = tiles + 4 * num_tiles + qt * WORDS
-    _store_runs(out + FULL_AT, full_low, full_high - full_low, 0)
-    older = _store_runs(out + MASKED_AT, low, full_low - low, 0)
-    _store_runs(out + MASKED_AT, full_high, high - full_high, older)
-    tl.store(out, tl.sum(full_high - full_low, 0))
-    tl.store(out + 1, tl.sum(high - low - (full_high - full_low), 0))
+    full_runs = qt * 0
+    masked_runs = full_runs
+    full = full_runs
+    masked = full_runs
+    for kind in range(DEAD):
+        start = tl.load(words + kind)
+        stop = tl.load(words + kind + 1)
+        if stop > start:
+            high = start  # tiles before it are born before the query tile ends
+            low = stop  # tiles before it are dead
+            full_high = start  # tiles before it are wholly born
+            full_low = start  # tiles from here on that are wholly born do not fade
+            for piece in range(start, stop, PIECE):
+                tile = piece + tl.arange(0, PIECE)
+                inside = tile < stop
+                born = tl.load(tiles + tile, mask=inside, other=NEVER) < q1
+                wholly = tl.load(tiles + num_tiles + tile, mask=inside, other=NEVER) <= q0
+                lives = tl.load(tiles + 2 * num_tiles + tile, mask=inside, other=0) > q0
+                fades = tl.load(tiles + 3 * num_tiles + tile, mask=inside, other=NEVER) < q1
+                high = tl.maximum(high, tl.max(tl.where(born, tile + 1, 0), 0))
+                low = tl.minimum(low, tl.min(tl.where(lives, tile, NEVER), 0))
+                full_high = tl.maximum(full_high, tl.max(tl.where(wholly, tile + 1, 0), 0))
+                full_low = tl.maximum(full_low, tl.max(tl.where(wholly & fades, tile + 1, 0), 0))
+            low = tl.minimum(low, high)
+            full_high = tl.minimum(tl.maximum(full_high, low), high)
+            full_low = tl.minimum(tl.maximum(full_low, low), full_high)
+            full_runs = _store_run(out + FULL_AT, full_runs, full_low, full_high - full_low)
+            masked_runs = _store_run(out + MASKED_AT, masked_runs, low, full_low - low)
+            masked_runs = _store_run(out + MASKED_AT, masked_runs, full_high, high - full_high)
+            full += full_high - full_low
+            masked += (high - low) - (full_high - full_low)
+    tl.store(out, full)
+    tl.store(out + 1, masked)
 
 
 def build_plan(
@@ -398,5 +400,6 @@ def build_plan(
         row_words,
         BLOCK_M=block_m,
         PIECE=256,
+        num_warps=1,
     )
     return Plan(words, k_out, v_out)
