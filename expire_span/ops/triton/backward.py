@@ -82,7 +82,7 @@ class Backward:
         shape = dict(D=dim, D_PAD=power_of_2(dim), BLOCK_M=launch.block_m)
         window = 0 if self.table is None else self.table.shape[-1]
         kind = dict(HAS_DOCS=self.has_docs, WINDOW=window, EPS=self.eps, PRECISION=self.precision, TMA=self.tuning.tma)
-        return dict(**shape, **kind, num_warps=launch.warps, num_stages=launch.stages)
+        return dict(**shape, **kind, **launch.options)
 
     def delta(self) -> Tensor:
         """sum dy * y per query [B, Hq, T]."""

@@ -138,10 +138,10 @@ def _walk(
             alive = (x > 0) & (q_index[:, None] >= first[None, :])
             if HAS_DOCS:
                 alive = alive & (q_index[:, None] < end[None, :])
-            s = tl.where(alive, s * scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(s, 1))
+            s = tl.where(alive, s, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            e = tl.math.exp2(s - safe[:, None])
+            e = tl.math.exp2(s * scale - safe[:, None])
             p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
             # Sum the weights as the product with v sees them: in bf16 the error of y falls by a third.
             p = p.to(k.dtype).to(tl.float32)
@@ -226,6 +226,6 @@ def run_forward(
         plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp,
         HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
         D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
-        num_warps=launch.warps, num_stages=launch.stages,
+        **launch.options,
     )  # fmt: skip
     return y, lse

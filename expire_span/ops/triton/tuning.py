@@ -13,11 +13,19 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel runs: queries per tile, warps per program, pipeline depth."""
+    """How one kernel runs: queries per tile, warps per program, pipeline depth, most registers per thread."""
 
     block_m: int
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
+    """None leaves it to the compiler. Fewer let more programs share a multiprocessor."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As Triton wants them."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 @dataclass(frozen=True)
