@@ -47,6 +47,15 @@ def passes(count, block=32):
         yield Pass(tokens[:, :-1], tokens[:, 1:], mask, None, None, scale, weight, True)
 
 
+def descend(scorer) -> None:
+    """One step of plain gradient descent, with the gradients gone after it."""
+    with torch.no_grad():
+        for p in scorer.parameters():
+            if p.grad is not None:
+                p -= 0.1 * p.grad
+            p.grad = None
+
+
 def train(config, graphs, count=24):
     """Losses of a few dozen steps of plain gradient descent with carried memory, and the last widths."""
     scorer, step = build(config, graphs)
@@ -55,11 +64,7 @@ def train(config, graphs, count=24):
         sums, state, held = step(replace(given, state=state))
         assert held > 0
         losses.append(float(sums["nll"]))
-        with torch.no_grad():
-            for p in scorer.parameters():
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
-                p.grad = None
+        descend(scorer)
     return torch.tensor(losses), [part["hidden"].shape for part in state], step
 
 
@@ -114,11 +119,7 @@ def train_alone(kind: str, graphs: bool, count: int = 6) -> tuple[list[float], T
         sums, state, _ = step(replace(given, x=given.x % 40, y=given.y % 40, remember=False))
         assert state is None
         losses.append(float(sums["nll"]))
-        with torch.no_grad():
-            for p in scorer.parameters():
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
-                p.grad = None
+        descend(scorer)
     return losses, step
 
 

@@ -64,7 +64,7 @@ if ON_GPU:
 else:
     _define_interpreted()
 
-from expire_span.ops.triton import launch, lists, tuning  # noqa: E402
+from expire_span.ops.triton import launch, layout, lists, tuning  # noqa: E402
 
 __all__ = ["DEVICE", "ON_GPU", "PAPER", "SMALL", "launch", "lists", "small_tiles", "tuning"]
 
@@ -84,7 +84,7 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(lists, "BLOCK", 64)
-    monkeypatch.setattr(lists, "SHORTEST", 8)
+    monkeypatch.setattr(layout, "SHORTEST", 8)
     monkeypatch.setattr(lists, "FIRST_LIMIT", tl.constexpr(8))
     tuning.override(SMALL)
     yield

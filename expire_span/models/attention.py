@@ -19,6 +19,8 @@ class AttentionMixer(Mixer):
 
     separate_keys: ClassVar[bool] = True
     """Off where queries serve as keys."""
+    records_alone: ClassVar[bool] = False
+    """Whether sequences that stand alone never make the host wait, without relative keys."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -34,6 +36,9 @@ class AttentionMixer(Mixer):
     @property
     def relative_keys(self) -> nn.Parameter | None:
         return self._shared[0]
+
+    def can_record(self, carried: bool) -> bool:
+        return self.records_alone and not carried and self.relative_keys is None
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, S, H * D] -> [B, H, S, D]."""

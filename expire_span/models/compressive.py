@@ -41,8 +41,7 @@ class ConvPool(nn.Module):
 class Compressive(AttentionMixer):
     """State: "raw" and "pooled" {"k", "v" [B, S, Hkv, D], "pos" [B, S]}, "hidden" of the unfinished group, "seen" [B]."""
 
-    def can_record(self, carried: bool) -> bool:
-        return not carried and self.relative_keys is None
+    records_alone = True
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)

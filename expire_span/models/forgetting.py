@@ -31,8 +31,7 @@ from .mixer import MixerAux, MixerOutput
 class Forgetting(AttentionMixer):
     """State {"memory": store of k, v and the running sum at birth, "total": running sum [B, Hq], "position"}."""
 
-    def can_record(self, carried: bool) -> bool:
-        return not carried and self.relative_keys is None
+    records_alone = True
 
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)

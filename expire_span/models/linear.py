@@ -38,8 +38,7 @@ def running_attention(
 class Linear(AttentionMixer):
     """State {"sums": [B, Hkv, M, D + 1], "seen": tokens of each row [B]}."""
 
-    def can_record(self, carried: bool) -> bool:
-        return not carried and self.relative_keys is None
+    records_alone = True
 
     @property
     def num_features(self) -> int:

@@ -8,8 +8,7 @@ from .window import Band, WindowMixer
 
 
 class SlidingWindow(WindowMixer):
-    def can_record(self, carried: bool) -> bool:
-        return not carried and self.relative_keys is None
+    records_alone = True
 
     def rules(self) -> tuple[list[Band], int]:
         assert isinstance(self.config.mixer, SlidingWindowConfig)

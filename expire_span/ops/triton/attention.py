@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backward import Backward
 from .forward import empty_rows, relative_table, run_forward
-from .lists import Plan, build_plan, num_heads, num_slots, num_words
+from .layout import Plan, num_heads, num_slots, num_words
+from .lists import build_plan
 from .tuning import choose, dot_precision
 
 MaybeTensor = Optional[Tensor]  # noqa: UP045

@@ -22,7 +22,7 @@ from . import memory_gradients as by_memory
 from . import query_gradient as by_query
 from .forward import LOG2E, empty_rows, memory_source, query_source
 from .launch import run_kernel
-from .lists import Plan, power_of_2, strides
+from .layout import Plan, power_of_2, strides
 from .tuning import Launch, Tuning
 
 

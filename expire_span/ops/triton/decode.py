@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .forward import LOG2E, find_entries, relative_table
 from .launch import run_kernel
-from .lists import FAR, num_heads, power_of_2, strides
+from .layout import FAR, num_heads, power_of_2, strides
 from .tuning import dot_precision
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
-from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
+from .layout import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634

@@ -4,8 +4,8 @@ Every memory is seen by one contiguous range of queries: from the first one at o
 its death. So memories are sorted by *how long* they live, stably, into a few classes (immortal, then each length twice
 the next, then never seen), and cut into tiles of `block_n`. Classes so thin that they would cost more tiles apart than
 together with the next longer one are joined to it. Inside a class, births are in order and lives are of like
-length; hence the living tiles of any query tile form one run of tiles per class, and a survivor among thousands of dead
-neighbours sits in a tile full of survivors. Keys and values are copied into that order once, so that the attention
+length (or the class is thin); hence the living tiles of any query tile form one run of tiles per class, with hardly a dead
+one in it, and a survivor among thousands of dead neighbours sits in a tile full of survivors. Keys and values are copied into that order once, so that the attention
 kernels read whole contiguous tiles.
 
 The plan's size is linear in T and S: no list of pairs, no list of indices per query. Its passes:
@@ -14,14 +14,9 @@ The plan's size is linear in T and S: no list of pairs, no list of indices per q
     scatter    which classes are joined; `order`: which memory stands in which slot; classes start on a tile boundary
     gather     keys, values and per-memory numbers into that order; the extent of each tile
     find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask
-
-All integers of a row lie in one stretch of `words`, one after the other, since every tensor costs the host time:
-class_tiles, order, first, end, born, span (float32 bits), tiles, runs.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,85 +24,28 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import run_kernel
+from .layout import (
+    CLASSES,
+    DEAD,
+    FAR,
+    FULL_AT,
+    HEAD,
+    MASKED_AT,
+    NEVER,
+    NUM_CLASSES,
+    SHORTEST,
+    WORDS,
+    Plan,
+    num_heads,
+    num_slots,
+    num_words,
+    power_of_2,
+    strides,
+)
 
-NUM_CLASSES = 16
-SHORTEST = 128
-"""Memories seen by at most this many queries share one class."""
 BLOCK = 1024
 """Memories per program while building."""
-HEAD_WORDS = 32
-"""Words before `order` in a row of the plan; they hold class_tiles."""
-RUN_WORDS = 128
-"""Words of one query tile's entry in `runs`: counts, then (start, length) of full runs, then of masked runs."""
-
-CLASSES = tl.constexpr(NUM_CLASSES)
-DEAD = tl.constexpr(NUM_CLASSES - 1)
 FIRST_LIMIT = tl.constexpr(SHORTEST)
-HEAD = tl.constexpr(HEAD_WORDS)
-WORDS = tl.constexpr(RUN_WORDS)
-FULL_AT = tl.constexpr(2)
-MASKED_AT = tl.constexpr(2 + 2 * NUM_CLASSES)
-FAR = tl.constexpr(1 << 30)
-"""Relative positions are clamped to +-FAR, so that ages fit 32 bits."""
-NEVER = tl.constexpr(2**31 - 1)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sorted memories of every row, and the runs of tiles of every query tile. R rows = B x the rows of spans (1..Hkv)."""
-
-    words: Tensor
-    """Every integer of the plan: int32 [R, num_words(...)]. The properties below are views of it."""
-    k: Tensor
-    """Keys in slot order [B, Hkv, slots, D]."""
-    v: Tensor
-    """Values in slot order [B, Hkv, slots, D]."""
-
-    @property
-    def class_tiles(self) -> Tensor:
-        """First tile of each class, and the tile after the last: [R, NUM_CLASSES + 1]."""
-        return self.words[:, : NUM_CLASSES + 1]
-
-    @property
-    def order(self) -> Tensor:
-        """Which memory stands in a slot, or -1: [R, slots]."""
-        return self.words[:, HEAD_WORDS : HEAD_WORDS + self.k.shape[2]]
-
-    def runs(self, block_n: int) -> Tensor:
-        """Per query tile, its runs: [R, query tiles, RUN_WORDS]."""
-        slots = self.k.shape[2]
-        return self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :].unflatten(1, (-1, RUN_WORDS))
-
-
-def strides(x: Tensor) -> tuple[int, ...]:
-    """Of batch rows, heads and items, of x [n], [B, n] or [B, heads, n]: 0 where one serves all."""
-    found = x.stride()
-    if len(found) == 3:
-        return found if x.shape[1] > 1 else (found[0], 0, found[2])
-    return (found[0], 0, found[1]) if len(found) == 2 else (0, 0, found[0])
-
-
-def num_heads(span: Tensor, k_pos: Tensor) -> int:
-    """Rows of spans or positions that a batch row has: 1..Hkv. Heads beyond them share the last."""
-    return max(span.shape[1] if span.dim() == 3 else 1, k_pos.shape[1] if k_pos.dim() == 3 else 1)
-
-
-def power_of_2(n: int) -> int:
-    """The next one. Triton's function of this kind may be called in kernels too, at twenty times the cost."""
-    return 1 << (n - 1).bit_length()
-
-
-def num_slots(memories: int, queries: int, block_n: int) -> int:
-    """Slots that are enough for any spans: each class that can occur may leave one tile partly empty. Whole pairs of tiles."""
-    lengths = max(0, (max(queries, 1) - 1) // SHORTEST).bit_length() + 1
-    classes = min(NUM_CLASSES, lengths + 2)
-    tiles = -(-memories // block_n) + classes - 1
-    return (tiles + 1) // 2 * 2 * block_n
-
-
-def num_words(slots: int, queries: int, block_m: int, block_n: int) -> int:
-    """Words of one row of a plan."""
-    return HEAD_WORDS + 5 * slots + 4 * (slots // block_n) + -(-queries // block_m) * RUN_WORDS
 
 
 @triton.jit
@@ -181,7 +119,8 @@ def _join_thin(total, T, BLOCK_N: tl.constexpr):
     c = tl.arange(0, CLASSES)
     into = c
     limit = FIRST_LIMIT
-    # The class that those gathered so far are in, their number, and the longest life among them.
+    # The class that those gathered so far are in, their number, and the longest life among them; tensors from the start, since
+    # a loop cannot turn numbers into them, and 64 bits wide, since members times life need them.
     gathered = tl.sum(tl.zeros_like(c), 0) + DEAD
     count = tl.sum(tl.zeros([CLASSES], tl.int64), 0)
     longest = count
@@ -189,7 +128,7 @@ def _join_thin(total, T, BLOCK_N: tl.constexpr):
         kind = DEAD - 1 - n
         here = tl.sum(tl.where(c == kind, total, 0).to(tl.int64), 0)
         extra = count * (limit - longest)
-        joins = (here > 0) & (count > 0) & (extra < (longest * 0 + T) * BLOCK_N)
+        joins = (here > 0) & (count > 0) & (extra < (here * 0 + T) * BLOCK_N)
         into = tl.where(joins & (into == gathered), kind, into)
         count = tl.where(joins, count + here, tl.where(here > 0, here, count))
         longest = tl.where(here > 0, limit, longest)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .forward import find_entries, load_queries, load_tile
-from .lists import CLASSES, DEAD, FAR, HEAD, NEVER
+from .layout import CLASSES, DEAD, FAR, HEAD, NEVER
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .forward import find_entries, load_fate, load_queries, load_tile, next_tile
-from .lists import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
+from .layout import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
 
 
 @triton.jit
