@@ -50,9 +50,12 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iterations in bfloat16 on matrices [n, rows, columns]: singular values towards 1."""
+    """Newton-Schulz iterations on matrices [n, rows, columns]: singular values towards 1.
+
+    In bfloat16, as torch has it, but for CPUs: those without such units take a hundred times as long for it.
+    """
     a, b, c = coefficients
-    x = x.bfloat16()
+    x = x.float() if x.device.type == "cpu" else x.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
