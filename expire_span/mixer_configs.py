@@ -191,7 +191,7 @@ class BigBirdConfig:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Linear attention: running sums of phi(k) v and phi(k), with phi = elu + 1; no positions."""
+    """Linear attention: running sums of phi(k) v and phi(k), with phi = elu + 1; rotary positions turn phi."""
 
     kind: Literal["linear"] = "linear"
     chunk: int = 64

@@ -186,24 +186,38 @@ def test_reconstruction_trains_the_pooling_alone_and_vanishes_where_nothing_is_l
 # Running sums
 
 
-def test_linear_attention_equals_its_quadratic_form():
-    model = mixer("linear", chunk=7)
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+def test_linear_attention_equals_its_quadratic_form(positions):
+    model = mixer("linear", replace(BASE, positions=positions), chunk=7)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     q, k = (F.elu(part) + 1 for part in model._queries_and_keys(x, torch.arange(40)))
     k, v = (part.repeat_interleave(2, 1) for part in (k, model._split(model.value(x))))
-    weight = (q @ k.transpose(-1, -2)).tril()
-    want = model._finish(weight / weight.sum(-1, keepdim=True) @ v)
+    q_turned, k_turned = (model._turn(part, torch.arange(40)) for part in (q, k))
+    normaliser = (q @ k.transpose(-1, -2)).tril().sum(-1, keepdim=True)
+    want = model._finish((q_turned @ k_turned.transpose(-1, -2)).tril() / normaliser @ v)
     torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
 
 
+def test_linear_attention_knows_the_order_of_the_past():
+    """Without positions it would not: the sums are the same in any order."""
+    x = torch.randn(1, 30, 32, dtype=torch.float64)
+    turned = torch.cat([x[:, :-1].flip(1), x[:, -1:]], 1)
+    for positions, blind in (("rotary", False), ("relative", True)):
+        model = mixer("linear", replace(BASE, positions=positions))
+        last = [model(part, model.initial_state(1)).y[:, -1] for part in (x, turned)]
+        assert torch.allclose(*last, rtol=0, atol=1e-12) == blind
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_the_chunk_changes_nothing(chunk):
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_chunk_changes_nothing(chunk, turns):
     q, k, v = (torch.rand(2, 3, 23, 4, dtype=torch.float64) for _ in range(3))
     sums = torch.rand(2, 3, 4, 5, dtype=torch.float64)
-    y, after = running_attention(q, k, v, {"sums": sums}, chunk)
-    want, last = running_attention(q, k, v, {"sums": sums}, 8)
+    turned = (torch.randn_like(q), torch.randn_like(k)) if turns else None
+    y, after = running_attention(q, k, v, sums, chunk, turned)
+    want, last = running_attention(q, k, v, sums, 8, turned)
     torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
-    torch.testing.assert_close(after["sums"], last["sums"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(after, last, rtol=0, atol=1e-12)
 
 
 def test_performers_estimate_has_no_bias_and_converges():

@@ -55,5 +55,8 @@ class Performer(Linear):
     def features(self, x: Tensor, *, of_query: bool) -> Tensor:
         return positive_features(x, self.draws, rescale=of_query)
 
+    def turn_features(self, q: Tensor, k: Tensor, pos: Tensor) -> None:
+        return None
+
     def _queries_and_keys(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         return self._place(self._split(self.query(x)), pos), self._keys(x, pos)
