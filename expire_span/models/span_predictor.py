@@ -62,8 +62,8 @@ class SpanPredictor(nn.Linear):
 class ValuesAndLogits(torch.autograd.Function):
     """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
 
-    The gradient of h is one tensor for both. As a further one beside those of queries, keys and values, the compiler would
-    write their sum out before the norm reads it. Gradients are matrix products in h's dtype, as those of other weights are.
+    Gradients are matrix products in h's dtype, as those of other weights are, but for the logits' part of h's: as a product it
+    would be a tensor of its own, to be written and read once more.
     """
 
     @staticmethod
@@ -79,9 +79,12 @@ class ValuesAndLogits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         h, value, weight = ctx.saved_tensors
         rows, grad, more = h.flatten(0, 1), grad.to(h.dtype).flatten(0, 1), -len(weight) % ALIGNED
-        low = F.pad(grad_logits.to(h.dtype).flatten(0, 1), (0, more))
-        grad_h = torch.addmm(low @ F.pad(weight.to(h.dtype), (0, 0, 0, more)), grad, value)
-        return grad_h.view_as(h), grad.T @ rows, (low.T @ rows)[: len(weight)].to(weight.dtype)
+        logits = grad_logits.flatten(0, 1)
+        grad_h = (grad @ value).to(weight.dtype)
+        for n, row in enumerate(weight.unbind()):  # sums for the compiler to join to whatever reads the gradient
+            grad_h = grad_h + logits[:, n, None] * row
+        low = F.pad(logits.to(h.dtype), (0, more))
+        return grad_h.to(h.dtype).view_as(h), grad.T @ rows, (low.T @ rows)[: len(weight)].to(weight.dtype)
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
