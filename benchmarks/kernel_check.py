@@ -79,15 +79,13 @@ class Problem:
         )  # fmt: skip
 
     def forward(self, t: Tuning, plan: Plan) -> tuple[Tensor, Tensor]:
-        return run_forward(
-            self.q, self.q_pos, plan, ramp=self.ramp, scale=self.scale, has_docs=False, tuning=t, precision="ieee"
-        )
+        return run_forward(self.q, plan, ramp=self.ramp, scale=self.scale, has_docs=False, tuning=t, precision="ieee")
 
     def prepared(self, t: Tuning) -> tuple[Plan, Tensor, Tensor]:
         """Plan, y and lse at these block sizes, from a plain forward pass."""
         key = (t.forward.block_m, t.block_n)
         if key not in self.plans:
-            plain = Tuning(t.block_n, Launch(key[0], 4, 2), Launch(key[0]), Launch(64))
+            plain = Tuning(t.block_n, Launch(key[0], 4, 2), Launch(key[0]), Launch(min(key[0], 64)))
             plan = self.plan(plain)
             self.plans[key] = (plan, *self.forward(plain, plan))
         return self.plans[key]
@@ -98,9 +96,7 @@ class Problem:
         plan, y, lse = self.prepared(t)
         if c.kernel == "forward":
             return lambda: {"y": self.forward(t, plan)[0]}
-        work = Backward(
-            self.dy, self.q, self.q_pos, y, lse, plan, self.k.shape[2], self.ramp, self.scale, False, t, "ieee"
-        )
+        work = Backward(self.dy, self.q, y, lse, plan, self.k.shape[2], self.ramp, self.scale, False, t, "ieee")
         if c.kernel == "dq":
             return lambda: {"dq": work.query_gradient()[0]}
         delta = work.delta()

@@ -224,7 +224,7 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
     mask = torch.where((age[0, 0] <= window) & (mask == 1) & (window > 0), 0.5, mask)
     order = plan.order[0].long().view(-1, block_n)[: int(plan.class_tiles[0, lists.NUM_CLASSES - 1])]
     counts = torch.zeros(4)
-    for rows, runs in zip(mask.split(block_m), plan.runs(block_n)[0].tolist()):
+    for rows, runs in zip(mask.split(block_m), plan.entries(block_m, block_n)[0].tolist()):
         full, masked = _expand(runs[2:], runs[0]), _expand(runs[2 + 2 * lists.NUM_CLASSES :], runs[1])
         tiles = torch.where(order >= 0, rows[:, order.clamp_min(0)], 0.0)  # [M, tiles, N]
         assert bool((tiles[:, full] == 1).all())

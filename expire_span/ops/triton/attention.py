@@ -49,7 +49,7 @@ def _attention(
         block_m=tuning.forward.block_m, block_n=tuning.block_n, window=0 if table is None else table.shape[-1],
     )  # fmt: skip
     y, lse = run_forward(
-        q, q_pos, plan, table, ramp=ramp, scale=scale, eps=eps, has_docs=q_doc is not None, tuning=tuning,
+        q, plan, table, ramp=ramp, scale=scale, eps=eps, has_docs=q_doc is not None, tuning=tuning,
         precision=dot_precision(q.dtype),
     )  # fmt: skip
     return y, lse, plan.words, plan.k, plan.v
@@ -70,8 +70,8 @@ def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *_
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, q_pos: Tensor, relative_keys: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
-    v: Tensor, memories: int, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
+    dy: Tensor, q: Tensor, relative_keys: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
+    v: Tensor, memories: int, include_self: bool, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """dq, dk, dv, dspan with one part per key/value head, and the relative keys' gradient, which is empty without any.
 
@@ -80,7 +80,7 @@ def _attention_backward(
     q = readable(q)
     table = relative_table(q, relative_keys)
     work = Backward(
-        readable(dy), q, q_pos, y, lse, Plan(words, k, v), memories, ramp, scale, has_docs,
+        readable(dy), q, y, lse, Plan(words, k, v, 0 if include_self else 1), memories, ramp, scale, has_docs,
         choose(q.shape[-1], q.dtype, table is not None), dot_precision(q.dtype), table, eps,
     )  # fmt: skip
     dq, dk, dv, dspan, dtable = work.run(deterministic)
@@ -103,7 +103,7 @@ def _relative_gradient(q: Tensor, dtable: Tensor) -> Tensor:
     return dtable.flatten(0, 2).T @ q.transpose(1, 2).reshape(-1, q.shape[3])
 
 
-def _fake_backward(dy, q, q_pos, relative_keys, y, lse, words, k, v, memories, *options):
+def _fake_backward(dy, q, relative_keys, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
     dk, dv = (empty_rows(*shape, k.shape[3], **like) for _ in range(2))
@@ -118,10 +118,10 @@ def _fake_backward(dy, q, q_pos, relative_keys, y, lse, words, k, v, memories, *
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, _, span, q_pos, _, q_doc, _, relative_keys, ramp, _, scale, eps, deterministic = inputs
+    q, k, _, span, _, _, q_doc, _, relative_keys, ramp, include_self, scale, eps, deterministic = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, q_pos, relative_keys, *output)
-    ctx.options = (k.shape[2], ramp, scale, eps, q_doc is not None, deterministic)
+    ctx.save_for_backward(q, relative_keys, *output)
+    ctx.options = (k.shape[2], include_self, ramp, scale, eps, q_doc is not None, deterministic)
     ctx.span_shape, ctx.span_dtype, ctx.has_relative = span.shape, span.dtype, relative_keys is not None
 
 

@@ -22,7 +22,7 @@ from . import memory_gradients as by_memory
 from . import query_gradient as by_query
 from .forward import LOG2E, empty_rows, memory_source, query_source
 from .launch import run_kernel
-from .layout import Plan, power_of_2, strides
+from .layout import Plan, power_of_2
 from .tuning import Launch, Tuning
 
 
@@ -43,7 +43,6 @@ class Backward:
 
     dy: Tensor
     q: Tensor
-    q_pos: Tensor
     y: Tensor
     lse: Tensor
     plan: Plan
@@ -74,14 +73,21 @@ class Backward:
         return self.lse if self.table is None else self.table
 
     def _numbers(self) -> tuple[int | float, ...]:
-        rows = (*self.q.stride()[:3], *self.dy.stride()[:3], strides(self.q_pos)[0])
-        return *rows, self.scale, self.scale * LOG2E, self.ramp, 1 / self.ramp
+        rows = (*self.q.stride()[:3], *self.dy.stride()[:3])
+        return *rows, self.scale, self.scale * LOG2E
 
     def _options(self, launch: Launch) -> dict[str, Any]:
         dim = self.q.shape[-1]
         shape = dict(D=dim, D_PAD=power_of_2(dim), BLOCK_M=launch.block_m)
         window = 0 if self.table is None else self.table.shape[-1]
-        kind = dict(HAS_DOCS=self.has_docs, WINDOW=window, EPS=self.eps, PRECISION=self.precision, TMA=self.tuning.tma)
+        kind = dict(
+            MIN_AGE=self.plan.min_age,
+            HAS_DOCS=self.has_docs,
+            WINDOW=window,
+            EPS=self.eps,
+            PRECISION=self.precision,
+            TMA=self.tuning.tma,
+        )
         return dict(**shape, **kind, **launch.options)
 
     def delta(self) -> Tensor:
@@ -104,8 +110,8 @@ class Backward:
         dtable = torch.zeros_like(self.table) if self.table is not None else dq.new_empty(0)
         run_kernel(
             by_query.query_gradient, (-(-queries // launch.block_m), batch * q_heads),
-            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words, self.q_pos,
-            self._table, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(),
+            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words,
+            self._table, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(), 1 / self.ramp,
             PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
         )  # fmt: skip
         return dq, delta, dtable
@@ -137,10 +143,10 @@ class Backward:
             long_tiles(finish=False)
         run_kernel(
             by_memory.memory_gradients, (num_tiles * num_rows * splits,),
-            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self.q_pos, self._table, dq_rows, dk,
+            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self._table, dq_rows, dk,
             dv, dspan, sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
-            *self._numbers(), ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_N=plan_n, BLOCK_N=block_n,
-            **self._options(launch),
+            *self._numbers(), self.ramp, 1 / self.ramp, ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_M=self.tuning.forward.block_m, PLAN_N=plan_n, BLOCK_N=block_n,
+            EVEN=queries % launch.block_m == 0, **self._options(launch),
         )  # fmt: skip
         if splits > 1:
             long_tiles(finish=True)

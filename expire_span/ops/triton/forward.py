@@ -14,10 +14,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
-from .layout import FAR, FULL_AT, HEAD, MASKED_AT, WORDS, Plan, power_of_2, strides
+from .layout import FULL_AT, HEAD, MASKED_AT, POSITION_AT, WORDS, Plan, power_of_2
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
+STEEP = tl.constexpr(2.0**40)
+"""What half a step is multiplied with, to be longer than any ramp."""
+BOUND = tl.constexpr(120.0)
+"""Scores above lse that the backward passes cut off: only the dead have such, and 0 times e^s must be 0."""
 
 
 @triton.jit
@@ -48,16 +52,20 @@ def load_tile(memory, row, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def load_queries(
-    x, b, h, start, T, x_b, x_h, x_t, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr
+    x, b, h, start, T, x_b, x_h, x_t, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr,
+    EVEN: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows [BLOCK_M, D_PAD] of one head of q or dy from query `start` on, zero beyond T."""
+    """Rows [BLOCK_M, D_PAD] of one head of q or dy from query `start` on, zero beyond T. EVEN: T is a multiple of BLOCK_M."""
     if TMA:
         rows = x.load([b.to(tl.int32), h.to(tl.int32), start, 0]).reshape([BLOCK_M, D_PAD])
     else:
-        t = start + tl.arange(0, BLOCK_M)
+        row = tl.arange(0, BLOCK_M)
         d = tl.arange(0, D_PAD)
-        at = x + b * x_b + h * x_h + t.to(tl.int64)[:, None] * x_t + d[None, :]
-        rows = tl.load(at, mask=(t[:, None] < T) & (d[None, :] < D), other=0.0)
+        at = x + (b * x_b + h * x_h + start.to(tl.int64) * x_t) + (row * x_t)[:, None] + d[None, :]
+        if EVEN and D == D_PAD:
+            rows = tl.load(at)
+        else:
+            rows = tl.load(at, mask=((start + row)[:, None] < T) & (d[None, :] < D), other=0.0)
     return rows
 
 
@@ -90,13 +98,57 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 
 @triton.jit
-def load_fate(keys, slots, slot, t0, ramp):
-    """Of each slot: its first query, the query after its last, and steps left until its death at position t0."""
-    first = tl.load(keys + slot)
-    end = tl.load(keys + slots + slot)
-    born = tl.load(keys + 2 * slots + slot)
-    length = tl.load(keys + 3 * slots + slot).to(tl.float32, bitcast=True)
-    return first, end, (length - (t0 - born).to(tl.float32)) + ramp
+def load_fate(keys, slots, slot, t0):
+    """Of each slot: its birth and its death, in steps from position t0 on. Both are read at once."""
+    pair = tl.load((keys + 2 * slots).to(tl.pointer_type(tl.int64)) + slot)
+    birth = (pair.to(tl.int32) - t0).to(tl.float32)
+    return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) + birth
+
+
+@triton.jit
+def find_life(birth, death, since, MIN_AGE: tl.constexpr, BY_QUERY: tl.constexpr):
+    """Steps that memories have to live, not above 0 where they are dead or not yet born. All broadcast against each other.
+
+    One more product and a minimum are cheaper than a second comparison: what two comparisons find has to be packed into
+    bits, as there are few predicates. BY_QUERY: there are fewer queries than memories to a thread.
+    """
+    if BY_QUERY:
+        seen = (since - (MIN_AGE - 0.5)) * STEEP - birth * STEEP
+    else:
+        seen = since * STEEP - (birth + (MIN_AGE - 0.5)) * STEEP
+    return tl.minimum(death - since, seen)
+
+
+@triton.jit
+def fade(life, inv_ramp):
+    """The multiplier of memories with so many steps to live; written so that the compiler finds one saturating product."""
+    return tl.minimum(tl.maximum(life * inv_ramp, 0.0), 1.0)
+
+
+@triton.jit
+def load_since(entry, qt, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr):
+    """Steps of a tile's queries since the first query of the plan's tile that it is in."""
+    query = tl.arange(0, BLOCK_M)
+    if BLOCK_M < PLAN_M:
+        query += qt * BLOCK_M % PLAN_M
+    return tl.load(entry + WORDS + query).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """x >= 0 in float32 with as many digits as dtype has. To bfloat16 in integers: single conversions are four times as slow."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def find_entry(words, row, row_words, qt, slots, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr):
+    """Where the words of this row's slots start, and those of a query tile's entry; even, so that pairs are read at once."""
+    words += row * row_words + HEAD
+    tiles = tl.multiple_of(4 * (slots // PLAN_N), 2)
+    return words, words + 5 * slots + tiles + qt * (WORDS + PLAN_M)
 
 
 @triton.jit
@@ -112,13 +164,12 @@ def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, q_heads, t, t0, scale,
-    ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, q_heads, since, t0, scale,
+    inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles of the runs."""
-    since = (t - t0).to(tl.float32)
-    row = tl.arange(0, t.shape[0])
+    row = tl.arange(0, since.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -126,25 +177,24 @@ def _walk(
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
-            born = tl.load(keys + 2 * slots + slot)
-            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            born = tl.load(keys + 2 * slots + 2 * slot)
+            at, near = find_entries(row, q_heads, since.to(tl.int32) + t0, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            first, end, life = load_fate(keys, slots, slot, t0, ramp)
-            x = life[None, :] - since[:, None]
-            alive = (x > 0) & (q_index[:, None] >= first[None, :])
+            birth, death = load_fate(keys, slots, slot, t0)
+            life = find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True)
+            s = tl.where(life > 0, s, float("-inf"))
             if HAS_DOCS:
-                alive = alive & (q_index[:, None] < end[None, :])
-            s = tl.where(alive, s, float("-inf"))
+                first, end = tl.load(keys + slot), tl.load(keys + slots + slot)
+                s = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), s, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            e = tl.math.exp2(s * scale - safe[:, None])
-            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
+            e = tl.math.exp2(s * scale - safe[:, None])  # 0 where not alive
             # Sum the weights as the product with v sees them: in bf16 the error of y falls by a third.
-            p = p.to(k.dtype).to(tl.float32)
+            p = round_to(fade(life, inv_ramp) * e, k.dtype)
             part = tl.sum(p, 1)
             if EPS != 0:
                 part += EPS * tl.sum(e, 1)
@@ -155,9 +205,9 @@ def _walk(
             part = tl.sum(p, 1)
             if EPS != 0:
                 part += EPS * part
-        fade = tl.math.exp2(peak - safe)
-        total = total * fade + part
-        acc = acc * fade[:, None]
+        decay = tl.math.exp2(peak - safe)
+        total = total * decay + part
+        acc = acc * decay[:, None]
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
@@ -165,10 +215,10 @@ def _walk(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["q_heads", "row_words"])
+@triton.jit(do_not_specialize=["q_heads"])
 def _forward(
-    q, k, v, words, q_pos, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, qp_b, scale, ramp,
-    inv_ramp, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    q, k, v, words, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, scale,
+    inv_ramp, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # late tiles have most to do
@@ -180,29 +230,25 @@ def _forward(
     inside = q_index < T
     mask = inside[:, None] & (d[None, :] < D)
     q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
-    t_row = q_pos + b * qp_b
-    base = tl.load(t_row)
-    t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
-    t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
-    if WINDOW > 0:
-        t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-        table += ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
-    words += row * row_words + HEAD
+    words, entry = find_entry(words, row, row_words, qt, slots, BLOCK_M, BLOCK_N)
     keys = words + slots
-    runs = words + 5 * slots + 4 * (slots // BLOCK_N) + qt * WORDS
+    t0 = tl.load(entry + POSITION_AT)
+    since = load_since(entry, qt, BLOCK_M, BLOCK_M)
+    if WINDOW > 0:
+        table += ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys, slots, q_index, q_heads,
-        t, t0, scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + FULL_AT, tl.load(entry), keys, slots, q_index,
+        q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, table, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1), keys, slots, q_index,
-        q_heads, t, t0, scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1), keys, slots, q_index,
+        q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
-    acc = acc / tl.where(lives, total, 1.0)[:, None]
+    acc = acc * (1.0 / tl.where(lives, total, 1.0))[:, None]
     y += ((b * T + qt * BLOCK_M) * q_heads + h) * D
     out = tl.arange(0, BLOCK_M)[:, None] * (q_heads * D) + d[None, :]
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=mask)
@@ -210,7 +256,7 @@ def _forward(
 
 
 def run_forward(
-    q: Tensor, q_pos: Tensor, plan: Plan, table: Tensor | None = None, *, ramp: float, scale: float, eps: float = 0.0,
+    q: Tensor, plan: Plan, table: Tensor | None = None, *, ramp: float, scale: float, eps: float = 0.0,
     has_docs: bool, tuning: Tuning, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, T, Hq, M], added to the scores of ages 1..M before they are scaled."""
@@ -222,9 +268,9 @@ def run_forward(
     run_kernel(
         _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
-        plan.words, q_pos, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp,
-        HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
+        plan.words, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], scale * LOG2E, 1 / ramp,
+        MIN_AGE=plan.min_age, HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
         D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         **launch.options,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """How a plan lies in memory: its constants, its sizes, and the tensors that hold it. `lists.py` builds it.
 
 All integers of a row lie in one stretch of `words`, one after the other, since every tensor costs the host time:
-class_tiles, order, first, end, born, span (float32 bits), tiles, runs.
+class_tiles, order, first, end, fates (birth, and span + ramp as float32 bits, side by side), tiles, entries of query tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORTEST = 128
 HEAD_WORDS = 32
 """Words before `order` in a row of the plan; they hold class_tiles."""
 RUN_WORDS = 128
-"""Words of one query tile's entry in `runs`: counts, then (start, length) of full runs, then of masked runs."""
+"""Words of a query tile's entry before its queries: counts, (start, length) of full runs, then of masked runs, position."""
 
 CLASSES = tl.constexpr(NUM_CLASSES)
 DEAD = tl.constexpr(NUM_CLASSES - 1)
@@ -25,6 +25,7 @@ HEAD = tl.constexpr(HEAD_WORDS)
 WORDS = tl.constexpr(RUN_WORDS)
 FULL_AT = tl.constexpr(2)
 MASKED_AT = tl.constexpr(2 + 2 * NUM_CLASSES)
+POSITION_AT = tl.constexpr(2 + 6 * NUM_CLASSES)
 FAR = tl.constexpr(1 << 30)
 """Relative positions are clamped to +-FAR, so that ages fit 32 bits."""
 NEVER = tl.constexpr(2**31 - 1)
@@ -40,6 +41,8 @@ class Plan:
     """Keys in slot order [B, Hkv, slots, D]."""
     v: Tensor
     """Values in slot order [B, Hkv, slots, D]."""
+    min_age: int = 0
+    """The youngest age that is seen: 0 or 1."""
 
     @property
     def class_tiles(self) -> Tensor:
@@ -51,10 +54,14 @@ class Plan:
         """Which memory stands in a slot, or -1: [R, slots]."""
         return self.words[:, HEAD_WORDS : HEAD_WORDS + self.k.shape[2]]
 
-    def runs(self, block_n: int) -> Tensor:
-        """Per query tile, its runs: [R, query tiles, RUN_WORDS]."""
-        slots = self.k.shape[2]
-        return self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :].unflatten(1, (-1, RUN_WORDS))
+    def entries(self, block_m: int, block_n: int) -> Tensor:
+        """Per query tile, its runs, its first query's position, and each query's steps since that one (float32 bits).
+
+        [R, query tiles, RUN_WORDS + block_m]
+        """
+        slots, size = self.k.shape[2], RUN_WORDS + block_m
+        entries = self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :]
+        return entries[:, : entries.shape[1] // size * size].unflatten(1, (-1, size))
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
@@ -84,5 +91,6 @@ def num_slots(memories: int, queries: int, block_n: int) -> int:
 
 
 def num_words(slots: int, queries: int, block_m: int, block_n: int) -> int:
-    """Words of one row of a plan."""
-    return HEAD_WORDS + 5 * slots + 4 * (slots // block_n) + -(-queries // block_m) * RUN_WORDS
+    """Words of one row of a plan: a multiple of 16, so that the kernels read several at once."""
+    words = HEAD_WORDS + 5 * slots + 4 * (slots // block_n) + -(-queries // block_m) * (RUN_WORDS + block_m)
+    return -(-words // 16) * 16

@@ -33,6 +33,7 @@ from .layout import (
     MASKED_AT,
     NEVER,
     NUM_CLASSES,
+    POSITION_AT,
     SHORTEST,
     WORDS,
     Plan,
@@ -137,7 +138,7 @@ def _join_thin(total, T, BLOCK_N: tl.constexpr):
     return into
 
 
-@triton.jit(do_not_specialize=["num_blocks", "row_words"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def _scatter(
     scratch, words, S, T, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
@@ -179,10 +180,10 @@ def _scatter(
     tl.store(words + HEAD + slot, i, mask=i < S)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "row_words", "num_blocks", "steps"])
+@triton.jit(do_not_specialize=["kv_heads", "num_blocks", "steps"])
 def _gather(
     k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, T, slots, kv_heads, heads, row_words, num_blocks, steps,
-    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,
+    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,
     WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -223,8 +224,9 @@ def _gather(
         keys = words + HEAD + slots + slot
         tl.store(keys, first)
         tl.store(keys + slots, end)
-        tl.store(keys + 2 * slots, born)
-        tl.store(keys + 3 * slots, length.to(tl.int32, bitcast=True))
+        fates = words + HEAD + 3 * slots + 2 * slot
+        tl.store(fates, born)
+        tl.store(fates + 1, (length + ramp).to(tl.int32, bitcast=True))
         num_tiles = slots // BLOCK_N
         tiles = words + HEAD + 5 * slots + tile
         tl.store(tiles, tl.min(first, 0))
@@ -242,15 +244,23 @@ def _store_run(runs, rank, start, length):
     return rank + some.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "row_words"])
-def _find_runs(words, T, slots, num_tiles, row_words, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tiles"])
+def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
     """One look at the extents of a class's tiles. Births never fall inside a class, so the tiles born form a prefix of it."""
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M
     q1 = tl.minimum(q0 + BLOCK_M, T)
     words += row * row_words
     tiles = words + HEAD + 5 * slots
-    out = tiles + 4 * num_tiles + qt * WORDS
+    out = tiles + 4 * num_tiles + qt * (WORDS + BLOCK_M)
+    query = q0 + tl.arange(0, BLOCK_M)
+    t_row = q_pos + row // heads * qp_b
+    t0 = tl.load(t_row + q0)
+    since = tl.where(
+        query < T, tl.load(t_row + query, mask=query < T, other=0) - t0, -FAR
+    )  # those beyond T see nothing
+    tl.store(out + POSITION_AT, (t0 - tl.load(t_row)).to(tl.int32))
+    tl.store(out + WORDS + tl.arange(0, BLOCK_M), since.to(tl.float32).to(tl.int32, bitcast=True))
     full_runs = qt * 0
     masked_runs = full_runs
     full = full_runs
@@ -326,19 +336,22 @@ def build_plan(
     run_kernel(
         _gather, (num_tiles, batch * kv_heads),
         k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, queries, slots, kv_heads, heads, row_words,
-        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, WINDOW=window, D=dim,
+        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, ramp, WINDOW=window, D=dim,
         D_PAD=power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
     run_kernel(
         _find_runs,
         (-(-queries // block_m), rows),
         words,
+        q_pos,
         queries,
         slots,
         num_tiles,
+        heads,
         row_words,
+        strides(q_pos)[0],
         BLOCK_M=block_m,
         PIECE=256,
         num_warps=1,
     )
-    return Plan(words, k_out, v_out)
+    return Plan(words, k_out, v_out, 0 if include_self else 1)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import find_entries, load_queries, load_tile
-from .layout import CLASSES, DEAD, FAR, HEAD, NEVER
+from .forward import BOUND, fade, find_entries, find_entry, find_life, load_queries, load_since, load_tile
+from .layout import CLASSES, DEAD, FAR, HEAD, NEVER, POSITION_AT, WORDS
+
+
+@triton.jit
+def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
+    """x of these queries, or `beyond` for those beyond the last."""
+    return tl.load(x + q_index) if EVEN else tl.load(x + q_index, mask=q_index < T, other=beyond)
 
 
 @triton.jit
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, t_row, base, first, end, born, length, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr,
+    dy_t, entries, first, end, born, reach, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
     ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
     d = tl.arange(0, D_PAD)
@@ -23,34 +30,36 @@ def _walk_queries(
         if MASKED:
             qt = tl.where(n < pause, n, n - pause + again)
         q_index = qt * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = q_index < T
-        q_tile = load_queries(q, b, q_head, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
+        q_tile = load_queries(q, b, q_head, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA, EVEN)
         if MASKED:
-            t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
-            t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+            entry = entries + qt * BLOCK_M // PLAN_M * (WORDS + PLAN_M)
+            t0 = tl.load(entry + POSITION_AT)
+            since = load_since(entry, qt, BLOCK_M, PLAN_M)
         if MASKED and WINDOW > 0:
             # The bias is where the product starts. Added to it, Triton would take its layout for all that follows.
-            t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
-            at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, t, born, WINDOW)
+            at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, since.to(tl.int32) + t0, born, WINDOW)
             rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
             bias = tl.load(rows + at, mask=near, other=0.0).to(tl.float32)
             s = tl.dot(k, tl.trans(q_tile), bias, input_precision=PRECISION)
         else:
             s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        s = s * log_scale - tl.load(lse + q_index, mask=inside, other=float("inf"))[None, :]
-        dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA)
+        s = s * log_scale - load_row(lse, q_index, T, float("inf"), EVEN)[None, :]
+        dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA, EVEN)
         dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
-        delta_tile = tl.load(delta + q_index, mask=inside, other=0.0)[None, :]
+        delta_tile = load_row(delta, q_index, T, 0.0, EVEN)[None, :]
         dp -= delta_tile
         if MASKED:
-            left = (length - (t0 - born).to(tl.float32)) + ramp
-            x = left[:, None] - (t - t0).to(tl.float32)[None, :]
-            alive = (x > 0) & (q_index[None, :] >= first[:, None])
+            birth = (born - t0).to(tl.float32)
+            life = find_life(birth[:, None], (reach + birth)[:, None], since[None, :], MIN_AGE, False)
             if HAS_DOCS:
-                alive = alive & (q_index[None, :] < end[:, None])
-            e = tl.math.exp2(tl.where(alive, s, float("-inf")))
-            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
-            dspan += tl.sum(tl.where(x < ramp, e * dp, 0.0), 1)
+                life = tl.where((q_index[None, :] >= first[:, None]) & (q_index[None, :] < end[:, None]), life, 0.0)
+            m = fade(life, inv_ramp)
+            e = tl.math.exp2(tl.minimum(s, BOUND))
+            if EPS != 0:
+                e = tl.where(m > 0, e, 0.0)
+            p = m * e
+            half = ramp / 2  # on the ramp is where 0 < life < ramp
+            dspan += tl.sum(tl.where(tl.abs(life - half) < half, e * dp, 0.0), 1)
         else:
             e = tl.math.exp2(s)
             p = e
@@ -68,7 +77,7 @@ def _walk_queries(
                 )
             else:
                 at = dq + q_index.to(tl.int64)[:, None] * (q_heads * D) + d[None, :]
-                tl.atomic_add(at, part, mask=inside[:, None] & (d[None, :] < D), sem="relaxed")
+                tl.atomic_add(at, part, mask=(q_index < T)[:, None] & (d[None, :] < D), sem="relaxed")
     return dk, dv, dspan
 
 
@@ -96,13 +105,13 @@ def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
     tl.store(dspan, dspan_acc, mask=used)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows", "row_words"])
+@triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows"])
 def memory_gradients(
-    q, dy, lse, delta, k, v, words, q_pos, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
-    window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
-    SPLIT: tl.constexpr, PLAN_N: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    q, dy, lse, delta, k, v, words, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
+    window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
 
@@ -133,13 +142,13 @@ def memory_gradients(
     if BLOCK_N > PLAN_N:  # the second half may be dead
         first = tl.where(slot < tl.load(words + DEAD) * PLAN_N, first, NEVER)
     end = tl.load(keys + slots, mask=taken, other=0)
-    born = tl.load(keys + 2 * slots, mask=taken, other=0)
-    length = tl.load(keys + 3 * slots, mask=taken, other=0).to(tl.float32, bitcast=True)
+    fates = words + HEAD + 3 * slots + 2 * slot
+    born = tl.load(fates, mask=taken, other=-FAR)
+    reach = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
     full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
-    t_row = q_pos + b * qp_b
-    base = tl.load(t_row)
+    _, entries = find_entry(words, 0, row_words, 0, slots, PLAN_M, PLAN_N)
     dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
     dspan_acc = tl.zeros([BLOCK_N], tl.float32)
@@ -157,13 +166,13 @@ def memory_gradients(
             dq_at = dq
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, full_from, full_to,
-            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
-            log_scale, ramp, inv_ramp, False, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach, scale,
+            log_scale, ramp, inv_ramp, False, MIN_AGE, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, begin, full_from,
-            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, t_row, base, first, end, born, length, scale,
-            log_scale, ramp, inv_ramp, True, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PRECISION, TMA,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach, scale,
+            log_scale, ramp, inv_ramp, True, MIN_AGE, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
     index = tl.load(words + HEAD + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)
@@ -184,7 +193,7 @@ def memory_gradients(
         _store_gradients(dk + out, dv + out, dspan, dk_acc, dv_acc, dspan_acc, mask, index >= 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "window", "row_words"])
+@triton.jit(do_not_specialize=["kv_heads", "window"])
 def long_tiles(
     words, dk, dv, dspan, sums, S, slots, kv_heads, heads, row_words, window, FINISH: tl.constexpr, PLAN_N: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -5,18 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import find_entries, load_fate, load_queries, load_tile, next_tile
-from .layout import FAR, FULL_AT, HEAD, MASKED_AT, WORDS
+from .forward import (
+    BOUND,
+    fade,
+    find_entries,
+    find_entry,
+    find_life,
+    load_fate,
+    load_queries,
+    load_since,
+    load_tile,
+    next_tile,
+)
+from .layout import FULL_AT, MASKED_AT, POSITION_AT
 
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, q_heads, t, t0,
-    scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, q_heads, since, t0,
+    scale, log_scale, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    since = (t - t0).to(tl.float32)
-    row = tl.arange(0, t.shape[0])
+    row = tl.arange(0, since.shape[0])
     run = 0
     tile = tl.load(runs)
     left = tl.load(runs + 1)
@@ -25,21 +35,23 @@ def _walk_tiles(
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
-            born = tl.load(keys + 2 * slots + slot)
-            at, near = find_entries(row, q_heads, t, born, WINDOW)
+            born = tl.load(keys + 2 * slots + 2 * slot)
+            at, near = find_entries(row, q_heads, since.to(tl.int32) + t0, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
-            first, end, life = load_fate(keys, slots, slot, t0, ramp)
-            x = life[None, :] - since[:, None]
-            alive = (x > 0) & (q_index[:, None] >= first[None, :])
+            birth, death = load_fate(keys, slots, slot, t0)
+            m = fade(find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True), inv_ramp)
             if HAS_DOCS:
-                alive = alive & (q_index[:, None] < end[None, :])
-            e = tl.math.exp2(tl.where(alive, s, float("-inf")))
-            p = tl.minimum(x * inv_ramp, 1.0) * e  # 0 where not alive
+                first, end = tl.load(keys + slot), tl.load(keys + slots + slot)
+                m = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), m, 0.0)
+            e = tl.math.exp2(tl.minimum(s, BOUND))
+            if EPS != 0:
+                e = tl.where(m > 0, e, 0.0)
+            p = m * e
         else:
             e = tl.math.exp2(s)
             p = e
@@ -53,10 +65,10 @@ def _walk_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=["q_heads", "row_words"])
+@triton.jit(do_not_specialize=["q_heads"])
 def query_gradient(
-    q, dy, y, lse, delta, k, v, words, q_pos, table, dtable, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h,
-    q_t, dy_b, dy_h, dy_t, qp_b, scale, log_scale, ramp, inv_ramp, PLAN_M: tl.constexpr, HAS_DOCS: tl.constexpr,
+    q, dy, y, lse, delta, k, v, words, table, dtable, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h,
+    q_t, dy_b, dy_h, dy_t, scale, log_scale, inv_ramp, PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -79,27 +91,23 @@ def query_gradient(
     y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
     delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
     tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
-    t_row = q_pos + b * qp_b
-    base = tl.load(t_row)
-    t0 = (tl.load(t_row + qt * BLOCK_M) - base).to(tl.int32)
-    t = (tl.load(t_row + q_index, mask=inside, other=0) - base).to(tl.int32)
+    words, entry = find_entry(words, row, row_words, qt * BLOCK_M // PLAN_M, slots, PLAN_M, BLOCK_N)
+    keys = words + slots
+    t0 = tl.load(entry + POSITION_AT)
+    since = load_since(entry, qt, BLOCK_M, PLAN_M)
     if WINDOW > 0:
-        t = tl.where(inside, t, -FAR)  # rows beyond the last query find nothing in the table
         start = ((b * T + qt * BLOCK_M) * q_heads + h) * WINDOW
         table += start
         dtable += start
-    words += row * row_words + HEAD
-    keys = words + slots
-    runs = words + 5 * slots + 4 * (slots // BLOCK_N) + (qt * BLOCK_M // PLAN_M) * WORDS
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + FULL_AT, tl.load(runs), keys,
-        slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, False, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + FULL_AT, tl.load(entry), keys,
+        slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, runs + MASKED_AT, tl.load(runs + 1),
-        keys, slots, q_index, q_heads, t, t0, scale, log_scale, ramp, inv_ramp, True, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1),
+        keys, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)

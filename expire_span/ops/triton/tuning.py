@@ -30,7 +30,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the three kernels run. dq walks the forward pass's runs, so its block_m divides the forward pass's."""
+    """How the three kernels run. dq and dkv read what the plan says of the forward pass's query tiles, so their block_m divide its."""
 
     block_n: int
     """Memories per tile."""
@@ -57,6 +57,7 @@ class Tuning:
 
     def __post_init__(self) -> None:
         assert self.forward.block_m % self.dq.block_m == 0, (self.forward, self.dq)
+        assert self.forward.block_m % self.dkv.block_m == 0, (self.forward, self.dkv)
         assert self.wide in (1, 2), self.wide
 
 
