@@ -62,8 +62,8 @@ class SpanPredictor(nn.Linear):
 class ValuesAndLogits(torch.autograd.Function):
     """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
 
-    Gradients are matrix products in h's dtype, as those of other weights are, but for the logits' part of h's: as a product it
-    would be a tensor of its own, to be written and read once more.
+    Gradients are matrix products in h's dtype, as those of other weights are, and one product for both: as a further one beside
+    those of queries, keys and values, that of h would be written and read once more.
     """
 
     @staticmethod
@@ -78,13 +78,11 @@ class ValuesAndLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         h, value, weight = ctx.saved_tensors
-        rows, grad, more = h.flatten(0, 1), grad.to(h.dtype).flatten(0, 1), -len(weight) % ALIGNED
-        logits = grad_logits.flatten(0, 1)
-        grad_h = (grad @ value).to(weight.dtype)
-        for n, row in enumerate(weight.unbind()):  # sums for the compiler to join to whatever reads the gradient
-            grad_h = grad_h + logits[:, n, None] * row
-        low = F.pad(logits.to(h.dtype), (0, more))
-        return grad_h.to(h.dtype).view_as(h), grad.T @ rows, (low.T @ rows)[: len(weight)].to(weight.dtype)
+        rows, more = h.flatten(0, 1), -len(weight) % ALIGNED
+        grads = torch.cat([grad, F.pad(grad_logits, (0, more))], -1).to(h.dtype).flatten(0, 1)
+        weights = torch.cat([value, F.pad(weight, (0, 0, 0, more)).to(h.dtype)])
+        grad_value, grad_weight = (grads.T @ rows).split([len(value), len(weight) + more])
+        return (grads @ weights).view_as(h), grad_value, grad_weight[: len(weight)].to(weight.dtype)
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Tuning:
 
 _HALF = {
     32: Tuning(64, Launch(128, 4, 3), Launch(128, 4, 3), Launch(64, 4, 3)),
-    64: Tuning(64, Launch(64, 4, 3), Launch(64, 4, 3), Launch(64, 4, 3)),
+    64: Tuning(64, Launch(64, 4, 2, 128), Launch(64, 4, 2, 128), Launch(64, 4, 3), split_at=8192),
     128: Tuning(64, Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 8, 2), wide=2, tma=True, split_at=8192),
     256: Tuning(32, Launch(64, 8, 2), Launch(64, 8, 1), Launch(32, 8, 1)),
 }
