@@ -36,6 +36,9 @@ class ExpireSpanConfig:
     """One span per memory shared by all heads of the layer, or one for each key/value head."""
     own_heads: int | None = None
     """With kv_head: so many heads of a layer have spans of their own, and all others share one more; None is all."""
+    reach: Literal["fixed", "learned"] = "fixed"
+    """Spans up to max_span in every head, or (kv_head) up to twice what each head learns as Adaptive-Span does; own_heads of
+    them share it out among tokens, the others give all tokens the same."""
     span_loss: Literal["ramp", "l1"] = "ramp"
     """How long spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
     noisy: bool = False
@@ -58,7 +61,8 @@ class ExpireSpanConfig:
         require(self.initial_spread >= 1, f"initial_spread must be at least 1, got {self.initial_spread}")
         longest = self.initial_span * self.initial_spread**0.5
         require(longest < 1, f"initial_span x sqrt(initial_spread) must lie below 1, got {longest:g}")
-        for name, used in (("initial_spread", self.initial_spread != 1), ("own_heads", self.own_heads is not None)):
+        apart = dict(initial_spread=self.initial_spread != 1, own_heads=self.own_heads is not None)
+        for name, used in {**apart, "reach learned": self.reach == "learned"}.items():
             needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
             require(not used or self.span_per == "kv_head", needs)
         require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")

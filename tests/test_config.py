@@ -54,6 +54,7 @@ def test_unknown_recipe_names_the_nearest():
         (lambda: ExpireSpanConfig(ramp=0), "ramp must be greater than 0, got 0"),
         (lambda: ExpireSpanConfig(initial_span=1.0), "got 1.0"),
         (lambda: ExpireSpanConfig(initial_spread=4.0), "initial_spread .* needs span_per kv_head, got span_per layer"),
+        (lambda: ExpireSpanConfig(reach="learned"), "reach learned .* needs span_per kv_head, got span_per layer"),
         (lambda: ExpireSpanConfig(own_heads=2), "own_heads .* needs span_per kv_head, got span_per layer"),
         (lambda: ExpireSpanConfig(span_per="kv_head", own_heads=0), "own_heads must be at least 1, got 0"),
         (lambda: ExpireSpanConfig(span_per="kv_head", initial_spread=0.5), "at least 1, got 0.5"),

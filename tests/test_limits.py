@@ -102,6 +102,25 @@ def test_adaptive_span_with_ratio_one_and_a_hard_edge_equals_the_fixed_span():
     torch.testing.assert_close(outputs(other), outputs(fixed), rtol=0, atol=1e-12)
 
 
+def test_a_learned_reach_that_all_tokens_share_alike_is_adaptive_span():
+    """Output, loss and every gradient, whatever the heads' spans are."""
+    fields = dict(max_span=20, ramp=4, initial_span=0.25)
+    adaptive = decoder("adaptive_span", **fields)
+    learned = decoder("expire_span", **fields, span_per="kv_head", reach="learned", span_loss="l1", own_heads=1)
+    weights = adaptive.state_dict()
+    for name in weights:
+        if "ratio" in name:
+            weights[name].copy_(torch.linspace(-0.1, 0.9, len(weights[name])))
+    learned.load_state_dict(weights, strict=False)
+    results = []
+    for model in (adaptive, learned):
+        logits, _, aux = model.train()(tokens(), remember=False)
+        (logits.square().mean() + aux.loss).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if "span_predictor.weight" not in name}
+        results.append((logits.detach(), aux.loss.detach(), grads))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
 def test_adaptive_span_is_its_formula():
     """Two heads with different spans, against the dense soft mask."""
     model = mixer("adaptive_span", max_span=20, ramp=4)

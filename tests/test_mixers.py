@@ -28,6 +28,9 @@ EXPIRE = {
     "modern, heads that share": replace(
         _expire("modern", span_per="kv_head", own_heads=1, initial_spread=9.0, min_span=1.5), kv_heads=4
     ),
+    "modern, learned reach": replace(
+        _expire("modern", span_per="kv_head", own_heads=1, reach="learned", min_span=1.5), kv_heads=4
+    ),
     "modern, L1": _expire("modern", span_loss="l1"),
     "modern, swiglu": replace(_expire("modern"), activation="swiglu"),
     "paper": _expire("paper"),
@@ -310,6 +313,21 @@ def test_spans_start_at_the_asked_share():
         config = replace(CONFIGS["modern"], mixer=replace(CONFIGS["modern"].mixer, initial_span=share))
         span = Decoder(config)(tokens())[2].layers[0].span
         torch.testing.assert_close(span, torch.full_like(span, share * 30))
+
+
+def test_heads_learn_their_reach():
+    """Two heads share theirs out among tokens, between the shortest and the longest span; two give it to all."""
+    fields = dict(span_per="kv_head", own_heads=2, reach="learned", initial_span=0.2, initial_spread=16.0, min_span=2.0)
+    config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
+    model = Decoder(config)
+    start = torch.tensor([0.8, 0.8 / 16 ** (1 / 3), 0.8 / 16 ** (2 / 3), 0.05]) * 30
+    span = model(tokens())[2].layers[0].span  # [B, Hkv, T]
+    torch.testing.assert_close(span, start.clamp_min(2)[None, :, None].expand_as(span))
+    predictor = model.layers()[0].mixer.span_predictor
+    torch.nn.init.normal_(predictor.weight, std=3)
+    span = model(tokens())[2].layers[0].span
+    assert span[:, :2].std(-1).min() > 0 and span[:, 2:].std(-1).max() == 0
+    assert span.min() >= 2 and span.max() <= 30
 
 
 def test_heads_start_apart_and_some_share():

@@ -6,8 +6,8 @@ In training the state holds hidden states, detached (carried.py), and keys, valu
 every block, so that all weights learn from old memories. In inference it holds keys and values in an `ExpiringMemory`.
 Both delete for good.
 
-Differences from the paper: spans per key/value head, a hard cap and the L1 form of the loss are options; dropout acts on
-the mixer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
+Differences from the paper: spans per key/value head, a reach that heads learn, a hard cap and the L1 form of the loss are
+options; dropout acts on the mixer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from . import carried
 from .attention import AttentionMixer
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
-from .span_predictor import SpanPredictor, storage_dtype
+from .span_predictor import ReachPredictor, SpanPredictor, storage_dtype
 
 Cache = Literal["hidden", "kv", "none"]
 """What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""
@@ -56,8 +56,10 @@ class ExpireSpan(AttentionMixer):
     def __init__(self, config: DecoderConfig, layer: int = 0, relative_keys: nn.Parameter | None = None) -> None:
         super().__init__(config, layer, relative_keys)
         self.mixer = self.rules()
-        own = config.num_kv_heads if self.mixer.own_heads is None else self.mixer.own_heads
-        self.span_outputs = 1 if self.mixer.span_per == "layer" else min(own + 1, config.num_kv_heads)
+        heads, learned = config.num_kv_heads, self.mixer.reach == "learned"
+        self.own_heads = heads if self.mixer.own_heads is None else min(self.mixer.own_heads, heads)
+        shared = 1 if self.mixer.span_per == "layer" else min(self.own_heads + 1, heads)
+        self.span_outputs = heads if learned else shared
         self.span_predictor = self.build_predictor()
 
     def rules(self) -> ExpireSpanConfig:
@@ -66,6 +68,8 @@ class ExpireSpan(AttentionMixer):
 
     def build_predictor(self) -> nn.Module:
         """A module that gives hidden states [B, S, C] spans [B, outputs, S]; heads beyond the outputs share the last."""
+        if self.mixer.reach == "learned":
+            return ReachPredictor(self.config.dim, self.span_outputs, self.own_heads, self.mixer)
         return SpanPredictor(self.config.dim, self.span_outputs, self.mixer)
 
     def can_record(self, carried: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The predictor of lifetimes: e_i = L sigmoid(w . h_i / tau + b), one or one per key/value head.
+"""The predictors of lifetimes: e_i = L sigmoid(w . h_i / tau + b), or e_i = 2 z sigmoid(w . h_i / tau) with a learned z.
 
 A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
 the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
@@ -57,6 +57,27 @@ class SpanPredictor(nn.Linear):
         if self.lowest > -math.inf:
             logit = hold(logit, self.lowest, math.inf)
         return self.max_span * torch.sigmoid(logit).transpose(1, 2)
+
+
+class ReachPredictor(SpanPredictor):
+    """Each head learns how far it reaches, z, and `moving` of them share that out among tokens: 2 z sigmoid(w . h_i / tau).
+
+    Without w this is Adaptive-Span: a head closes, and opens again, by a few updates of one number, where the bias of a
+    sigmoid takes a thousand.
+    """
+
+    def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
+        nn.Linear.__init__(self, dim, moving, bias=False)
+        self.max_span, self.min_span, self.temperature = rules.max_span, rules.min_span, rules.temperature
+        nn.init.zeros_(self.weight)
+        self.ratio = nn.Parameter(torch.tensor(initial_shares(heads, rules)))
+
+    def _spans(self, product: Tensor) -> Tensor:
+        reach = self.max_span * hold(self.ratio, 0.0, 1.0).unsqueeze(1)  # [heads, 1]
+        moving, still = reach.split([self.out_features, len(reach) - self.out_features])
+        shares = 2 * torch.sigmoid(product).transpose(1, 2)
+        still = still.expand(len(product), -1, product.shape[1])
+        return hold(torch.cat([moving * shares, still], 1), self.min_span, self.max_span)
 
 
 class ValuesAndLogits(torch.autograd.Function):
