@@ -29,7 +29,7 @@ class ExpireSpanConfig:
     initial_spread: float = 1.0
     """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span (kv_head only)."""
     min_span: float = 0.0
-    """Shortest span, in steps. A memory that training presses down on this is held here, and can live longer again at once."""
+    """Shortest span, in steps, to which the sigmoid adds; with reach learned, the shortest reach."""
     temperature: float = 1.0
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"

@@ -12,6 +12,8 @@ class Hold(torch.autograd.Function):
     """x held to [low, high]; of the gradient, what leads further out is dropped.
 
     A plain clamp drops all of it, so that what is out stays out; without it, what is pressed outward for long drifts away.
+    For parameters, not for values that many tokens make of one: each gradient that is dropped there leaves the noise of
+    others, which leads inward.
     """
 
     @staticmethod

@@ -20,6 +20,8 @@ from expire_span.config import ExpireSpanConfig
 from .hold import hold
 
 HALVES = (torch.bfloat16, torch.float16)
+LEAST = 1e-5
+"""The least share of max_span above the shortest span that a head can start with."""
 ALIGNED = 8
 """Columns that a fast matrix product wants in half precision."""
 
@@ -29,11 +31,12 @@ class SpanPredictor(nn.Linear):
 
     def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
         super().__init__(dim, outputs)
-        self.max_span, self.temperature = rules.max_span, rules.temperature
-        self.lowest = _logit(rules.min_span / rules.max_span)
+        self.max_span, self.min_span, self.temperature = rules.max_span, rules.min_span, rules.temperature
         nn.init.zeros_(self.weight)
+        floor = rules.min_span / rules.max_span
         with torch.no_grad():
-            self.bias.copy_(torch.tensor([_logit(share) for share in initial_shares(outputs, rules)]))
+            shares = [max(share, LEAST + floor) for share in initial_shares(outputs, rules)]
+            self.bias.copy_(torch.tensor([_logit((share - floor) / (1 - floor)) for share in shares]))
 
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, outputs, S]."""
@@ -53,10 +56,8 @@ class SpanPredictor(nn.Linear):
             return values, self._spans(logits)
 
     def _spans(self, product: Tensor) -> Tensor:
-        logit = product + self.bias
-        if self.lowest > -math.inf:
-            logit = hold(logit, self.lowest, math.inf)
-        return self.max_span * torch.sigmoid(logit).transpose(1, 2)
+        shares = torch.sigmoid(product + self.bias).transpose(1, 2)
+        return self.min_span + (self.max_span - self.min_span) * shares
 
 
 class ReachPredictor(SpanPredictor):
@@ -68,16 +69,19 @@ class ReachPredictor(SpanPredictor):
 
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
         nn.Linear.__init__(self, dim, moving, bias=False)
-        self.max_span, self.min_span, self.temperature = rules.max_span, rules.min_span, rules.temperature
+        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self.lowest = rules.min_span / rules.max_span
         nn.init.zeros_(self.weight)
         self.ratio = nn.Parameter(torch.tensor(initial_shares(heads, rules)))
 
     def _spans(self, product: Tensor) -> Tensor:
-        reach = self.max_span * hold(self.ratio, 0.0, 1.0).unsqueeze(1)  # [heads, 1]
+        # Held before tokens share it, so that the sum of their gradients is dropped at the limit, not each that leads outward:
+        # the noise of the others would open heads that are to be closed.
+        reach = self.max_span * hold(self.ratio, self.lowest, 1.0).unsqueeze(1)  # [heads, 1]
         moving, still = reach.split([self.out_features, len(reach) - self.out_features])
         shares = 2 * torch.sigmoid(product).transpose(1, 2)
         still = still.expand(len(product), -1, product.shape[1])
-        return hold(torch.cat([moving * shares, still], 1), self.min_span, self.max_span)
+        return torch.cat([(moving * shares).clamp_max(self.max_span), still], 1)
 
 
 class ValuesAndLogits(torch.autograd.Function):
@@ -129,4 +133,4 @@ def storage_dtype(x: Tensor) -> torch.dtype:
 
 
 def _logit(share: float) -> float:
-    return math.log(share / (1 - share)) if share > 0 else -math.inf
+    return math.log(share / (1 - share))
