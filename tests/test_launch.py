@@ -124,7 +124,7 @@ def test_interpreted_kernels_go_the_plain_way(monkeypatch):
     assert type(lists._classify) is not launch.JITFunction
     before = dict(launch._compiled)
     words = torch.zeros(1, 400, dtype=torch.int32)
-    launch.run_kernel(lists._find_runs, (1, 1), words, 4, 32, 2, 400, BLOCK_M=16, PIECE=16)
+    launch.run_kernel(lists._find_runs, (1, 1), words, torch.arange(4), 4, 32, 2, 1, 400, 0, BLOCK_M=16, PIECE=16)
     assert launch._compiled == before
 
 
