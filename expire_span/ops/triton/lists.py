@@ -13,7 +13,8 @@ The plan's size is linear in T and S: no list of pairs, no list of indices per q
     classify   first, last and first-fading query of each memory; its class; how many of each class per block
     scatter    which classes are joined; `order`: which memory stands in which slot; classes start on a tile boundary
     gather     keys, values and per-memory numbers into that order; the extent of each tile
-    find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask
+    find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask; and where its
+               queries stand, so that the attention kernels need no positions
 """
 
 from __future__ import annotations
