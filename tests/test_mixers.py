@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.config import DecoderConfig
 from expire_span.memories import MEMORIES, state_bytes
 from expire_span.mixer_configs import MIXER_CONFIGS, POSITION_FREE, mixer_config
 from expire_span.models import state as states
-from expire_span.models.adaptive_span import HeadSpans
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MIXERS
-from expire_span.models.span_predictor import ReachPredictor, SpanPredictor
 
 
 def _expire(preset: str, **fields) -> DecoderConfig:
@@ -279,18 +277,6 @@ def test_rebase_changes_nothing(expiring):
         torch.testing.assert_close(decoder(y, moved)[0], decoder(y, state)[0], rtol=0, atol=1e-6)
 
 
-def test_noisy_spans_only_shorten_in_training():
-    config = CONFIGS["modern"]
-    torch.manual_seed(0)
-    model = Decoder(replace(config, mixer=replace(config.mixer, noisy=True)))
-    x = tokens()
-    assert not torch.equal(model.train()(x)[0], model(x)[0])
-    assert torch.equal(model.eval()(x)[0], model(x)[0])
-    assert torch.equal(model.train()(x)[2].layers[0].span, model(x)[2].layers[0].span), (
-        "deletion must see unclamped spans"
-    )
-
-
 def test_layer_drop_passes_hidden_states_through_and_spans_still_age():
     config = replace(CONFIGS["modern"], layer_drop=0.999)
     model = Decoder(config).train()
@@ -306,82 +292,6 @@ def test_sequences_that_stand_alone_compute_the_same(name):
     model = Decoder(CONFIGS[name])
     x = tokens()
     torch.testing.assert_close(model(x, remember=False)[0], model(x)[0])
-
-
-def test_spans_start_at_the_asked_share():
-    for share in (0.01, 0.1, 0.9):
-        config = replace(CONFIGS["modern"], mixer=replace(CONFIGS["modern"].mixer, initial_span=share))
-        span = Decoder(config)(tokens())[2].layers[0].span
-        torch.testing.assert_close(span, torch.full_like(span, share * 30))
-
-
-def test_heads_learn_their_reach():
-    """Two heads share theirs out among tokens, up to the longest span; two give it to all."""
-    fields = dict(span_per="kv_head", own_heads=2, reach="learned", initial_span=0.2, initial_spread=16.0, min_span=2.0)
-    config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
-    model = Decoder(config)
-    start = torch.tensor([0.8, 0.8 / 16 ** (1 / 3), 0.8 / 16 ** (2 / 3), 0.05]) * 30
-    span = model(tokens())[2].layers[0].span  # [B, Hkv, T]
-    torch.testing.assert_close(span, start.clamp_min(2)[None, :, None].expand_as(span))
-    predictor = model.layers()[0].mixer.span_predictor
-    torch.nn.init.normal_(predictor.weight, std=3)
-    span = model(tokens())[2].layers[0].span
-    spread = span.amax(-1) - span.amin(-1)
-    assert spread[:, :2].min() > 0 and spread[:, 2:].max() == 0
-    assert span.max() <= 30 and span[:, 2:].min() >= 2
-
-
-def test_heads_start_apart_and_some_share():
-    fields = dict(span_per="kv_head", own_heads=2, initial_span=0.2, initial_spread=16.0)
-    config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
-    span = Decoder(config)(tokens())[2].layers[0].span  # [B, Hkv, T]
-    torch.testing.assert_close(span[0, :, 0], torch.tensor([0.8, 0.2, 0.05, 0.05]) * 30)
-
-
-@torch.no_grad()
-def test_heads_that_share_count_as_many():
-    """The loss and the number alive are means over heads, however few rows of spans there are."""
-    shared = replace(
-        EXPIRE["modern, heads that share"], mixer=replace(EXPIRE["modern, heads that share"].mixer, own_heads=2)
-    )
-    each = replace(shared, mixer=replace(shared.mixer, own_heads=None))
-    for loss in ("l1", "ramp"):
-        few, all_heads = (Decoder(replace(c, mixer=replace(c.mixer, span_loss=loss))).double() for c in (shared, each))
-        weights = few.state_dict()
-        for (
-            name,
-            value,
-        ) in all_heads.state_dict().items():  # the last row four heads are given is the one that two share
-            if "span_predictor" in name:
-                few_rows = torch.randn_like(weights[name])
-                few.state_dict()[name].copy_(few_rows)
-                value.copy_(torch.cat([few_rows, few_rows[-1:]]))
-            else:
-                value.copy_(weights[name])
-        got, want = (model.train()(tokens(), remember=False) for model in (few, all_heads))
-        torch.testing.assert_close(got[0], want[0])
-        torch.testing.assert_close(got[2].loss, want[2].loss)
-        torch.testing.assert_close(got[2].live, want[2].live)
-
-
-def test_a_least_span_is_kept():
-    predictor = SpanPredictor(8, 1, ExpireSpanConfig(max_span=100, min_span=5.0, initial_span=0.2))
-    span = predictor(torch.randn(2, 3, 8))
-    torch.testing.assert_close(span, torch.full_like(span, 20.0))
-    torch.nn.init.constant_(predictor.bias, -20)
-    torch.testing.assert_close(predictor(torch.randn(2, 3, 8)), torch.full_like(span, 5.0))
-
-
-def test_a_least_reach_is_kept_and_left_at_once():
-    """What leads further down is dropped of the sum over all tokens, not of each: what is left would be noise that leads up."""
-    rules = ExpireSpanConfig(max_span=100, min_span=5.0, span_per="kv_head", reach="learned")
-    predictor = ReachPredictor(8, 2, 1, rules)
-    torch.nn.init.constant_(predictor.ratio, -0.1)
-    h, pushes = torch.randn(2, 3, 8), torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(predictor(h), torch.full((2, 2, 3), 5.0))
-    for push in (pushes + 3, pushes - 3):  # a step goes against the gradient
-        (grad,) = torch.autograd.grad((predictor(h) * push).sum(), predictor.ratio)
-        torch.testing.assert_close(grad, (100 * push.sum((0, 2))).clamp_max(0))
 
 
 def test_cap_holds_and_counts():
@@ -408,20 +318,3 @@ def test_half_precision_trains_with_carried_memory(name):
         assert (got - want).norm() < 0.03 * want.norm()
     (got.square().mean() + aux.loss.float()).backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-
-
-def test_a_closed_head_of_adaptive_span_opens_again_at_once():
-    """Pressure on a span that is zero already does not pile up."""
-    spans = HeadSpans(2, 100, 0.1)
-    optimizer = torch.optim.Adam(spans.parameters(), lr=0.05)
-
-    def press(sign: float, steps: int) -> torch.Tensor:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (sign * spans(torch.zeros(1, 1, 4)).sum()).backward()
-            optimizer.step()
-        return spans(torch.zeros(1, 1, 4)).detach()
-
-    assert press(1.0, 300).abs().max() == 0
-    assert spans.ratio.min() > -0.5, "momentum carries a ratio a little below zero, no further"
-    assert press(-1.0, 20).min() > 0
