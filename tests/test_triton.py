@@ -321,6 +321,25 @@ def test_documents_do_not_see_each_other(impl):
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
 
 
+def test_documents_with_tiles_taken_in_pairs():
+    """Beside the last living tile a pair may hold a dead one, whose memories no query of any document sees."""
+    x = {n: t.detach().to(DEVICE) for n, t in Case(1, 2, 1, 90, 0, 32, spans="mixed").tensors(torch.float32).items()}
+    x["span"][:, ::3] = -8.0  # never seen
+    ids = torch.arange(90, device=DEVICE) // 31
+    leaves = [x[n].requires_grad_() for n in GRADS]
+    block_n, m = (64, 64) if ON_GPU else (16, 16)
+    results = []
+    for wide in (1, 2):
+        tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), wide=wide))
+        try:
+            y = expire_attention(**x, ramp=7.0, impl="triton", documents=(ids, ids[None]), check_values=False)
+            results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
+        finally:
+            tuning.override(None if ON_GPU else SMALL)
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def _one_document(x: dict[str, torch.Tensor], part: slice) -> torch.Tensor:
     pieces = {n: x[n][:, :, part] for n in ("q", "k", "v")}
     where = {"span": x["span"][:, part], "q_pos": x["q_pos"][part], "k_pos": x["k_pos"][part]}

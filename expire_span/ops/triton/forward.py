@@ -217,9 +217,9 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_heads"])
 def _forward(
-    q, k, v, words, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, scale,
-    inv_ramp, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, words, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, scale, inv_ramp,
+    MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # late tiles have most to do
     b, h = bh // q_heads, bh % q_heads

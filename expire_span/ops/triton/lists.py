@@ -257,9 +257,8 @@ def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_
     query = q0 + tl.arange(0, BLOCK_M)
     t_row = q_pos + row // heads * qp_b
     t0 = tl.load(t_row + q0)
-    since = tl.where(
-        query < T, tl.load(t_row + query, mask=query < T, other=0) - t0, -FAR
-    )  # those beyond T see nothing
+    real = query < T
+    since = tl.where(real, tl.load(t_row + query, mask=real, other=0) - t0, -FAR)  # those beyond T see nothing
     tl.store(out + POSITION_AT, (t0 - tl.load(t_row)).to(tl.int32))
     tl.store(out + WORDS + tl.arange(0, BLOCK_M), since.to(tl.float32).to(tl.int32, bitcast=True))
     full_runs = qt * 0

@@ -109,9 +109,9 @@ def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
 def memory_gradients(
     q, dy, lse, delta, k, v, words, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
     window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
-    SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, EVEN: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
 
@@ -139,8 +139,6 @@ def memory_gradients(
     taken = slot < tl.load(words + CLASSES) * PLAN_N
     keys = words + HEAD + slots + slot
     first = tl.load(keys, mask=taken, other=NEVER)
-    if BLOCK_N > PLAN_N:  # the second half may be dead
-        first = tl.where(slot < tl.load(words + DEAD) * PLAN_N, first, NEVER)
     end = tl.load(keys + slots, mask=taken, other=0)
     fates = words + HEAD + 3 * slots + 2 * slot
     born = tl.load(fates, mask=taken, other=-FAR)
