@@ -93,9 +93,10 @@ def test_a_least_reach_is_kept_and_left_at_once():
     rules = ExpireSpanConfig(max_span=100, min_span=5.0, span_per="kv_head", reach="learned")
     predictor = ReachPredictor(8, 2, 1, rules)
     torch.nn.init.constant_(predictor.ratio, -0.1)
-    h, pushes = torch.randn(2, 3, 8), torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(predictor(h), torch.full((2, 2, 3), 5.0))
-    for push in (pushes + 3, pushes - 3):  # a step goes against the gradient
+    h, pushes = torch.randn(2, 50, 8), torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(predictor(h), torch.full((2, 2, 50), 5.0))
+    for push in (pushes + 0.5, pushes - 0.5):  # a step goes against the gradient; single tokens push both ways
+        assert push.min() < 0 < push.max()
         (grad,) = torch.autograd.grad((predictor(h) * push).sum(), predictor.ratio)
         torch.testing.assert_close(grad, (100 * push.sum((0, 2))).clamp_max(0))
 
