@@ -9,7 +9,7 @@ from expire_span.ops import expire_attention
 from expire_span.ops.reference import ages, expiry_mask
 
 from .operator_cases import GRADS, Case
-from .triton_interpreter import DEVICE, ON_GPU, PAPER, SMALL, lists, small_tiles, tuning
+from .triton_interpreter import DEVICE, ON_GPU, PAPER, SMALL, layout, lists, small_tiles, tuning
 
 Launch, Tuning = tuning.Launch, tuning.Tuning
 
@@ -253,6 +253,25 @@ def test_classes_too_thin_for_tiles_of_their_own_are_joined():
     assert len(filled) <= 3, filled  # those still alive at the end, the short, and those between
     order = plan.order[0][: first[lists.NUM_CLASSES - 1] * block_n]
     assert sorted(order[order >= 0].tolist()) == list(range(200))
+
+
+def test_padding_has_no_place_in_a_table_of_young_ages():
+    """Else a tile's queries beyond the last would write into the next row's part of the table's gradient."""
+    case, block_m, block_n = Case(1, 1, 1, 40, stored=11, dim=32), 32, 16
+    x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
+    where = x["span"].view(1, 1, -1), x["q_pos"].view(1, 1, -1), x["k_pos"].view(1, 1, -1)
+    options = dict(ramp=7.0, include_self=False, block_m=block_m, block_n=block_n, window=512)
+    plan = lists.build_plan(x["k"], x["v"], *where, None, None, **options)
+    slots = int(plan.class_tiles[0, lists.NUM_CLASSES]) * block_n
+    born = plan.words[0, layout.HEAD_WORDS + 3 * plan.k.shape[2] :][: 2 * slots : 2]
+    entries = plan.entries(block_m, block_n)[0]
+    since = entries[:, layout.RUN_WORDS :].contiguous().view(torch.float32).int()
+    age = (since + entries[:, [layout.POSITION_AT.value]]).view(-1, 1) - born  # in 32 bits, as the kernels have it
+    real = (torch.arange(len(age), device=DEVICE) < 40)[:, None] & (plan.order[0, :slots] >= 0)
+    assert not bool(real.all(0).any()) and not bool(real.all(1).any()), "the case has no padding"
+    assert not bool(((age >= 1) & (age <= 512) & ~real).any())
+    seen = ages(where[1], where[2], causal=True)[0, 0]
+    assert int(((age >= 1) & real).sum()) == int((seen >= 1).sum())
 
 
 def _expand(runs: list[int], count: int) -> list[int]:

@@ -112,11 +112,19 @@ class ValuesAndLogits(torch.autograd.Function):
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
     """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
-    high = weight.to(h.dtype)
-    low = (weight - high.float()).to(h.dtype)
-    halves = F.pad(torch.cat([high, low]), (0, 0, 0, -2 * len(weight) % ALIGNED))
+    halves = F.pad(torch.cat(split_digits(weight, h.dtype)), (0, 0, 0, -2 * len(weight) % ALIGNED))
     both = torch.ops.aten.mm.dtype(h.flatten(0, 1), halves.T, torch.float32)
     return (both[:, : len(weight)] + both[:, len(weight) : 2 * len(weight)]).unflatten(0, h.shape[:2])
+
+
+def split_digits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32 x as the sum of two of half precision: the digits that the first holds, and what they leave.
+
+    Cut off in integers: compilers take a conversion there and back again for nothing, and nothing would be left.
+    """
+    digits = -(1 << 16) if dtype == torch.bfloat16 else -(1 << 13)
+    high = (x.view(torch.int32) & digits).view(torch.float32)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 def initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:

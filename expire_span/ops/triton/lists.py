@@ -220,7 +220,7 @@ def _gather(
             youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
             plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
-        born = tl.where(used, born, -FAR)  # padding has no place in a table of young ages
+        born = tl.where(used, born, FAR)  # padding is never born, not even to a query beyond T, which stands at -FAR
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
         keys = words + HEAD + slots + slot
         tl.store(keys, first)

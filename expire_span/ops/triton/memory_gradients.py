@@ -141,7 +141,7 @@ def memory_gradients(
     first = tl.load(keys, mask=taken, other=NEVER)
     end = tl.load(keys + slots, mask=taken, other=0)
     fates = words + HEAD + 3 * slots + 2 * slot
-    born = tl.load(fates, mask=taken, other=-FAR)
+    born = tl.load(fates, mask=taken, other=FAR)
     reach = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
