@@ -39,6 +39,9 @@ class ExpireSpanConfig:
     reach: Literal["fixed", "learned"] = "fixed"
     """Spans up to max_span in every head, or (kv_head) up to twice what each head learns as Adaptive-Span does; own_heads of
     them share it out among tokens, the others give all tokens the same."""
+    shapes_states: bool = True
+    """Whether the predictor's gradient also changes the hidden states that it reads; if not, it learns from them as they
+    are, and costs less."""
     span_loss: Literal["ramp", "l1"] = "ramp"
     """How long spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
     noisy: bool = False

@@ -56,16 +56,19 @@ def test_compiled_count_of_compressive_memories():
 
 
 @pytest.mark.slow
-def test_compiled_spans_and_their_gradients():
-    check("expire_span", "cpu", span_per="kv_head")
+@pytest.mark.parametrize("shapes_states", [True, False])
+def test_compiled_spans_and_their_gradients(shapes_states):
+    check("expire_span", "cpu", span_per="kv_head", shapes_states=shapes_states)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shapes_states", [True, False])
 @pytest.mark.parametrize("outputs", [1, 3, 8])
-def test_spans_of_half_precision_states_keep_their_digits(outputs):
+def test_spans_of_half_precision_states_keep_their_digits(outputs, shapes_states):
     torch.manual_seed(0)
-    predictor = SpanPredictor(512, outputs, ExpireSpanConfig(max_span=8192, span_per="kv_head")).cuda()
+    rules = ExpireSpanConfig(max_span=8192, span_per="kv_head", shapes_states=shapes_states)
+    predictor = SpanPredictor(512, outputs, rules).cuda()
     torch.nn.init.normal_(predictor.weight, std=0.05)
     h = torch.randn(2, 300, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
     direction = torch.randn(2, outputs, 300, device="cuda")

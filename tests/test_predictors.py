@@ -127,3 +127,19 @@ def test_compiled_code_keeps_the_digits_that_half_precision_leaves(dtype):
     assert high.dtype == low.dtype == dtype
     assert float((weight.double() - high.double() - low.double()).abs().max()) < 2.0**-15 * float(weight.abs().max())
     assert float((weight - high.float()).abs().max()) > 2.0**-12
+
+
+@pytest.mark.parametrize("reach", ["fixed", "learned"])
+def test_a_predictor_that_only_reads_leaves_hidden_states_alone(reach):
+    rules = ExpireSpanConfig(max_span=64, span_per="kv_head", reach=reach)
+    grads = {}
+    for shapes_states in (True, False):
+        torch.manual_seed(0)
+        own = replace(rules, shapes_states=shapes_states)
+        predictor = ReachPredictor(16, 4, 2, own) if reach == "learned" else SpanPredictor(16, 4, own)
+        torch.nn.init.normal_(predictor.weight)
+        h = torch.randn(2, 9, 16, requires_grad=True)
+        (predictor(h) * torch.randn(2, 4, 9)).sum().backward()
+        grads[shapes_states] = h.grad, predictor.weight.grad
+    assert grads[True][0] is not None and float(grads[True][0].norm()) > 1 and grads[False][0] is None
+    torch.testing.assert_close(grads[False][1], grads[True][1])

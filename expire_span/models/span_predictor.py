@@ -3,7 +3,7 @@
 A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
 the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
 code takes hardly a pass of its own: one row of weights joins the kernel of the norm before, several are one matrix product,
-and the gradient goes along with that of the values.
+and the gradient goes along with that of the values, or (`shapes_states` off) no further than to the weights.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ class SpanPredictor(nn.Linear):
 
     def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
         super().__init__(dim, outputs)
-        self.max_span, self.min_span, self.temperature = rules.max_span, rules.min_span, rules.temperature
+        self._obey(rules)
+        self.min_span = rules.min_span
         nn.init.zeros_(self.weight)
         floor = rules.min_span / rules.max_span
         with torch.no_grad():
             shares = [max(share, LEAST + floor) for share in initial_shares(outputs, rules)]
             self.bias.copy_(torch.tensor([_logit((share - floor) / (1 - floor)) for share in shares]))
 
+    def _obey(self, rules: ExpireSpanConfig) -> None:
+        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self.shapes_states = rules.shapes_states
+
     def forward(self, h: Tensor) -> Tensor:
         """h [B, S, C] -> spans [B, outputs, S]."""
         h = h.to(storage_dtype(h))
+        h = h if self.shapes_states else h.detach()
         with torch.autocast(h.device.type, enabled=False):
             h = h if h.dtype == torch.float64 else h.float()
             return self._spans(F.linear(h, self.weight / self.temperature))
@@ -51,8 +57,11 @@ class SpanPredictor(nn.Linear):
             return value(h), self(h)
         h = h.to(storage_dtype(h))
         with torch.autocast(h.device.type, enabled=False):
-            weights = value.weight.to(h.dtype), self.weight / self.temperature
-            values, logits = ValuesAndLogits.apply(h, *weights)  # type: ignore[misc]
+            project, predict = value.weight.to(h.dtype), self.weight / self.temperature
+            if self.shapes_states:
+                values, logits = ValuesAndLogits.apply(h, project, predict)  # type: ignore[misc]
+            else:
+                values, logits = F.linear(h, project), Logits.apply(h.detach(), predict)
             return values, self._spans(logits)
 
     def _spans(self, product: Tensor) -> Tensor:
@@ -69,7 +78,7 @@ class ReachPredictor(SpanPredictor):
 
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
         nn.Linear.__init__(self, dim, moving, bias=False)
-        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self._obey(rules)
         self.lowest = rules.min_span / rules.max_span
         nn.init.zeros_(self.weight)
         self.ratio = nn.Parameter(torch.tensor(initial_shares(heads, rules)))
@@ -94,11 +103,7 @@ class ValuesAndLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(h, value, weight)
-        if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
-            logits = _product_in_float32(h, weight)
-        else:
-            logits = torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
-        return h @ value.T, logits
+        return h @ value.T, _logits(h, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
@@ -108,6 +113,28 @@ class ValuesAndLogits(torch.autograd.Function):
         weights = torch.cat([value, F.pad(weight, (0, 0, 0, more)).to(h.dtype)])
         grad_value, grad_weight = (grads.T @ rows).split([len(value), len(weight) + more])
         return (grads @ weights).view_as(h), grad_value, grad_weight[: len(weight)].to(weight.dtype)
+
+
+class Logits(torch.autograd.Function):
+    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, with a gradient of the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return _logits(h, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        (h,) = ctx.saved_tensors
+        columns = F.pad(grad, (0, -grad.shape[-1] % ALIGNED)).to(h.dtype).flatten(0, 1)
+        return None, (columns.T @ h.flatten(0, 1))[: grad.shape[-1]].to(grad.dtype)
+
+
+def _logits(h: Tensor, weight: Tensor) -> Tensor:
+    """h [B, S, C] . weight [n, C] -> [B, S, n] in weight's dtype."""
+    if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
+        return _product_in_float32(h, weight)
+    return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
