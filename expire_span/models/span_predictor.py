@@ -1,4 +1,4 @@
-"""The predictors of lifetimes: e_i = L sigmoid(w . h_i / tau + b), or e_i = 2 z sigmoid(w . h_i / tau) with a learned z.
+"""The predictors of lifetimes: e_i = L sigmoid(w . h_i / tau + b), where b may stand for a learned reach z = L sigmoid(b).
 
 A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
 the predictor reads hidden states as the projections beside it do, multiplies and adds in float32, and in compiled
@@ -22,6 +22,8 @@ from .hold import hold
 HALVES = (torch.bfloat16, torch.float16)
 LEAST = 1e-5
 """The least share of max_span above the shortest span that a head can start with."""
+MOST = 30.0
+"""What a token's features can add to the logit of its span: enough for any span in any head."""
 ALIGNED = 8
 """Columns that a fast matrix product wants in half precision."""
 
@@ -70,10 +72,10 @@ class SpanPredictor(nn.Linear):
 
 
 class ReachPredictor(SpanPredictor):
-    """Each head learns how far it reaches, z, and `moving` of them share that out among tokens: 2 z sigmoid(w . h_i / tau).
+    """Each head learns how far it reaches, z, and `moving` of them share that out: L sigmoid(w . h_i / tau + logit(z / L)).
 
-    Without w this is Adaptive-Span: a head closes, and opens again, by a few updates of one number, where the bias of a
-    sigmoid takes a thousand.
+    This is the bias of the predictor above in steps. Without w it is Adaptive-Span: a head closes, and opens again, by a few
+    updates of one number, where the bias itself takes a thousand.
     """
 
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
@@ -86,11 +88,11 @@ class ReachPredictor(SpanPredictor):
     def _spans(self, product: Tensor) -> Tensor:
         # Held before tokens share it, so that the sum of their gradients is dropped at the limit, not each that leads outward:
         # the noise of the others would open heads that are to be closed.
-        reach = self.max_span * hold(self.ratio, self.lowest, 1.0).unsqueeze(1)  # [heads, 1]
-        moving, still = reach.split([self.out_features, len(reach) - self.out_features])
-        shares = 2 * torch.sigmoid(product).transpose(1, 2)
-        still = still.expand(len(product), -1, product.shape[1])
-        return torch.cat([(moving * shares).clamp_max(self.max_span), still], 1)
+        ratio = hold(self.ratio, self.lowest, 1.0).unsqueeze(1)  # [heads, 1]
+        moving, still = ratio.split([self.out_features, len(ratio) - self.out_features])
+        odds = torch.exp(-product.clamp(-MOST, MOST)).transpose(1, 2)
+        shares = moving / (moving + (1 - moving) * odds)  # also where a ratio is 0, and its logit is not a number
+        return self.max_span * torch.cat([shares, still.expand(len(product), -1, product.shape[1])], 1)
 
 
 class ValuesAndLogits(torch.autograd.Function):
