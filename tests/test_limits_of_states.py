@@ -47,6 +47,22 @@ def test_the_chunk_changes_nothing(chunk, turns):
     torch.testing.assert_close(after, last, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "performer"])
+@torch.no_grad()
+def test_half_precision_costs_little_and_sums_keep_their_digits(kind, dtype, limit):
+    model = mixer(kind, replace(BASE, positions="rotary"))
+    x = torch.randn(2, 1500, 32, dtype=torch.float64)
+    exact = model(x, model.initial_state(2))
+    model = model.float()
+    state = model.initial_state(2)
+    with torch.autocast("cpu", dtype):
+        out = model(x.float(), state)
+    assert out.state["sums"].dtype == torch.float32
+    for got, want in ((out.y, exact.y), (out.state["sums"], exact.state["sums"])):
+        assert float((got.double() - want).norm() / want.norm()) < limit
+
+
 def test_performers_estimate_has_no_bias_and_converges():
     generator = torch.Generator().manual_seed(5)
     q, k = (0.7 * torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -8,7 +8,7 @@ import torch
 from expire_span.config import ExpireSpanConfig
 from expire_span.models.adaptive_span import HeadSpans
 from expire_span.models.decoder import Decoder
-from expire_span.models.span_predictor import ReachPredictor, SpanPredictor, split_digits
+from expire_span.models.span_predictor import ReachPredictor, SpanPredictor
 
 from .test_mixers import CONFIGS, EXPIRE, tokens
 
@@ -117,16 +117,6 @@ def test_a_closed_head_of_adaptive_span_opens_again_at_once():
     assert press(1.0, 300).abs().max() == 0
     assert spans.ratio.min() > -0.5, "momentum carries a ratio a little below zero, no further"
     assert press(-1.0, 20).min() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compiled_code_keeps_the_digits_that_half_precision_leaves(dtype):
-    """A compiler takes rounding there and back for nothing, unless it is told not to."""
-    weight = torch.randn(4, 64)
-    high, low = torch.compile(split_digits)(weight, dtype)
-    assert high.dtype == low.dtype == dtype
-    assert float((weight.double() - high.double() - low.double()).abs().max()) < 2.0**-15 * float(weight.abs().max())
-    assert float((weight - high.float()).abs().max()) > 2.0**-12
 
 
 @pytest.mark.parametrize("reach", ["fixed", "learned"])

@@ -31,9 +31,10 @@ from expire_span.ops.live import live_queries, ramp_loss
 
 from . import carried
 from .attention import AttentionMixer
+from .digits import storage_dtype
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
-from .span_predictor import ReachPredictor, SpanPredictor, storage_dtype
+from .span_predictor import ReachPredictor, SpanPredictor
 
 Cache = Literal["hidden", "kv", "none"]
 """What a state stores: hidden states (training), keys and values (inference), or nothing beyond the block itself."""

@@ -24,6 +24,7 @@ from expire_span.memory import NEVER, ExpiringMemory
 from expire_span.mixer_configs import ForgettingConfig
 
 from .attention import AttentionMixer, bytes_of, relative_scores, share_heads
+from .digits import split_digits
 from .full import FOREVER
 from .mixer import MixerAux, MixerOutput
 
@@ -131,11 +132,9 @@ def _widen_queries(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _widen_keys(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, H, S] -> [B, H, S, EXTRA]: the bias to more digits than `dtype` has, and a one for the queries' own."""
-    parts, rest = [bias.to(dtype)], bias.detach()
-    for _ in range(DIGITS - 1):
-        rest = rest - parts[-1].detach().to(bias.dtype)
-        parts.append(rest.to(dtype))
-    return F.pad(torch.stack([*parts, torch.ones_like(parts[0])], -1), (0, EXTRA - DIGITS - 1))
+    first, *rest = split_digits(bias.detach().clamp_min(torch.finfo(dtype).min), dtype, DIGITS)
+    first = first + (bias - bias.detach()).to(dtype)  # zero, for its gradient
+    return F.pad(torch.stack([first, *rest, torch.ones_like(first)], -1), (0, EXTRA - DIGITS - 1))
 
 
 def _score(q, k, v, sums, k_sums, pos, k_pos, relative_keys) -> Tensor:

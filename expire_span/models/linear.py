@@ -1,8 +1,9 @@
 """Linear attention: y_t = phi(q_t) S_t / phi(q_t) z_t with S_t = sum phi(k_i) v_i and z_t = sum phi(k_i), phi = elu + 1.
 
 The state is the two sums, in float32 or better. Training works chunk by chunk: inside a chunk the quadratic form, between
-chunks the running sums; no loop over time. Without positions the order within the past would be invisible, so where the
-model has rotary ones, counted from a row's first token, they turn the features of S_t; those of z_t stay positive.
+chunks the running sums; no loop over time. Under autocast to bfloat16 products are in it, sums over time are not. Without
+positions the order within the past would be invisible, so where the model has rotary ones, counted from a row's first token,
+they turn the features of S_t; those of z_t stay positive.
 """
 
 from __future__ import annotations
@@ -16,20 +17,9 @@ from torch.nn import functional as F
 from expire_span.mixer_configs import LinearConfig, PerformerConfig
 
 from .attention import AttentionMixer, bytes_of, empty_rows, share_heads
+from .digits import storage_dtype
 from .mixer import MixerAux, MixerOutput
 from .rotary import rotate
-
-
-def running_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """q_t S_t [B, H, T, D] with S_t = before + sum k_i v_i over i <= t, and the last S. q, k [B, H, T, M], v [B, H, T, D]."""
-    count = q.shape[2]
-    short = -count % chunk if count > chunk else 0
-    size = min(chunk, count)
-    q, k, v = (F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, N, chunk, .]
-    each = k.transpose(-1, -2) @ v  # [B, H, N, M, D]
-    sums = torch.cat([before.to(each.dtype).unsqueeze(2), each], 2).cumsum(2)
-    inside = (q @ k.transpose(-1, -2)).tril() @ v
-    return (inside + q @ sums[:, :, :-1]).flatten(2, 3)[:, :, :count], sums[:, :, -1].detach()
 
 
 def running_attention(
@@ -37,17 +27,29 @@ def running_attention(
 ) -> tuple[Tensor, Tensor]:
     """Non-negative features q, k [B, H, T, M] and values v [B, H, T, D] -> y [B, H, T, D] and the sums [B, H, M, D + 1] after.
 
+    Products are in the dtype of what they are of, sums over time in that of `before`: the last column sums phi(k) itself.
     turned: q and k as the weighted sum of values sees them, where that differs from what its normaliser sees.
     """
-    ones = torch.ones_like(v[..., :1])  # the last column sums phi(k) itself
-    if turned is None:
-        both, after = running_sums(q, k, torch.cat([v, ones], -1), before, chunk)
-        top, bottom = both[..., :-1], both[..., -1:]
-    else:
-        top, above = running_sums(*turned, v, before[..., :-1], chunk)
-        bottom, below = running_sums(q, k, ones, before[..., -1:], chunk)
-        after = torch.cat([above, below], -1)
-    return top / bottom.clamp_min(torch.finfo(bottom.dtype).tiny), after
+    count, size, dtype = q.shape[2], min(chunk, q.shape[2]), before.dtype
+    short = -count % size
+    parts = [F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, size)) for x in (q, k, v, *(turned or ()))]
+    q, k, v = parts[:3]  # [B, H, N, size, .]
+    turned_q, turned_k = parts[3:] if turned is not None else (q, k)
+    scores = (turned_q @ turned_k.transpose(-1, -2)).tril()
+    sums = _add_up(before[..., :-1], turned_k.transpose(-1, -2) @ v)  # [B, H, N + 1, M, D]
+    top = (scores @ v).to(dtype) + turned_q @ sums[:, :, :-1].to(q.dtype)
+    if turned is not None:
+        scores = (q @ k.transpose(-1, -2)).tril()
+    weights = _add_up(before[..., -1], k.sum(-2, dtype=dtype))  # [B, H, N + 1, M]
+    bottom = scores.sum(-1, dtype=dtype) + (q * weights[:, :, :-1].unsqueeze(-2)).sum(-1)
+    y = top / bottom.clamp_min(torch.finfo(dtype).tiny).unsqueeze(-1)
+    after = torch.cat([sums[:, :, -1], weights[:, :, -1].unsqueeze(-1)], -1)
+    return y.flatten(2, 3)[:, :, :count], after.detach()
+
+
+def _add_up(before: Tensor, each: Tensor) -> Tensor:
+    """The sum before each chunk and after the last, [B, H, N + 1, ..], from `before` [B, H, ..] and the part of each."""
+    return torch.cat([before.unsqueeze(2), each.to(before.dtype)], 2).cumsum(2)
 
 
 class Linear(AttentionMixer):
@@ -87,18 +89,27 @@ class Linear(AttentionMixer):
             q, k = (F.rms_norm(part, (self.config.head_dim,)) for part in (q, k))
         return q, k
 
+    def _product_dtype(self, sums: Tensor) -> torch.dtype:
+        """bfloat16 under autocast to it. A long stream's sums have no place in float16."""
+        dtype = storage_dtype(sums)
+        return dtype if dtype == torch.bfloat16 else sums.dtype
+
     def forward(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
         m, count = self.config.mixer, x.shape[1]
         assert isinstance(m, (LinearConfig, PerformerConfig))
         pos = state["seen"].unsqueeze(1) + torch.arange(count, device=x.device)
         q, k = self._queries_and_keys(x, pos)
         v = self._split(self.value(x))
+        dtype = self._product_dtype(state["sums"])
         with torch.autocast(x.device.type, enabled=False):
-            q, k, v = (part.to(state["sums"].dtype) for part in (q, k, v))
+            q, k = (part.to(state["sums"].dtype) for part in (q, k))
             heads = q.shape[1]
             q, k = self.features(q, of_query=True), self.features(k, of_query=False)
             k, v, before = (share_heads(part, heads) for part in (k, v, state["sums"]))
-            y, sums = running_attention(q, k, v, before, m.chunk, self.turn_features(q, k, pos))
+            turned = self.turn_features(q, k, pos)
+            q, k, v = (part.to(dtype) for part in (q, k, v))
+            turned = None if turned is None else (turned[0].to(dtype), turned[1].to(dtype))
+            y, sums = running_attention(q, k, v, before, m.chunk, turned)
         after = {"sums": sums[:, :: heads // self.config.num_kv_heads].clone(), "seen": state["seen"] + count}
         aux = MixerAux(live=torch.ones((), device=x.device), bytes_held=bytes_of(after))
         return MixerOutput(self._finish(y.to(x.dtype)), after, aux)

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from expire_span.config import ExpireSpanConfig
 
+from .digits import HALVES, split_digits, storage_dtype
 from .hold import hold
 
-HALVES = (torch.bfloat16, torch.float16)
 LEAST = 1e-5
 """The least share of max_span above the shortest span that a head can start with."""
 MOST = 30.0
@@ -141,32 +141,15 @@ def _logits(h: Tensor, weight: Tensor) -> Tensor:
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
     """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
-    halves = F.pad(torch.cat(split_digits(weight, h.dtype)), (0, 0, 0, -2 * len(weight) % ALIGNED))
+    halves = F.pad(torch.cat(split_digits(weight, h.dtype, 2)), (0, 0, 0, -2 * len(weight) % ALIGNED))
     both = torch.ops.aten.mm.dtype(h.flatten(0, 1), halves.T, torch.float32)
     return (both[:, : len(weight)] + both[:, len(weight) : 2 * len(weight)]).unflatten(0, h.shape[:2])
-
-
-def split_digits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float32 x as the sum of two of half precision: the digits that the first holds, and what they leave.
-
-    Cut off in integers: compilers take a conversion there and back again for nothing, and nothing would be left.
-    """
-    digits = -(1 << 16) if dtype == torch.bfloat16 else -(1 << 13)
-    high = (x.view(torch.int32) & digits).view(torch.float32)
-    return high.to(dtype), (x - high).to(dtype)
 
 
 def initial_shares(outputs: int, rules: ExpireSpanConfig) -> list[float]:
     """The share of max_span that each head starts with: from the first to the last in equal ratios, longest first."""
     places = [n / (outputs - 1) - 0.5 if outputs > 1 else 0.0 for n in range(outputs)]
     return [rules.initial_span * rules.initial_spread**-place for place in places]
-
-
-def storage_dtype(x: Tensor) -> torch.dtype:
-    """Hidden states are kept as the projections read them: under autocast in its dtype, at half the size."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def _logit(share: float) -> float:
