@@ -37,8 +37,8 @@ class ExpireSpanConfig:
     own_heads: int | None = None
     """With kv_head: so many heads of a layer have spans of their own, and all others share one more; None is all."""
     reach: Literal["fixed", "learned"] = "fixed"
-    """Spans up to max_span in every head, or (kv_head) up to twice what each head learns as Adaptive-Span does; own_heads of
-    them share it out among tokens, the others give all tokens the same."""
+    """The predictor's bias as one more weight, or (kv_head) as a reach in steps that each head learns as Adaptive-Span does;
+    own_heads of them share it out among tokens, the others give all tokens the same."""
     shapes_states: bool = True
     """Whether the predictor's gradient also changes the hidden states that it reads; if not, it learns from them as they
     are, and costs less."""
