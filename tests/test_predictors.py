@@ -48,6 +48,20 @@ def test_heads_learn_their_reach():
     assert span.max() <= 30 and span[:, 2:].min() >= 2
 
 
+def test_a_learned_reach_is_the_bias_of_the_predictor_in_steps():
+    """L sigmoid(w . h / tau + b) with b = logit(z / L); a closed head stays closed whatever a token's features say."""
+    rules = ExpireSpanConfig(max_span=100, span_per="kv_head", temperature=3.0)
+    reach, bias = ReachPredictor(8, 3, 3, replace(rules, reach="learned")), SpanPredictor(8, 3, rules)
+    torch.nn.init.normal_(reach.weight, std=2)
+    reach.ratio.data, bias.weight.data = torch.tensor([0.01, 0.3, 0.9]), reach.weight.data
+    bias.bias.data = reach.ratio.data.logit()
+    h = torch.randn(2, 50, 8)
+    torch.testing.assert_close(reach(h), bias(h))
+    reach.ratio.data = torch.tensor([-0.1, 0.0, 1.0])
+    closed, open_ = reach(1e3 * h).split([2, 1], 1)
+    assert float(closed.abs().max()) == 0 and float((open_ - 100).abs().max()) < 1e-3
+
+
 def test_heads_start_apart_and_some_share():
     fields = dict(span_per="kv_head", own_heads=2, initial_span=0.2, initial_spread=16.0)
     config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
