@@ -29,7 +29,8 @@ class ExpireSpanConfig:
     initial_spread: float = 1.0
     """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span (kv_head only)."""
     min_span: float = 0.0
-    """Shortest span, in steps, to which the sigmoid adds; with reach learned, the shortest reach."""
+    """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than it;
+    at -ramp they would be born dead."""
     temperature: float = 1.0
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"
@@ -69,8 +70,9 @@ class ExpireSpanConfig:
             needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
             require(not used or self.span_per == "kv_head", needs)
         require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")
-        shortest = f"min_span must lie in [0, max_span), got {self.min_span:g} of {self.max_span}"
-        require(0 <= self.min_span < self.max_span, shortest)
+        span, limits = self.min_span, f"{-self.ramp} and {self.max_span}"
+        shortest = f"min_span must lie between -ramp and max_span, {limits}, got {span:g}"
+        require(-self.ramp < span < self.max_span, shortest)
         require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
         require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
         require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")

@@ -62,6 +62,9 @@ def make_spans(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
         # In steps of 1/64: exactly on an edge of the ramp for some query, or well off it. A span of 1e-9 is alive at
         # age = ramp in float64 and dead in float32: there the gradient jumps, and no two precisions can agree.
         return (torch.rand(shape, generator=g) ** 4 * 200 * 64).round() / 64
+    if kind == "short":  # most are born on their ramp, and some dead
+        # In steps of 1/2: where all that lives has a weight of 1/500, any span gradient loses as many digits.
+        return (torch.rand(shape, generator=g) * 18).round() / 2 - 7
     if kind == "alive":
         return torch.full(shape, 1e6)
     if kind == "expired":

@@ -59,7 +59,11 @@ def test_unknown_recipe_names_the_nearest():
         (lambda: ExpireSpanConfig(span_per="kv_head", own_heads=0), "own_heads must be at least 1, got 0"),
         (lambda: ExpireSpanConfig(span_per="kv_head", initial_spread=0.5), "at least 1, got 0.5"),
         (lambda: ExpireSpanConfig(span_per="kv_head", initial_spread=100.0), r"must lie below 1, got 1$"),
-        (lambda: ExpireSpanConfig(min_span=2000), r"min_span must lie in \[0, max_span\), got 2000 of 1024"),
+        (
+            lambda: ExpireSpanConfig(min_span=2000),
+            "min_span must lie between -ramp and max_span, -32 and 1024, got 2000",
+        ),
+        (lambda: ExpireSpanConfig(min_span=-32), "min_span must lie between -ramp and max_span, -32 and 1024, got -32"),
         (lambda: ExpireSpanConfig(cap=0), "cap must be at least 1, got 0"),
         (lambda: TrainConfig(batch=6, accumulate=4), "accumulate 4 and batch 6"),
         (lambda: TrainConfig(keep_checkpoints=1), "at least 2, got 1"),

@@ -11,6 +11,7 @@ from expire_span.mixer_configs import mixer_config
 from expire_span.models.compressive import Compressive
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import build_mixer
+from expire_span.models.span_predictor import RATE
 
 BASE = DecoderConfig.modern(vocab=30, dim=32, layers=2, heads=4, kv_heads=2, ff_dim=48)
 
@@ -104,17 +105,25 @@ def test_a_learned_reach_that_all_tokens_share_alike_is_adaptive_span():
     fields = dict(max_span=20, ramp=4, initial_span=0.25)
     adaptive = decoder("adaptive_span", **fields)
     learned = decoder("expire_span", **fields, span_per="kv_head", reach="learned", span_loss="l1", own_heads=1)
-    weights = adaptive.state_dict()
-    for name in weights:
-        if "ratio" in name:
-            weights[name].copy_(torch.linspace(-0.1, 0.9, len(weights[name])))
-    learned.load_state_dict(weights, strict=False)
+    learned.load_state_dict(adaptive.state_dict(), strict=False)
     results = []
     for model in (adaptive, learned):
+        for block in model.layers():
+            predictor = block.mixer.span_predictor
+            steps = torch.linspace(-2, 18, block.mixer.span_outputs, dtype=torch.float64)
+            if model is adaptive:
+                predictor.ratio.data = steps / 20
+            else:
+                predictor.reach.data = torch.where(steps > 0, torch.log1p(steps.clamp_min(0) / 4) / RATE, -0.1)
         logits, _, aux = model.train()(tokens(), remember=False)
         (logits.square().mean() + aux.loss).backward()
-        grads = {name: p.grad for name, p in model.named_parameters() if "span_predictor.weight" not in name}
-        results.append((logits.detach(), aux.loss.detach(), grads))
+        grads = {name: p.grad for name, p in model.named_parameters() if "span_predictor" not in name}
+        # One step of a head's reach weighs L in the one scale, and (ramp + reach) RATE in the other.
+        weight = 20 if model is adaptive else (4 + steps.clamp_min(0)) * RATE
+        spans = [
+            getattr(block.mixer.span_predictor, "ratio" if model is adaptive else "reach") for block in model.layers()
+        ]
+        results.append((logits.detach(), aux.loss.detach(), grads, [p.grad / weight for p in spans]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 

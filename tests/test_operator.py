@@ -22,6 +22,8 @@ CASES = {
     "several chunks": Case(queries=600, stored=300, spans="scattered"),
     "all alive": Case(queries=300, spans="alive"),
     "all expired": Case(queries=111, spans="expired"),
+    "born on the ramp": Case(queries=300, stored=40, spans="short", gaps=True),
+    "encoder, born on the ramp": Case(queries=300, spans="short", options={"causal": False}),
     "ramp edges": Case(queries=111, stored=20, spans="edges"),
     "a million steps in": Case(queries=300, start=10**6, gaps=True),
     "a billion steps in": Case(queries=300, start=10**9),
@@ -160,14 +162,15 @@ def test_everything_alive_is_causal_softmax_attention():
 
 
 @pytest.mark.parametrize("include_self", [True, False])
-@given(span=st.integers(0, 3200).map(lambda n: n / 64), ramp=st.integers(1, 20))
+@given(span=st.integers(-1280, 3200).map(lambda n: n / 64), ramp=st.integers(1, 20))
 @settings(max_examples=50, deadline=None)
 def test_a_memory_is_readable_at_the_ages_the_formula_says(include_self, span, ramp):
     """METHOD: `ceil(e) + R - 1` ages of at least 1, plus age 0 where a token sees itself."""
+    span = max(span, -ramp)
     spans = torch.tensor([[span]], dtype=torch.float64)
     age = ages(torch.arange(200)[None], torch.zeros(1, 1, dtype=torch.int64), causal=True)
     alive = (expiry_mask(spans, age, ramp=ramp, include_self=include_self) > 0).sum()
-    assert alive == math.ceil(span) + ramp - 1 + include_self
+    assert alive == max(math.ceil(span) + ramp - 1 + include_self, 0)
     counted = live_queries(spans, torch.zeros(1, 1), 0, 199, ramp=ramp, include_self=include_self)
     assert counted == alive
 
@@ -176,7 +179,7 @@ def test_a_memory_is_readable_at_the_ages_the_formula_says(include_self, span, r
 @settings(max_examples=50, deadline=None)
 def test_closed_form_ramp_loss_equals_the_sum_over_pairs(seed, first, count, ramp):
     g = torch.Generator().manual_seed(seed)
-    span = (torch.rand(2, 50, generator=g, dtype=torch.float64) * 60).requires_grad_()
+    span = (torch.rand(2, 50, generator=g, dtype=torch.float64) * 60 - ramp).requires_grad_()
     k_pos = torch.arange(50).expand(2, -1)
     q_pos = torch.arange(first, first + count).expand(2, -1)
     want = ramp_loss_dense(span, q_pos, k_pos, ramp=ramp)
@@ -238,7 +241,10 @@ def test_memory_is_linear_in_length():
 
 BAD = {
     "span shape": (dict(span=torch.ones(2, 62)), r"span must have shape \(2, 63\) or \(2, 2, 63\), got \(2, 62\)"),
-    "negative span": (dict(span=-torch.ones(2, 63)), "span must be 0 or more, got a smallest value of -1"),
+    "span below the ramp": (
+        dict(span=-8 * torch.ones(2, 63)),
+        "span must be -ramp or more, -7 here, got a smallest value of -8",
+    ),
     "nan span": (dict(span=torch.full((2, 63), torch.nan)), "span must not be NaN, got 126 NaN of 126"),
     "integer span": (dict(span=torch.ones(2, 63, dtype=torch.int64)), "span must be a float tensor, got torch.int64"),
     "ramp": (dict(ramp=0), "ramp must be greater than 0, got 0"),

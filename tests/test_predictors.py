@@ -8,7 +8,7 @@ import torch
 from expire_span.config import ExpireSpanConfig
 from expire_span.models.adaptive_span import HeadSpans
 from expire_span.models.decoder import Decoder
-from expire_span.models.span_predictor import ReachPredictor, SpanPredictor
+from expire_span.models.span_predictor import RATE, ReachPredictor, SpanPredictor
 
 from .test_mixers import CONFIGS, EXPIRE, tokens
 
@@ -53,12 +53,13 @@ def test_a_learned_reach_is_the_bias_of_the_predictor_in_steps():
     rules = ExpireSpanConfig(max_span=100, span_per="kv_head", temperature=3.0)
     reach, bias = ReachPredictor(8, 3, 3, replace(rules, reach="learned")), SpanPredictor(8, 3, rules)
     torch.nn.init.normal_(reach.weight, std=2)
-    reach.ratio.data, bias.weight.data = torch.tensor([0.01, 0.3, 0.9]), reach.weight.data
-    bias.bias.data = reach.ratio.data.logit()
+    reached = torch.tensor([1.0, 30.0, 90.0])
+    reach.reach.data, bias.weight.data = torch.log1p(reached / 32) / RATE, reach.weight.data
+    bias.bias.data = (reached / 100).logit()
     h = torch.randn(2, 50, 8)
     torch.testing.assert_close(reach(h), bias(h))
-    reach.ratio.data = torch.tensor([-0.1, 0.0, 1.0])
-    closed, open_ = reach(1e3 * h).split([2, 1], 1)
+    reach.reach.data = torch.tensor([-0.1, 0.0, 1.0])
+    closed, open_ = reach(1e3 * h).detach().split([2, 1], 1)
     assert float(closed.abs().max()) == 0 and float((open_ - 100).abs().max()) < 1e-3
 
 
@@ -107,13 +108,13 @@ def test_a_least_reach_is_kept_and_left_at_once():
     """What leads further down is dropped of the sum over all tokens, not of each: what is left would be noise that leads up."""
     rules = ExpireSpanConfig(max_span=100, min_span=5.0, span_per="kv_head", reach="learned")
     predictor = ReachPredictor(8, 2, 1, rules)
-    torch.nn.init.constant_(predictor.ratio, -0.1)
+    torch.nn.init.constant_(predictor.reach, -0.1)
     h, pushes = torch.randn(2, 50, 8), torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(predictor(h), torch.full((2, 2, 50), 5.0))
     for push in (pushes + 0.5, pushes - 0.5):  # a step goes against the gradient; single tokens push both ways
         assert push.min() < 0 < push.max()
-        (grad,) = torch.autograd.grad((predictor(h) * push).sum(), predictor.ratio)
-        torch.testing.assert_close(grad, (100 * push.sum((0, 2))).clamp_max(0))
+        (grad,) = torch.autograd.grad((predictor(h) * push).sum(), predictor.reach)
+        torch.testing.assert_close(grad, (rules.ramp * RATE * push.sum((0, 2))).clamp_max(0))
 
 
 def test_a_closed_head_of_adaptive_span_opens_again_at_once():

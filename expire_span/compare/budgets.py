@@ -147,12 +147,12 @@ def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
 
 
 def check_reachable(config: RunConfig, kind: str, memories: int) -> None:
-    """Refuse budgets that spans between 0 and max_span cannot meet."""
+    """Refuse budgets that no spans can meet."""
     m = reach(config)
-    most = m.max_span + m.ramp
-    if memories < m.ramp:
+    least, most = m.ramp + (m.min_span if kind == "expire_span" else 0), m.max_span + m.ramp
+    if memories < least:
         raise UserError(
-            f"{kind} cannot hold {memories} memories: its ramp alone keeps {m.ramp} alive; "
+            f"{kind} cannot hold {memories} memories: its ramp alone keeps {least:g} alive; "
             f"give a larger budget or a smaller --model.mixer.ramp"
         )
     if memories > most:

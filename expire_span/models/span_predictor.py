@@ -22,6 +22,8 @@ from .hold import hold
 
 LEAST = 1e-5
 """The least share of max_span above the shortest span that a head can start with."""
+RATE = 50.0
+"""How fast reaches are learned: an update by 0.003 changes one by 15%."""
 MOST = 30.0
 """What a token's features can add to the logit of its span: enough for any span in any head."""
 ALIGNED = 8
@@ -34,7 +36,6 @@ class SpanPredictor(nn.Linear):
     def __init__(self, dim: int, outputs: int, rules: ExpireSpanConfig) -> None:
         super().__init__(dim, outputs)
         self._obey(rules)
-        self.min_span = rules.min_span
         nn.init.zeros_(self.weight)
         floor = rules.min_span / rules.max_span
         with torch.no_grad():
@@ -42,7 +43,7 @@ class SpanPredictor(nn.Linear):
             self.bias.copy_(torch.tensor([_logit((share - floor) / (1 - floor)) for share in shares]))
 
     def _obey(self, rules: ExpireSpanConfig) -> None:
-        self.max_span, self.temperature = rules.max_span, rules.temperature
+        self.max_span, self.min_span, self.temperature = rules.max_span, rules.min_span, rules.temperature
         self.shapes_states = rules.shapes_states
 
     def forward(self, h: Tensor) -> Tensor:
@@ -74,25 +75,34 @@ class SpanPredictor(nn.Linear):
 class ReachPredictor(SpanPredictor):
     """Each head learns how far it reaches, z, and `moving` of them share that out: L sigmoid(w . h_i / tau + logit(z / L)).
 
-    This is the bias of the predictor above in steps. Without w it is Adaptive-Span: a head closes, and opens again, by a few
-    updates of one number, where the bias itself takes a thousand.
+    This is the bias of the predictor above in steps; a shortest span is added here too. Without w it is Adaptive-Span: a head
+    closes, and opens again, by a few updates of one number, where the bias itself takes a thousand. That number is learned as
+    z = ramp (e^(RATE reach) - 1): what moves a head that reaches thousands of steps would throw about one that reaches ten.
     """
 
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
         nn.Linear.__init__(self, dim, moving, bias=False)
         self._obey(rules)
-        self.lowest = rules.min_span / rules.max_span
+        self.ramp = rules.ramp
+        self.furthest = self._scale(rules.max_span - rules.min_span)
         nn.init.zeros_(self.weight)
-        self.ratio = nn.Parameter(torch.tensor(initial_shares(heads, rules)))
+        steps = [max(rules.max_span * share - rules.min_span, 0.0) for share in initial_shares(heads, rules)]
+        self.reach = nn.Parameter(torch.tensor([self._scale(z) for z in steps]))
+
+    def _scale(self, steps: float) -> float:
+        """A reach beyond the shortest span as it is learned."""
+        return math.log1p(steps / self.ramp) / RATE
 
     def _spans(self, product: Tensor) -> Tensor:
         # Held before tokens share it, so that the sum of their gradients is dropped at the limit, not each that leads outward:
         # the noise of the others would open heads that are to be closed.
-        ratio = hold(self.ratio, self.lowest, 1.0).unsqueeze(1)  # [heads, 1]
+        room = self.max_span - self.min_span
+        steps = self.ramp * torch.expm1(RATE * hold(self.reach, 0.0, self.furthest))
+        ratio = (steps / room).clamp_max(1.0).unsqueeze(1)  # [heads, 1]
         moving, still = ratio.split([self.out_features, len(ratio) - self.out_features])
         odds = torch.exp(-product.clamp(-MOST, MOST)).transpose(1, 2)
         shares = moving / (moving + (1 - moving) * odds)  # also where a ratio is 0, and its logit is not a number
-        return self.max_span * torch.cat([shares, still.expand(len(product), -1, product.shape[1])], 1)
+        return self.min_span + room * torch.cat([shares, still.expand(len(product), -1, product.shape[1])], 1)
 
 
 class ValuesAndLogits(torch.autograd.Function):

@@ -46,7 +46,7 @@ def expire_attention(
     Args:
         q: queries [B, Hq, T, D].
         k, v: memories [B, Hkv, S, D]; Hkv divides Hq.
-        span: how long each memory lives, in steps, >= 0: [B, S], or [B, P, S] with P of 1..Hkv: the first P - 1 key/value
+        span: how long each memory has full weight, in steps, >= -ramp (below 0 it is born on its ramp): [B, S], or [B, P, S] with P of 1..Hkv: the first P - 1 key/value
             heads have spans of their own, and all others share the last.
         q_pos: integer positions [T] or [B, T], never falling along a row.
         k_pos: integer positions [S], [B, S] or [B, Hkv, S], never falling along a row; any gaps.
@@ -63,7 +63,7 @@ def expire_attention(
         deterministic: gradients that are bitwise equal from run to run on a GPU, at some cost; on where
             torch.use_deterministic_algorithms is.
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
-        check_values: look for NaN or negative spans and falling positions; by default on the CPU only, since it waits
+        check_values: look for NaN, spans below -ramp and falling positions; by default on the CPU only, since it waits
             for the device.
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
@@ -71,7 +71,7 @@ def expire_attention(
     _check_shapes(q, k, v, span, q_pos, k_pos, ramp, relative_keys)
     check = check_values if check_values is not None else _cheap_to_check(q)
     if check:
-        _check_values(span, q_pos, k_pos)
+        _check_values(span, q_pos, k_pos, ramp)
     ids = document_ids(documents, cu_seqlens, q.shape[0], q.shape[2], k.shape[2], check)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -256,13 +256,13 @@ def _expect(name: str, x: Tensor, shapes: list[tuple[int, ...]]) -> None:
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
-def _check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
+def _check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
     if span.numel():
         low = span.detach().amin().item()
         if math.isnan(low):
             raise ValueError(f"span must not be NaN, got {int(span.isnan().sum())} NaN of {span.numel()} values")
-        if low < 0:
-            raise ValueError(f"span must be 0 or more, got a smallest value of {low:g}")
+        if low < -ramp:
+            raise ValueError(f"span must be -ramp or more, {-ramp:g} here, got a smallest value of {low:g}")
     for name, pos in (("q_pos", q_pos), ("k_pos", k_pos)):
         falls = pos[..., 1:] < pos[..., :-1]
         if bool(falls.any()):
