@@ -29,8 +29,8 @@ class ExpireSpanConfig:
     initial_spread: float = 1.0
     """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span (kv_head only)."""
     min_span: float = 0.0
-    """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than it;
-    at -ramp they would be born dead."""
+    """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than
+    it; at -ramp they would be born dead."""
     temperature: float = 1.0
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"

@@ -75,7 +75,7 @@ def reference_attention(
 
 
 def ramp_loss_dense(span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float) -> Tensor:
-    """Sum of r_ti / ramp over the pairs of age 1 and more on the ramp (0 < m < 1). span, k_pos [.., S], q_pos [.., T] -> [..]."""
+    """Sum of r_ti / ramp over the pairs of age >= 1 on the ramp (0 < m < 1). span, k_pos [.., S], q_pos [.., T] -> [..]."""
     age = ages(q_pos, k_pos, causal=True)
     remaining = span.unsqueeze(-2) - age.to(span.dtype)
     mask = (1 + remaining / ramp).clamp(0, 1)
