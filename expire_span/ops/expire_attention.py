@@ -46,8 +46,8 @@ def expire_attention(
     Args:
         q: queries [B, Hq, T, D].
         k, v: memories [B, Hkv, S, D]; Hkv divides Hq.
-        span: how long each memory has full weight, in steps, >= -ramp (below 0 it is born on its ramp): [B, S], or [B, P, S] with
-            P of 1..Hkv: the first P - 1 key/value heads have spans of their own, and all others share the last.
+        span: how long each memory has full weight, in steps, >= -ramp (below 0 it is born on its ramp): [B, S], or
+            [B, P, S] with P of 1..Hkv: the first P - 1 key/value heads have spans of their own, and all others share the last.
         q_pos: integer positions [T] or [B, T], never falling along a row.
         k_pos: integer positions [S], [B, S] or [B, Hkv, S], never falling along a row; any gaps.
         ramp: length of the soft edge, in steps, > 0.
