@@ -31,6 +31,8 @@ class ExpireSpanConfig:
     min_span: float = 0.0
     """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than
     it; at -ramp they would be born dead."""
+    near_span: float | None = None
+    """With reach learned: the shortest span of the heads beyond own_heads; None is min_span."""
     temperature: float = 1.0
     """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
     span_per: Literal["layer", "kv_head"] = "layer"
@@ -70,9 +72,11 @@ class ExpireSpanConfig:
             needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
             require(not used or self.span_per == "kv_head", needs)
         require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")
-        span, limits = self.min_span, f"{-self.ramp} and {self.max_span}"
-        shortest = f"min_span must lie between -ramp and max_span, {limits}, got {span:g}"
-        require(-self.ramp < span < self.max_span, shortest)
+        for name, span in (("min_span", self.min_span), ("near_span", self.near_span)):
+            limits = f"between -ramp and max_span, {-self.ramp} and {self.max_span}"
+            require(span is None or -self.ramp < span < self.max_span, f"{name} must lie {limits}, got {span}")
+        learned = f"near_span belongs to heads that learn their reach, got reach {self.reach}"
+        require(self.near_span is None or self.reach == "learned", learned)
         require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
         require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
         require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")

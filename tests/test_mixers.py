@@ -30,7 +30,7 @@ EXPIRE = {
         _expire("modern", span_per="kv_head", own_heads=1, reach="learned", min_span=1.5), kv_heads=4
     ),
     "modern, born on the ramp": replace(
-        _expire("modern", span_per="kv_head", own_heads=2, reach="learned", min_span=-3.5), kv_heads=4
+        _expire("modern", span_per="kv_head", own_heads=2, reach="learned", min_span=-1.5, near_span=-3.5), kv_heads=4
     ),
     "modern, L1": _expire("modern", span_loss="l1"),
     "modern, swiglu": replace(_expire("modern"), activation="swiglu"),

@@ -63,6 +63,17 @@ def test_a_learned_reach_is_the_bias_of_the_predictor_in_steps():
     assert float(closed.abs().max()) == 0 and float((open_ - 100).abs().max()) < 1e-3
 
 
+def test_heads_beyond_those_with_tokens_of_their_own_may_end_nearer():
+    fields = dict(span_per="kv_head", reach="learned", initial_span=0.2, min_span=2.0, near_span=-20.0)
+    predictor = ReachPredictor(8, 4, 1, ExpireSpanConfig(max_span=100, **fields))
+    torch.testing.assert_close(predictor(torch.randn(1, 3, 8)), torch.full((1, 4, 3), 20.0))
+    torch.nn.init.constant_(predictor.reach, -0.1)
+    shortest = torch.tensor([2.0, -20.0, -20.0, -20.0])[None, :, None].expand(1, 4, 3)
+    torch.testing.assert_close(predictor(torch.randn(1, 3, 8)), shortest)
+    torch.nn.init.constant_(predictor.reach, 1.0)
+    torch.testing.assert_close(predictor(torch.randn(1, 3, 8)), torch.full((1, 4, 3), 100.0))
+
+
 def test_heads_start_apart_and_some_share():
     fields = dict(span_per="kv_head", own_heads=2, initial_span=0.2, initial_spread=16.0)
     config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))

@@ -83,11 +83,12 @@ class ReachPredictor(SpanPredictor):
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
         nn.Linear.__init__(self, dim, moving, bias=False)
         self._obey(rules)
-        self.ramp = rules.ramp
-        self.furthest = self._scale(rules.max_span - rules.min_span)
+        self.ramp, self.near_span = rules.ramp, rules.min_span if rules.near_span is None else rules.near_span
+        shortest = [self.min_span] * moving + [self.near_span] * (heads - moving)
+        self.furthest = self._scale(self.max_span - min(shortest))
         nn.init.zeros_(self.weight)
-        steps = [max(rules.max_span * share - rules.min_span, 0.0) for share in initial_shares(heads, rules)]
-        self.reach = nn.Parameter(torch.tensor([self._scale(z) for z in steps]))
+        starts = [self.max_span * share for share in initial_shares(heads, rules)]
+        self.reach = nn.Parameter(torch.tensor([self._scale(max(z - low, 0.0)) for z, low in zip(starts, shortest)]))
 
     def _scale(self, steps: float) -> float:
         """A reach beyond the shortest span as it is learned."""
@@ -96,13 +97,14 @@ class ReachPredictor(SpanPredictor):
     def _spans(self, product: Tensor) -> Tensor:
         # Held before tokens share it, so that the sum of their gradients is dropped at the limit, not each that leads outward:
         # the noise of the others would open heads that are to be closed.
+        steps = self.ramp * torch.expm1(RATE * hold(self.reach, 0.0, self.furthest)).unsqueeze(1)  # [heads, 1]
+        moving, still = steps.split([self.out_features, len(steps) - self.out_features])
         room = self.max_span - self.min_span
-        steps = self.ramp * torch.expm1(RATE * hold(self.reach, 0.0, self.furthest))
-        ratio = (steps / room).clamp_max(1.0).unsqueeze(1)  # [heads, 1]
-        moving, still = ratio.split([self.out_features, len(ratio) - self.out_features])
+        ratio = (moving / room).clamp_max(1.0)
         odds = torch.exp(-product.clamp(-MOST, MOST)).transpose(1, 2)
-        shares = moving / (moving + (1 - moving) * odds)  # also where a ratio is 0, and its logit is not a number
-        return self.min_span + room * torch.cat([shares, still.expand(len(product), -1, product.shape[1])], 1)
+        own = self.min_span + room * ratio / (ratio + (1 - ratio) * odds)  # also where a ratio is 0, which has no logit
+        others = (self.near_span + still).clamp_max(self.max_span)
+        return torch.cat([own, others.expand(len(product), -1, product.shape[1])], 1)
 
 
 class ValuesAndLogits(torch.autograd.Function):
