@@ -75,11 +75,17 @@ class ExpireSpanConfig:
         for name, span in (("min_span", self.min_span), ("near_span", self.near_span)):
             limits = f"between -ramp and max_span, {-self.ramp} and {self.max_span}"
             require(span is None or -self.ramp < span < self.max_span, f"{name} must lie {limits}, got {span}")
-        learned = f"near_span belongs to heads that learn their reach, got reach {self.reach}"
-        require(self.near_span is None or self.reach == "learned", learned)
+        beyond = f"reach learned and own_heads, got reach {self.reach} and own_heads {self.own_heads}"
+        usable = self.reach == "learned" and self.own_heads is not None
+        require(self.near_span is None or usable, f"near_span is of heads beyond own_heads and needs {beyond}")
         require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
         require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
         require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")
+
+    @property
+    def nearest_span(self) -> float:
+        """The shortest span of heads beyond own_heads."""
+        return self.min_span if self.near_span is None else self.near_span
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

@@ -64,7 +64,10 @@ def test_unknown_recipe_names_the_nearest():
             "min_span must lie between -ramp and max_span, -32 and 1024, got 2000",
         ),
         (lambda: ExpireSpanConfig(min_span=-32), "min_span must lie between -ramp and max_span, -32 and 1024, got -32"),
-        (lambda: ExpireSpanConfig(near_span=-3), "near_span belongs to heads that learn their reach, got reach fixed"),
+        (
+            lambda: ExpireSpanConfig(near_span=-3),
+            "needs reach learned and own_heads, got reach fixed and own_heads None",
+        ),
         (lambda: ExpireSpanConfig(cap=0), "cap must be at least 1, got 0"),
         (lambda: TrainConfig(batch=6, accumulate=4), "accumulate 4 and batch 6"),
         (lambda: TrainConfig(keep_checkpoints=1), "at least 2, got 1"),

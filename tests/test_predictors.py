@@ -64,7 +64,7 @@ def test_a_learned_reach_is_the_bias_of_the_predictor_in_steps():
 
 
 def test_heads_beyond_those_with_tokens_of_their_own_may_end_nearer():
-    fields = dict(span_per="kv_head", reach="learned", initial_span=0.2, min_span=2.0, near_span=-20.0)
+    fields = dict(span_per="kv_head", reach="learned", own_heads=1, initial_span=0.2, min_span=2.0, near_span=-20.0)
     predictor = ReachPredictor(8, 4, 1, ExpireSpanConfig(max_span=100, **fields))
     torch.testing.assert_close(predictor(torch.randn(1, 3, 8)), torch.full((1, 4, 3), 20.0))
     torch.nn.init.constant_(predictor.reach, -0.1)

@@ -149,8 +149,8 @@ def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
 def check_reachable(config: RunConfig, kind: str, memories: int) -> None:
     """Refuse budgets that no spans can meet."""
     m = reach(config)
-    shortest = min(m.min_span, m.min_span if m.near_span is None else m.near_span)
-    least, most = m.ramp + (shortest if kind == "expire_span" else 0), m.max_span + m.ramp
+    shortest = min(m.min_span, m.nearest_span) if kind == "expire_span" else 0
+    least, most = m.ramp + shortest, m.max_span + m.ramp
     if memories < least:
         raise UserError(
             f"{kind} cannot hold {memories} memories: its ramp alone keeps {least:g} alive; "

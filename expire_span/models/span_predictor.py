@@ -76,15 +76,16 @@ class ReachPredictor(SpanPredictor):
     """Each head learns how far it reaches, z, and `moving` of them share that out: L sigmoid(w . h_i / tau + logit(z / L)).
 
     This is the bias of the predictor above in steps; a shortest span is added here too. Without w it is Adaptive-Span: a head
-    closes, and opens again, by a few updates of one number, where the bias itself takes a thousand. That number is learned as
-    z = ramp (e^(RATE reach) - 1): what moves a head that reaches thousands of steps would throw about one that reaches ten.
+    closes, and opens again, by a few updates of one number, where the bias itself takes a thousand. That number is `reach` of
+    z = shortest + ramp (e^(RATE reach) - 1): what moves a head that reaches thousands of steps would throw about one that
+    reaches ten.
     """
 
     def __init__(self, dim: int, heads: int, moving: int, rules: ExpireSpanConfig) -> None:
         nn.Linear.__init__(self, dim, moving, bias=False)
         self._obey(rules)
-        self.ramp, self.near_span = rules.ramp, rules.min_span if rules.near_span is None else rules.near_span
-        shortest = [self.min_span] * moving + [self.near_span] * (heads - moving)
+        self.ramp, self.nearest_span = rules.ramp, rules.nearest_span
+        shortest = [self.min_span] * moving + [self.nearest_span] * (heads - moving)
         self.furthest = self._scale(self.max_span - min(shortest))
         nn.init.zeros_(self.weight)
         starts = [self.max_span * share for share in initial_shares(heads, rules)]
@@ -103,7 +104,7 @@ class ReachPredictor(SpanPredictor):
         ratio = (moving / room).clamp_max(1.0)
         odds = torch.exp(-product.clamp(-MOST, MOST)).transpose(1, 2)
         own = self.min_span + room * ratio / (ratio + (1 - ratio) * odds)  # also where a ratio is 0, which has no logit
-        others = (self.near_span + still).clamp_max(self.max_span)
+        others = (self.nearest_span + still).clamp_max(self.max_span)
         return torch.cat([own, others.expand(len(product), -1, product.shape[1])], 1)
 
 

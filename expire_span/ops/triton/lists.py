@@ -220,7 +220,7 @@ def _gather(
             youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
             plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
-        born = tl.where(used, born, FAR)  # padding is never born, not even to a query beyond T, which stands at -FAR
+        born = tl.where(used, born, FAR)  # padding is never born
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
         keys = words + HEAD + slots + slot
         tl.store(keys, first)
@@ -258,7 +258,9 @@ def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_
     t_row = q_pos + row // heads * qp_b
     t0 = tl.load(t_row + q0)
     real = query < T
-    since = tl.where(real, tl.load(t_row + query, mask=real, other=0) - t0, -FAR)  # those beyond T see nothing
+    # Those beyond T stand before all memories, which are clamped to -FAR: else old or empty ones would be of a young age to
+    # them, and in a table of relative keys they would write into the next row's part.
+    since = tl.where(real, tl.load(t_row + query, mask=real, other=0) - t0, -2 * FAR)
     tl.store(out + POSITION_AT, (t0 - tl.load(t_row)).to(tl.int32))
     tl.store(out + WORDS + tl.arange(0, BLOCK_M), since.to(tl.float32).to(tl.int32, bitcast=True))
     full_runs = qt * 0
