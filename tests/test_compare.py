@@ -26,7 +26,7 @@ from expire_span.compare.table import Row, as_markdown, collect_rows, find_front
 from expire_span.compare.worker import with_steps_for
 from expire_span.config import BudgetConfig, DecoderConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MIXERS
+from expire_span.models.mixer import MIXERS, build_mixer
 from expire_span.recipes import RECIPES, text_small
 from expire_span.runs import RunFolder, UserError
 from tests.tiny import as_options, noisy_config, spawn, tiny_config, write_text
@@ -69,6 +69,19 @@ def test_what_a_recipe_says_about_spans_stays_with_spans():
     assert with_budget(base, "adaptive_span", 64).model.mixer.initial_span == 64 / 1024
     assert default_memories(base) == 10 and with_budget(base, "transformer_xl", None).model.mixer.span == 10
     assert default_memories(RECIPES["enwik8"]()) == 512
+
+
+def test_the_least_budget_is_what_closed_heads_keep_alive():
+    """Two heads of eight live for the ramp of 48 at least, and six for 8 steps: 18 on average."""
+    base = RECIPES["enwik8"]()
+    mixer = build_mixer(with_budget(base, "expire_span", 18).model, 0, None)
+    torch.nn.init.constant_(mixer.span_predictor.reach, -1.0)
+    spans = mixer.span_predictor(torch.randn(1, 3, 512)).detach()
+    assert float(spans.mean()) + base.model.mixer.ramp == 18
+    with pytest.raises(UserError, match=r"expire_span cannot hold 17 memories: .* keep 18 alive"):
+        with_budget(base, "expire_span", 17)
+    with pytest.raises(UserError, match=r"adaptive_span cannot hold 47 memories: .* keep 48 alive"):
+        with_budget(base, "adaptive_span", 47)
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -146,7 +159,10 @@ BAD = [
     (["recall", "--mixers", "full", "--budgets", "8;9"], "got '8;9'"),
     (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must be at least 1, got 0"),
     (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0, got -1"),
-    (["recall", "--mixers", "expire_span", "--budgets", "2"], "ramp alone keeps 3 alive"),
+    (
+        ["recall", "--mixers", "expire_span", "--budgets", "2"],
+        "its shortest spans and the ramp of 3 keep 3 alive",
+    ),
     (["recall", "--mixers", "adaptive_span", "--budgets", "2000"], "max_span 1024 and ramp 3 allow 1027"),
     (["recall", "--mixers", "full", "--name", "a/b"], "a/b"),
     (["recall", "--mixers", "full", "--train.stepz", "1"], "did you mean --train.steps"),

@@ -149,11 +149,11 @@ def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
 def check_reachable(config: RunConfig, kind: str, memories: int) -> None:
     """Refuse budgets that no spans can meet."""
     m = reach(config)
-    shortest = min(m.min_span, m.nearest_span) if kind == "expire_span" else 0
+    shortest = _shortest_mean(m, config.model.num_kv_heads) if kind == "expire_span" else 0
     least, most = m.ramp + shortest, m.max_span + m.ramp
     if memories < least:
         raise UserError(
-            f"{kind} cannot hold {memories} memories: its ramp alone keeps {least:g} alive; "
+            f"{kind} cannot hold {memories} memories: its shortest spans and the ramp of {m.ramp} keep {least:g} alive; "
             f"give a larger budget or a smaller --model.mixer.ramp"
         )
     if memories > most:
@@ -161,3 +161,9 @@ def check_reachable(config: RunConfig, kind: str, memories: int) -> None:
             f"{kind} cannot hold {memories} memories: max_span {m.max_span} and ramp {m.ramp} allow {most}; "
             f"give a smaller budget or a larger --model.mixer.max-span"
         )
+
+
+def _shortest_mean(m: ExpireSpanConfig, heads: int) -> float:
+    """The mean over heads of the shortest span of each."""
+    own = heads if m.own_heads is None else min(m.own_heads, heads)
+    return (own * m.min_span + (heads - own) * m.nearest_span) / heads
