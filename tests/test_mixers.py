@@ -11,7 +11,7 @@ from expire_span.memories import MEMORIES, state_bytes
 from expire_span.mixer_configs import MIXER_CONFIGS, POSITION_FREE, mixer_config
 from expire_span.models import state as states
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MIXERS
+from expire_span.models.mixer import MIXERS, Mixer, MixerAux, MixerOutput
 
 
 def _expire(preset: str, **fields) -> DecoderConfig:
@@ -112,6 +112,15 @@ def test_every_system_is_in_the_matrix():
 def test_an_unknown_mixer_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown mixer 'nothing', known are: expire_span, full, .*streaming_sinks"):
         mixer_config("nothing")
+
+
+def test_a_system_that_is_not_whole_is_refused_when_it_is_built():
+    class Half(Mixer):
+        def forward(self, x, state):
+            return MixerOutput(x, state, MixerAux())
+
+    with pytest.raises(TypeError, match=r"Half.*initial_state.*reset_rows"):
+        Half()  # type: ignore[abstract]
 
 
 def test_the_past_is_read(decoder):

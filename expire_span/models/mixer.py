@@ -8,6 +8,7 @@ reorders it.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,23 +61,23 @@ class MixerOutput:
     aux: MixerAux
 
 
-class Mixer(nn.Module):
-    """Base of every memory system. Subclasses define all three methods, and end in the projection `out`."""
+class Mixer(nn.Module, ABC):
+    """Base of every memory system. Subclasses define the three abstract methods, and end in the projection `out`."""
 
     out: nn.Linear
     steady_shapes: ClassVar[bool] = False
     """Whether the state that training carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
 
+    @abstractmethod
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
         """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.
 
         `cache="none"` says that no later block will read this one: nothing need be stored.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define initial_state")
 
+    @abstractmethod
     def reset_rows(self, state: Any, fresh: Tensor, empty: Tensor | None = None) -> Any:
         """The rows marked in `fresh` [B] (bool) begin again, the others keep their memory."""
-        raise NotImplementedError(f"{type(self).__name__} must define reset_rows")
 
     def can_record(self, carried: bool) -> bool:
         """Whether a training step never makes the host wait, so that it can be recorded as a CUDA graph and replayed.
@@ -85,8 +86,9 @@ class Mixer(nn.Module):
         """
         return False
 
+    @abstractmethod
     def forward(self, x: Tensor, state: Any) -> MixerOutput:
-        raise NotImplementedError(f"{type(self).__name__} must define forward")
+        """What to add to x [B, T, C], the state after it, and what was seen on the way."""
 
 
 MIXERS = {

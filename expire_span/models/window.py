@@ -5,6 +5,7 @@ Streaming is exact: any chopping of a sequence gives the same outputs. The state
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +99,9 @@ class WindowMixer(AttentionMixer):
         self.bands, self.sinks = self.rules()
         self.rings = [Ring(band, config.head_dim) for band in self.bands]
 
+    @abstractmethod
     def rules(self) -> tuple[list[Band], int]:
         """The bands, covering all key/value heads, and how many first tokens stay."""
-        raise NotImplementedError(f"{type(self).__name__} must define rules")
 
     def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> dict[str, Any]:
         like = self.query.weight.detach()
