@@ -8,11 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
+from expire_span.checks import require
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Settings of training. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from expire_span.checks import require
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Hold the mean number of live memories to a target; the span loss weight follows by itself."""
+
+    live: float | None = None
+    """Target: mean live memories per query, averaged over layers. None leaves the loss weight fixed."""
+    bytes: int | None = None
+    """The same target in bytes of key/value cache per row, over all layers; give live or bytes, not both."""
+    initial_weight: float = 1e-6
+    """Loss weight the controller starts from."""
+    gain: float = 0.05
+    """How fast the weight follows: at twice the target it grows by about this share times 0.7 each step."""
+    max_weight: float = 1e-1
+    """Upper limit of the weight."""
+    start_loss: float | None = None
+    """Wait with any span loss until the task loss (a running mean, nats) has once fallen below this; None starts at once."""
+    patience_loss: float | None = None
+    """Let the weight shrink while the running task loss is above this, so that pressure never undoes the task; None is off."""
+
+    def __post_init__(self) -> None:
+        require(self.live is None or self.bytes is None, f"give budget live or bytes, got {self.live} and {self.bytes}")
+        for name in ("live", "bytes"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"budget {name} must be greater than 0, got {value}")
+        require(self.initial_weight > 0, f"initial_weight must be greater than 0, got {self.initial_weight}")
+        require(self.gain > 0, f"gain must be greater than 0, got {self.gain}")
+
+    @property
+    def active(self) -> bool:
+        return self.live is not None or self.bytes is not None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the weights are learned."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    batch: int = 16
+    """Rows per optimizer step, over all processes and accumulation steps together."""
+    block: int = 256
+    """Tokens per row and step: the gradient horizon. Long blocks are parallel training, short ones carry memory."""
+    carry: bool = True
+    """Carry each row's memory from block to block (text); off, every block starts empty."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step; must divide batch."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 2e-2
+    """Peak learning rate of Muon."""
+    span_lr_scale: float = 1.0
+    """The span predictors learn at lr times this."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Adam's running-mean factors."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    warmup: int = 50
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
+    decay_share: float = 1.0
+    """With schedule=linear: the share of the steps, at the end, over which the rate falls."""
+    final_lr: float = 0.1
+    """Share of the peak learning rate left at the last step."""
+    span_weight: float = 1e-6
+    """Fixed weight of the span loss (alpha), used when no budget is set."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Budget controller; replaces span_weight when its target is set."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward and backward pass; with bf16, a GPU multiplies what stays in float32 as TF32."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    graphs: bool = True
+    """On one GPU, replay a step's kernels as a CUDA graph where memory is carried and its shapes are steady."""
+    eval_every: int = 200
+    """Steps between evaluations on the valid split; the last step always has one."""
+    eval_batches: int = 8
+    """Batches per evaluation during training."""
+    test_batches: int | None = None
+    """Batches of the final evaluation on the test split; None reads all of it, which a memory that only grows may not stand."""
+    eval_batch: int | None = None
+    """Rows side by side in evaluations; None takes batch."""
+    eval_block: int | None = None
+    """Tokens per row and forward pass in evaluations; None takes block."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch",
+            "block",
+            "accumulate",
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "log_every",
+        ):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("test_batches", "eval_batch", "eval_block"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
+        require(
+            self.batch % self.accumulate == 0,
+            f"accumulate must divide batch, got accumulate {self.accumulate} and batch {self.batch}",
+        )
+        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+        for name in ("lr", "muon_lr", "span_lr_scale"):
+            require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
+        for name in ("warmup", "clip", "weight_decay", "span_weight"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
+        require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
