@@ -1,16 +1,49 @@
-"""Learned expiry for causal language models of Hugging Face transformers (extra `hf`; 5.17 to 5.22 are tested)."""
+"""Learned expiry for causal language models of Hugging Face transformers (extra `hf`; 5.17 and 5.22 are tested).
+
+Public names load on first use, so that the settings can be read without transformers.
+"""
 
 from __future__ import annotations
 
-try:
-    import transformers as _transformers  # noqa: F401
-except ImportError as error:
-    raise ImportError("expire_span.hf needs transformers; install it with: pip install 'expire-span[hf]'") from error
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from .adapter import load_adapter
-from .cache import ExpiringCache
-from .retrofit import Retrofit, retrofit
-from .settings import RetrofitConfig
-from .stream import Stream, stream
+if TYPE_CHECKING:
+    from .adapter import load_adapter
+    from .cache import ExpiringCache
+    from .retrofit import Retrofit, retrofit
+    from .settings import RetrofitConfig
+    from .stream import Drawing, Stream, stream
 
-__all__ = ["ExpiringCache", "Retrofit", "RetrofitConfig", "Stream", "load_adapter", "retrofit", "stream"]
+_PUBLIC = {
+    "Drawing": "stream",
+    "ExpiringCache": "cache",
+    "Retrofit": "retrofit",
+    "RetrofitConfig": "settings",
+    "Stream": "stream",
+    "load_adapter": "adapter",
+    "retrofit": "retrofit",
+    "stream": "stream",
+}
+
+__all__ = [
+    "Drawing",
+    "ExpiringCache",
+    "Retrofit",
+    "RetrofitConfig",
+    "Stream",
+    "load_adapter",
+    "retrofit",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'expire_span.hf' has no attribute {name!r}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError("expire_span.hf needs transformers; install it with: pip install 'expire-span[hf]'")
+    value = getattr(importlib.import_module(f"expire_span.hf.{_PUBLIC[name]}"), name)
+    globals()[name] = value  # a module of the same name would hide the function on the next use
+    return value

@@ -23,6 +23,7 @@ class AttentionLayer:
     index: int
     dim: int
     kv_heads: int
+    head_dim: int
     window: int | None
     """How many tokens the layer sees by its own design, itself included; None is all."""
 
@@ -84,7 +85,8 @@ def _check_family(model: Any, config: Any) -> None:
 
 def _describe(module: Any, config: Any) -> AttentionLayer:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return AttentionLayer(module, module.layer_idx, config.hidden_size, heads, _window(module, config))
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return AttentionLayer(module, module.layer_idx, config.hidden_size, heads, head_dim, _window(module, config))
 
 
 def _window(module: Any, config: Any) -> int | None:

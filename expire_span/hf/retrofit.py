@@ -53,7 +53,7 @@ class Retrofit:
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
         }
-        self._configs = list(configs.values())
+        self.configs = list(configs.values())
         self._hooks: list[Any] = []
         self._attach()
 
@@ -119,7 +119,7 @@ class Retrofit:
 
     def _attach(self) -> None:
         register()
-        self._before = [c._attn_implementation for c in self._configs]
+        self._before = [c._attn_implementation for c in self.configs]
         try:
             self._hooks.append(self.model.register_forward_pre_hook(self._check_call, with_kwargs=True))
             for layer in self.layers:
@@ -133,11 +133,11 @@ class Retrofit:
             raise
 
     def _take_over(self) -> None:
-        for config in self._configs:
+        for config in self.configs:
             config._attn_implementation_internal = NAME
 
     def _restore(self) -> None:
-        for config, name in zip(self._configs, self._before):
+        for config, name in zip(self.configs, self._before):
             config._attn_implementation_internal = name
 
     def _hook_of(self, layer: AttentionLayer) -> Any:
@@ -207,6 +207,16 @@ class Retrofit:
             raise ValueError(f"attention_mask must cover {start + count} tokens, got {mask.shape[1]}")
         new = mask[:, -count:].to(device=span.device, dtype=torch.bool)
         return torch.where(new.unsqueeze(1), span, -ramp)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's memory over all layers that learn: keys, values, span and position in every head."""
+        total = 0
+        for x in self.layers:
+            if x.window is None:
+                element = next(x.module.parameters()).element_size()
+                total += x.kv_heads * (2 * x.head_dim * element + 12)
+        return total
 
     @property
     def longest_life(self) -> int:

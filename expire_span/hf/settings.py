@@ -41,3 +41,65 @@ class RetrofitConfig:
             span_loss="l1",
             shapes_states=False,
         )
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """How the predictors learn what a frozen model can forget."""
+
+    budget: float | None = None
+    """Living memories at the end of a context, as a share of its tokens."""
+    budget_tokens: float | None = None
+    """The same as a number of memories per head."""
+    budget_bytes: int | None = None
+    """The same in bytes of keys, values, spans and positions per row, over all layers that learn."""
+    context: int = 4096
+    """Tokens of a training context; the budget is met at its end."""
+    block: int = 1024
+    """Tokens per forward pass: the gradient horizon. The memory is carried from block to block."""
+    batch: int = 4
+    """Contexts per optimizer step."""
+    steps: int = 400
+    """Optimizer steps."""
+    anneal: float = 0.6
+    """Share of the steps over which the budget falls from the whole context to its target."""
+    lr: float | None = None
+    """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
+    gain: float = 0.1
+    """How fast the weight of the span loss follows the budget."""
+    initial_weight: float = 1e-5
+    """Weight of the span loss (mean span in tokens) to start from."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    seed: int = 0
+    """Seed of the choice of contexts."""
+
+    def __post_init__(self) -> None:
+        given = {
+            n: getattr(self, n) for n in ("budget", "budget_tokens", "budget_bytes") if getattr(self, n) is not None
+        }
+        require(len(given) == 1, f"give one of budget, budget_tokens and budget_bytes, got {given or 'none'}")
+        share = self.budget
+        require(
+            share is None or 0 < share <= 1, f"budget is a share of the context and must lie in (0, 1], got {share}"
+        )
+        for name in ("context", "block", "batch", "steps", "checkpoint_every"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(0 <= self.anneal <= 1, f"anneal must lie in [0, 1], got {self.anneal}")
+
+    def target(self, ramp: int, bytes_per_token: int) -> float:
+        """The budget as living memories per head at the end of a context."""
+        if self.budget is not None:
+            live = self.budget * self.context
+        else:
+            live = self.budget_tokens if self.budget_tokens is not None else (self.budget_bytes or 0) / bytes_per_token
+        require(
+            live <= self.context, f"the budget of {live:g} memories is more than the context of {self.context} tokens"
+        )
+        least = (
+            f"every memory lives for its ramp of {ramp} tokens, so {ramp} is the least budget, got {live:g} memories"
+        )
+        require(live >= ramp, f"{least}; give more, or a shorter ramp")
+        return live
