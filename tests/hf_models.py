@@ -57,3 +57,35 @@ def forgetful(model, max_span: int = 120, ramp: int = 16, seed: int = 1, **setti
 
 def tokens(rows: int, count: int, seed: int = 2) -> torch.Tensor:
     return torch.randint(3, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def byte_tokenizer():
+    """A token for each byte, and three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def model_folder(path, family: str = "llama"):
+    """A tiny model that reads bytes, saved with its tokenizer."""
+    config = FAMILIES[family]()
+    config.vocab_size = 259
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def text(words: int = 2000, seed: int = 0) -> str:
+    """Sentences of a small world."""
+    import random
+
+    rng = random.Random(seed)
+    parts = ["the old fox", "a red hen", "my friend", "the river", "saw", "took", "left", "a stone", "the road", "home"]
+    return " ".join(rng.choice(parts) + rng.choice(["", "", ".", ","]) for _ in range(words))

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from expire_span import __version__
 from expire_span.runs import RunError, UserError
 
+from .chat import run_chat
 from .compare import run_compare
+from .evaluate_cache import run_evaluate_cache
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
+from .retrofit import run_retrofit, run_verify
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+from .serve import run_serve
 from .study import run_study
 
 
@@ -50,7 +54,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {name:<10}{text}" for name, (text, _) in VERBS.items())
+    verbs = "\n".join(f"  {name:<16}{text}" for name, (text, _) in VERBS.items())
     return (
         f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
         "Models that learn when each memory expires, and pay only for the ones that live.\n\n"
@@ -70,5 +74,10 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
+    "retrofit": ("teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT", run_retrofit),
+    "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", run_evaluate_cache),
+    "chat": ("chat with a retrofitted model in bounded memory", run_chat),
+    "serve": ("serve a retrofitted model as OpenAI's API does", run_serve),
+    "verify": ("check an adapter folder", run_verify),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
 }

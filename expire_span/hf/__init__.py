@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapter import load_adapter
     from .cache import ExpiringCache
-    from .retrofit import Retrofit, retrofit
+    from .handle import Retrofit, retrofit
     from .settings import RetrofitConfig
-    from .stream import Drawing, Stream, stream
+    from .streams import Drawing, Stream, stream
 
 _PUBLIC = {
-    "Drawing": "stream",
+    "Drawing": "streams",
     "ExpiringCache": "cache",
-    "Retrofit": "retrofit",
+    "Retrofit": "handle",
     "RetrofitConfig": "settings",
-    "Stream": "stream",
+    "Stream": "streams",
     "load_adapter": "adapter",
-    "retrofit": "retrofit",
-    "stream": "stream",
+    "retrofit": "handle",
+    "stream": "streams",
 }
 
 __all__ = [
@@ -44,6 +44,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'expire_span.hf' has no attribute {name!r}")
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("expire_span.hf needs transformers; install it with: pip install 'expire-span[hf]'")
-    value = getattr(importlib.import_module(f"expire_span.hf.{_PUBLIC[name]}"), name)
-    globals()[name] = value  # a module of the same name would hide the function on the next use
-    return value
+    return getattr(importlib.import_module(f"expire_span.hf.{_PUBLIC[name]}"), name)

@@ -24,7 +24,7 @@ from expire_span.runs import UserError, to_json, write_atomic
 from .settings import RetrofitConfig
 
 if TYPE_CHECKING:
-    from .retrofit import Retrofit
+    from .handle import Retrofit
 
 FORMAT = 1
 _SAMPLES = 64
@@ -32,7 +32,7 @@ _SAMPLES = 64
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
     """Retrofit a model with what an adapter folder holds; the model stays as it was where this raises."""
-    from .retrofit import retrofit
+    from .handle import retrofit
 
     head = read_head(Path(folder))
     _check_base(model, head, Path(folder))

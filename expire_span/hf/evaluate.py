@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from .cache import ExpiringCache
-from .retrofit import Retrofit
+from .handle import Retrofit
 from .rivals import METHODS as RIVALS
 from .rivals import EvictingCache, observed
 

@@ -28,12 +28,12 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         options["use_safetensors"] = True
     extra = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from error
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    return model.eval().to(where), tokenizer
+    return model.to(where).eval(), tokenizer
 
 
 def _check_folder(path: Path) -> None:
@@ -59,3 +59,12 @@ def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list
         ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
         documents.append(ids if limit is None else ids[:limit])
     return documents
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Messages through the tokenizer's chat template, or as plain lines where it has none."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    else:
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+    return tokenizer.encode(text, add_special_tokens=False)

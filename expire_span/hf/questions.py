@@ -16,7 +16,7 @@ NAMES = ("apple", "river", "candle", "marble", "falcon", "garden", "silver", "wi
 def make_questions(
     tokenizer: Any, documents: list[Tensor], count: int, kind: Literal["passkey", "pairs"], seed: int = 0
 ) -> list[Question]:
-    """Questions over contexts as long as the documents [n]: one number in the text, or several named ones of which one is asked."""
+    """Contexts as long as the documents [n] that hide one number, or several named ones of which one is asked for."""
     rng = numpy.random.default_rng(seed)
     return [_question(tokenizer, documents[i % len(documents)], kind, rng) for i in range(count)]
 

@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from expire_span import __version__
 from expire_span.config import BudgetConfig
 from expire_span.hf.learning import LearningLayer
-from expire_span.hf.retrofit import Retrofit
+from expire_span.hf.handle import Retrofit
 from expire_span.hf.settings import DistillConfig
 from expire_span.models.state import pack, unpack
 from expire_span.runs import UserError, to_json, write_atomic
@@ -135,17 +135,15 @@ class Learner:
         return torch.stack(rows).to(self.device)
 
     def _mean_span(self, cache: Any, count: int) -> Tensor:
-        spans = [x.last.span[..., -count:].mean() for x in cache.layers if isinstance(x, LearningLayer)]
-        return torch.stack(spans).mean()
+        return torch.stack([layer.last.span[..., -count:].mean() for layer in _learning(cache)]).mean()
 
     @torch.no_grad()
     def _live(self, cache: Any) -> Tensor:
         """Living memories per head at the end of the context, the mean over rows, heads and layers."""
         counts = []
-        for x in cache.layers:
-            if isinstance(x, LearningLayer):
-                age = x.seen - 1 - x.last.k_pos  # type: ignore[union-attr]
-                counts.append((x.last.span + x.ramp > age.unsqueeze(1)).sum(-1).float().mean())  # type: ignore[union-attr]
+        for layer in _learning(cache):
+            age = layer.seen - 1 - layer.last.k_pos
+            counts.append((layer.last.span + layer.ramp > age.unsqueeze(1)).sum(-1).float().mean())
         return torch.stack(counts).mean()
 
     def save(self, path: Path, step: int) -> None:
@@ -175,6 +173,10 @@ class Learner:
         self.controller.load_state_dict(state["controller"])
         self.rng.bit_generator.state = state["rng"]
         return state["step"]
+
+
+def _learning(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if isinstance(layer, LearningLayer)]
 
 
 def kl_divergence(wanted: Tensor, given: Tensor) -> Tensor:

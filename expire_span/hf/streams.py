@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cache import ExpiringCache
 from .layouts import ROTARY, text_config
-from .retrofit import Retrofit
+from .handle import Retrofit
 
 CHUNK = 256
 """Tokens per forward pass while reading."""

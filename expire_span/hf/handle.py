@@ -100,7 +100,7 @@ class Retrofit:
         return self.model
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[nn.Module]:
+    def paused(self) -> Iterator[Any]:
         """Inside, the model runs as it did before the retrofit, with its own kind of cache."""
         self._restore()
         try:
