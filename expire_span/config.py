@@ -14,13 +14,15 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from expire_span.mixer_configs import ExpireSpanConfig, MixerConfig
-from expire_span.model_configs import DecoderConfig
+from expire_span.mixer_configs import MixerConfig
+from expire_span.model_configs import BackboneConfig, DecoderConfig
+from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.task_configs import EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
 from expire_span.train_configs import BudgetConfig, TrainConfig
 
 __all__ = [
     "FORMAT_VERSION",
+    "BackboneConfig",
     "BudgetConfig",
     "DecoderConfig",
     "EntrancesTask",
@@ -61,6 +63,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     """The inverse of `to_dict`; unknown fields are refused with the nearest known name."""
+    data = cls.upgrade(data) if hasattr(cls, "upgrade") else data  # settings as older run folders hold them
     hints = typing.get_type_hints(cls)
     for name in data:
         if name not in hints:
@@ -79,7 +82,8 @@ def _parse(hint: Any, value: Any) -> Any:
 
 
 def _pick_class(hint: Any, value: dict[str, Any]) -> Any:
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    members = typing.get_args(hint) if union else (hint,)
     members = tuple(m for m in members if dataclasses.is_dataclass(m))
     kinds = {getattr(m, "kind", None): m for m in members}
     if len(members) == 1 and "kind" not in value:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from expire_span.models.digits import split_digits
-from expire_span.models.forgetting import _widen_keys
+from expire_span.models.kit.precision import split_digits
+from expire_span.models.systems.forgetting.layer import _widen_keys
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

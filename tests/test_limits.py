@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
 from expire_span.mixer_configs import mixer_config
-from expire_span.models.compressive import Compressive
 from expire_span.models.decoder import Decoder
+from expire_span.models.lifetimes import REACH_RATE
 from expire_span.models.mixer import build_mixer
-from expire_span.models.span_predictor import RATE
+from expire_span.models.systems.compressive.layer import Compressive
+from expire_span.models.systems.expire_span import HeadReach
 
 BASE = DecoderConfig.modern(vocab=30, dim=32, layers=2, heads=4, kv_heads=2, ff_dim=48)
 
@@ -104,22 +105,22 @@ def test_a_learned_reach_that_all_tokens_share_alike_is_adaptive_span():
     """Output, loss and every gradient, whatever the heads' spans are."""
     fields = dict(max_span=20, ramp=4, initial_span=0.25)
     adaptive = decoder("adaptive_span", **fields)
-    learned = decoder("expire_span", **fields, span_per="kv_head", reach="learned", span_loss="l1", own_heads=1)
+    learned = decoder("expire_span", **fields, span_per="kv_head", reach=HeadReach(True, own_heads=1), span_loss="l1")
     learned.load_state_dict(adaptive.state_dict(), strict=False)
     results = []
     for model in (adaptive, learned):
         for block in model.layers():
             predictor = block.mixer.span_predictor
-            steps = torch.linspace(-2, 18, block.mixer.span_outputs, dtype=torch.float64)
+            steps = torch.linspace(-2, 18, block.mixer.shape.num_kv_heads, dtype=torch.float64)
             if model is adaptive:
                 predictor.ratio.data = steps / 20
             else:
-                predictor.reach.data = torch.where(steps > 0, torch.log1p(steps.clamp_min(0) / 4) / RATE, -0.1)
-        logits, _, aux = model.train()(tokens(), remember=False)
+                predictor.reach.data = torch.where(steps > 0, torch.log1p(steps.clamp_min(0) / 4) / REACH_RATE, -0.1)
+        logits, _, aux = model.train()(tokens(), keep="nothing")
         (logits.square().mean() + aux.loss).backward()
         grads = {name: p.grad for name, p in model.named_parameters() if "span_predictor" not in name}
-        # One step of a head's reach weighs L in the one scale, and (ramp + reach) RATE in the other.
-        weight = 20 if model is adaptive else (4 + steps.clamp_min(0)) * RATE
+        # One step of a head's reach weighs L in the one scale, and (ramp + reach) REACH_RATE in the other.
+        weight = 20 if model is adaptive else (4 + steps.clamp_min(0)) * REACH_RATE
         spans = [
             getattr(block.mixer.span_predictor, "ratio" if model is adaptive else "reach") for block in model.layers()
         ]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from expire_span.models.gru import GatedCell
-from expire_span.models.linear import running_attention
-from expire_span.models.performer import draw_features, positive_features
+from expire_span.models.systems.linear.layer import running_attention
+from expire_span.models.systems.performer.layer import draw_features, positive_features
+from expire_span.models.systems.recurrent.gated import GatedCell
 
 from .test_limits import BASE, mixer
 

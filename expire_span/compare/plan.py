@@ -18,10 +18,10 @@ from typing import Any
 
 from expire_span import __version__
 from expire_span.config import RunConfig, from_dict, to_dict
-from expire_span.mixer_configs import MIXER_CONFIGS
+from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, describe, to_json, write_atomic
 
-from .budgets import default_memories, has_knob, reach, with_budget
+from .budgets import allowed_spans, default_memories, has_knob, with_budget
 
 COMPARE_FORMAT = 1
 """Version of compare.json."""
@@ -52,11 +52,11 @@ class System:
 def parse_mixers(text: str) -> list[str]:
     """A list of kinds as the command line has it: a,b,c."""
     kinds = [word.strip() for word in text.split(",") if word.strip()]
-    known = ", ".join(MIXER_CONFIGS)
+    known = ", ".join(SYSTEMS)
     if not kinds:
         raise UserError(f"compare needs at least one memory system, got none; give --mixers a,b,c of: {known}")
     for kind in kinds:
-        if kind not in MIXER_CONFIGS:
+        if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}{_near(kind)}; known are: {known}")
         if kinds.count(kind) > 1:
             raise UserError(f"each memory system is compared once, got {kind} {kinds.count(kind)} times in --mixers")
@@ -66,7 +66,7 @@ def parse_mixers(text: str) -> list[str]:
 def _near(kind: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(kind, MIXER_CONFIGS, n=1)
+    near = difflib.get_close_matches(kind, SYSTEMS, n=1)
     return f", did you mean {near[0]}?" if near else ""
 
 
@@ -74,7 +74,7 @@ def parse_budgets(text: str | None, sweep: bool, config: RunConfig) -> list[int]
     """Budgets as the command line has them, or those of a sweep; an empty list is what the recipe says."""
     if text is None:
         base = default_memories(config)
-        low, high = reach(config).ramp, reach(config).max_span
+        low, high = allowed_spans(config).ramp, allowed_spans(config).max_span
         return sorted({min(max(round(base * times), low), high) for times in SWEEP}) if sweep else []
     try:
         budgets = [int(word) for word in text.split(",")]

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from expire_span.config import RunConfig
-from expire_span.memories import MEMORIES, find_limits, state_bytes
+from expire_span.memories import find_limits, state_bytes
+from expire_span.models.systems import find
 from expire_span.runs import UserError
 from expire_span.tasks.task import Split, Task, build_task
 from expire_span.train.devices import check_device
@@ -57,7 +58,7 @@ def _check_splits(task: Task, config: RunConfig) -> int:
 def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
     """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
     kind, train = config.model.mixer.kind, config.train
-    if MEMORIES[kind].bounded:
+    if find(kind).bounded:
         return
     element = 2 if train.precision == "bf16" else 4
     need = COPIES * (train.eval_batch or train.batch) * state_bytes(config.model, steps, element)

@@ -191,7 +191,8 @@ class Trainer:
     def _can_replay(self, decoder: Decoder) -> bool:
         """Whether steps can be recorded as CUDA graphs: one process on a GPU, with no memory or one whose shapes are steady."""
         config, one = self.train_config, self.accelerator.num_processes == 1
-        steady = all(block.mixer.can_record(config.carry) for block in decoder.layers())
+        promises = [block.mixer.steadiness() for block in decoder.layers()]
+        steady = all(promise.carried if config.carry else promise.alone for promise in promises)
         return config.graphs and one and config.accumulate == 1 and self.accelerator.device.type == "cuda" and steady
 
     def _update_weights(self) -> Tensor:
