@@ -17,7 +17,7 @@ from typing import Any
 from expire_span.mixer_configs import MixerConfig
 from expire_span.model_configs import BackboneConfig, DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
-from expire_span.task_configs import EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
+from expire_span.task_configs import OUTSIDE_TASKS, EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
 from expire_span.train_configs import BudgetConfig, TrainConfig
 
 __all__ = [
@@ -86,6 +86,7 @@ def _pick_class(hint: Any, value: dict[str, Any]) -> Any:
     members = typing.get_args(hint) if union else (hint,)
     members = tuple(m for m in members if dataclasses.is_dataclass(m))
     kinds = {getattr(m, "kind", None): m for m in members}
+    kinds |= OUTSIDE_TASKS if hint == TaskConfig else {}
     if len(members) == 1 and "kind" not in value:
         return members[0]
     if value.get("kind") not in kinds:
