@@ -25,6 +25,7 @@ ROWS = {
     "tasks": 4,
 }
 ROWS |= {
+    "checkpoint": 5,
     "hf": 5,
     "generate": 5,
     "train": 6,

@@ -57,7 +57,7 @@ class Pace:
         return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
 
 
-class Board:
+class ComparisonDisplay:
     """A live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int) -> None:
@@ -67,7 +67,7 @@ class Board:
             self.bar = Progress(*columns, console=Console())
             self.job = self.bar.add_task("starting", total=total)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ComparisonDisplay:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -91,18 +91,18 @@ def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str,
     """Make every run that is not finished; returns the reasons of those that failed. `describe` tells a run's outcome."""
     waiting = [name for name in comparison.runs if not _finished(comparison, name)]
     pace, failed = Pace(len(waiting)), {}
-    with Board(len(waiting)) as board:
+    with ComparisonDisplay(len(waiting)) as display:
         for name in waiting:
             start = time.monotonic()
-            reason = _run_child(comparison, name, pace, board)
+            reason = _run_child(comparison, name, pace, display)
             spent = time.monotonic() - start
             pace.done += 1
             if reason is None:
                 pace.finished.append(spent)
-                board.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
+                display.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
             else:
                 failed[name] = reason
-                board.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
+                display.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
     return failed
 
 
@@ -111,12 +111,12 @@ def _finished(comparison: Comparison, name: str) -> bool:
     return run is not None and run.finished
 
 
-def _run_child(comparison: Comparison, name: str, pace: Pace, board: Board) -> str | None:
+def _run_child(comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay) -> str | None:
     """Run one system in its own process; None, or the reason why it failed."""
     with tempfile.TemporaryFile() as said:
         child = _start(comparison.path, name, said)
         try:
-            _watch(child, comparison, name, pace, board)
+            _watch(child, comparison, name, pace, display)
         except BaseException as error:
             _stop(child)
             if not isinstance(error, KeyboardInterrupt):
@@ -140,18 +140,20 @@ def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _watch(child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, board: Board) -> None:
+def _watch(
+    child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay
+) -> None:
     """Show how far the child is until it ends."""
     start = time.monotonic()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL)
             return
-        if board.bar is not None:
+        if display.bar is not None:
             share = _share(comparison, name)
             left = pace.left(time.monotonic() - start, share)
             rest = "" if left is None else f"  left {show_time(left)}"
-            board.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
+            display.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
 
 
 def _share(comparison: Comparison, name: str) -> float:
