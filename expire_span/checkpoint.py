@@ -9,6 +9,9 @@
       state.json             step, place in the data, budget controller, generators of the host
       checksums.json         sha256 of every other file, written last
 
+A checkpoint of step 0 may hold weights alone (model.safetensors, state.json): what a run starts from that was not drawn at
+random. Its optimizers, memories and place in the data are those of a new run.
+
 The folder is built under a hidden name, synced and renamed, so that a crash leaves the whole checkpoint or none.
 """
 
@@ -18,8 +21,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +34,11 @@ import torch
 from torch import Tensor
 
 from expire_span.config import RunConfig
+from expire_span.errors import RunError, StorageError, UserError, describe
+from expire_span.files import sync_folder, to_json, write_synced
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import pack, unpack
-from expire_span.runs import RunError, RunFolder, UserError, describe, sync_folder, to_json, write_synced
+from expire_span.runs import RunFolder
 
 Warn = Callable[[str], None]
 
@@ -43,7 +49,7 @@ class Snapshot:
 
     step: int
     state: dict[str, Any]
-    """Plain JSON values."""
+    """Plain JSON values; empty where there are weights alone."""
     worker: Any
     """Nested tensors and values that belong to this process: memories, device generators."""
     model: dict[str, Tensor] = field(default_factory=dict)
@@ -56,8 +62,11 @@ def folder_of(run: RunFolder, step: int) -> Path:
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
-    """Complete checkpoint folders, newest first; whether their content is sound is another question."""
-    return sorted(run.checkpoints.glob("step-*"), key=lambda path: path.name, reverse=True)
+    """Complete checkpoint folders, newest first, whether sound or damaged. Files that are no checkpoint are ignored."""
+    found = [
+        path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def save(
@@ -79,7 +88,7 @@ def save(
             _prune(run, keep)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise RunError(_failed(run, snapshot.step, error)) from error
+        raise StorageError(_failed(run, snapshot.step, error)) from error
     finally:
         if rank == 0:
             shutil.rmtree(building, ignore_errors=True)
@@ -93,15 +102,27 @@ def load(
     folder = newest_sound(run, warn)
     if folder is None:
         return None
-    memory = folder / _memory_name(rank)
+    with _readable(folder):
+        return _read_snapshot(folder, rank, device)
+
+
+def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snapshot:
     state = json.loads((folder / "state.json").read_bytes())
-    return Snapshot(
-        step=state["step"],
-        state=state,
-        worker=_read_tree(memory, device) if memory.exists() else None,
-        model=safetensors.torch.load_file(folder / "model.safetensors"),
-        optimizer=_read_tree(folder / "optimizer.safetensors", "cpu"),
-    )
+    step, model = int(state.pop("step")), safetensors.torch.load_file(folder / "model.safetensors")
+    if state.pop("weights_only", False):
+        return Snapshot(step, {}, None, model)
+    memory = folder / _memory_name(rank)
+    worker = _read_tree(memory, device) if memory.exists() else None
+    return Snapshot(step, state, worker, model, _read_tree(folder / "optimizer.safetensors", "cpu"))
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A checkpoint that matches its checksums and still cannot be read was not written by this package."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise RunError(f"checkpoint {folder} is not one that this version can read ({error}); move it away") from error
 
 
 def load_model(
@@ -111,9 +132,26 @@ def load_model(
     folder = newest_sound(run, warn)
     if folder is None:
         raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
+    with _readable(folder):
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
     decoder = Decoder(run.config.model)
-    decoder.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    check_weights(weights, decoder.state_dict(), str(folder))
+    decoder.load_state_dict(weights)
     return decoder.to(device).eval(), run.config
+
+
+def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights whose names or shapes are not the model's, naming the first that differs."""
+    for name in sorted({*given, *wanted}):
+        if name not in given:
+            raise UserError(
+                f"{source} lacks the weight {name} of this model; its settings must be those it was trained with"
+            )
+        if name not in wanted:
+            raise UserError(f"{source} has the weight {name}, which this model has no place for; give its own settings")
+        if given[name].shape != wanted[name].shape:
+            shapes = f"{tuple(given[name].shape)}, and this model's {tuple(wanted[name].shape)}"
+            raise UserError(f"weight {name} of {source} has the shape {shapes}; give the settings it was trained with")
 
 
 def load_decoder(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
@@ -146,7 +184,9 @@ def find_fault(folder: Path) -> str | None:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, AttributeError):
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read: {describe(error)}"
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return "checksums.json is unreadable"
     return None if {"model.safetensors", "state.json"} <= set(sums) else "checksums.json is incomplete"
 
@@ -156,7 +196,10 @@ def remove_damaged(run: RunFolder) -> None:
     for folder in list_checkpoints(run):
         if find_fault(folder) is None:
             return
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise StorageError(f"cannot delete the damaged checkpoint {folder}: {describe(error)}") from error
 
 
 def remove_unfinished(run: RunFolder) -> None:
@@ -169,16 +212,29 @@ def _memory_name(rank: int) -> str:
     return "memory.safetensors" if rank == 0 else f"memory-{rank}.safetensors"
 
 
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write a checkpoint of step 0 that holds weights alone into a run folder that is still being made."""
+    final = folder / "checkpoints" / "step-00000000"
+    final.mkdir(parents=True)
+    write_synced(final / "model.safetensors", safetensors.torch.save(weights))
+    write_synced(final / "state.json", to_json({"step": 0, "weights_only": True}))
+    _write_sums(final)
+
+
 def _write_shared(run: RunFolder, building: Path, final: Path, snapshot: Snapshot) -> None:
     run.sync_metrics()
     write_synced(building / "model.safetensors", safetensors.torch.save(snapshot.model))
     write_synced(building / "optimizer.safetensors", _tree_bytes(snapshot.optimizer))
     write_synced(building / "state.json", to_json({"step": snapshot.step, **snapshot.state}))
+    _write_sums(building)
+    os.rename(building, final)
+    sync_folder(final.parent)
+
+
+def _write_sums(building: Path) -> None:
     sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
     write_synced(building / "checksums.json", to_json(sums))
     sync_folder(building)
-    os.rename(building, final)
-    sync_folder(final.parent)
 
 
 def _prune(run: RunFolder, keep: int) -> None:

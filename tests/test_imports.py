@@ -10,6 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "expire_span"
 ROWS = {
     "checks": 1,
+    "errors": 1,
+    "files": 1,
+    "migrations": 1,
     "mixer_configs": 1,
     "model_configs": 1,
     "task_configs": 1,

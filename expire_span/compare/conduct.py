@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,20 @@ POLL = 0.2
 """Seconds between two looks at a child."""
 PATIENCE = 60.0
 """Seconds that a child gets to save its work when the comparison is stopped."""
+
+
+START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+place = sys.argv[1]
+spec = spec_from_file_location("expire_span", place + "/__init__.py", submodule_search_locations=[place])
+sys.modules["expire_span"] = package = module_from_spec(spec)
+spec.loader.exec_module(package)
+from expire_span.compare.worker import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""What a child runs, under -P: the current folder is not searched for modules, so a file in it that is called like a library is
+never run; and the package is this very copy, wherever it lies."""
 
 
 class Stopped(RunError):
@@ -127,16 +141,26 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
             return None
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"its process ended with code {child.returncode}"
+        return lines[-1] if lines and child.returncode > 0 else describe_end(child.returncode)
+
+
+def describe_end(code: int) -> str:
+    """How a child ended that said nothing, in words."""
+    if code >= 0:
+        return f"its process ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    cause = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+    return f"its process was killed by {name}{cause}"
 
 
 def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
     """The child gets no signals of the terminal, only the end of its standard input."""
-    command = [sys.executable, "-m", "expire_span.compare.worker", str(folder), name]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(folder.resolve()), name]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, env=env, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from expire_span.config import RunConfig
-from expire_span.runs import RunError
+from expire_span.errors import explain
 from expire_span.train.loop import Learner
 from expire_span.train.memory_peak import forget_peak
 from expire_span.train.supervised import SupervisedLearner, resume, train
@@ -97,15 +97,12 @@ def main(args: list[str]) -> int:
     end_with_parent()
     try:
         run_system(Path(args[0]), args[1])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        print(f"{args[1]} needs more memory than the device has: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        told = explain(error)
+        if told is None:  # a fault of this package; the conductor shows the last line of its traceback
+            raise
+        print(" ".join(told[0].split()), file=sys.stderr)
+        return told[1]
     return 0
 
 

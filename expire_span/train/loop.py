@@ -62,6 +62,10 @@ class Learner(Protocol):
 
     accelerator: Accelerator
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the data, so that a run does not go on with other data; empty for generated data."""
+        ...
+
     def step(self, index: int) -> int:
         """Learn once; `index` counts steps from 0. Returns the tokens that were read, over all processes."""
         ...

@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
+from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
@@ -29,12 +35,15 @@ from expire_span.tasks.task import Task, build_task
 
 from . import randomness, session
 from .budget import BudgetController
-from .devices import build_accelerator
+from .devices import build_accelerator, check_device
+from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
+from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .progress import show_bytes
 from .scorer import Scorer, rows_of, start_of
+from .session import Origin
 from .step import Pass, TrainStep
 from .step_metrics import StepMetrics
 
@@ -45,22 +54,45 @@ _PREFIX = "decoder."
 
 
 def train(
-    config: RunConfig, path: Path, *, recipe: str = "", task: Task | None = None, shown: bool = True
+    config: RunConfig,
+    path: Path,
+    *,
+    recipe: str = "",
+    task: Task | None = None,
+    init_from: RunFolder | None = None,
+    shown: bool = True,
 ) -> RunFolder:
-    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked."""
+    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
+
+    `init_from` names a run whose newest weights the new one starts from, in place of random ones.
+    """
     learner = SupervisedLearner(config, task)
-    return session.begin(learner, learner.config, path, recipe=recipe, shown=shown)
+    origin = weights_of(init_from, learner) if init_from is not None else None
+    return session.begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
 
 
-def resume(run: RunFolder, *, task: Task | None = None, shown: bool = True) -> RunFolder:
+def resume(
+    run: RunFolder, *, task: Task | None = None, allow_changed_data: bool = False, shown: bool = True
+) -> RunFolder:
     """Go on with an interrupted run from its newest sound checkpoint."""
-    return session.go_on(lambda config: SupervisedLearner(config, task), run, shown=shown)
+    build = lambda config: SupervisedLearner(config, task)  # noqa: E731
+    return session.go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
+
+
+def weights_of(run: RunFolder, learner: SupervisedLearner) -> Origin:
+    """The newest sound weights of a run; those that do not fit the learner's model are refused."""
+    snapshot = checkpoint.load(run)
+    if snapshot is None:
+        raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
+    checkpoint.check_weights(snapshot.model, learner.decoder.state_dict(), f"run {run.path}")
+    return Origin(snapshot.model, {"run": str(run.path), "step": snapshot.step})
 
 
 class SupervisedLearner:
     """A decoder that learns a task's batches: everything that changes while a run is trained. See `loop.Learner`."""
 
     def __init__(self, config: RunConfig, task: Task | None = None) -> None:
+        check_arithmetic(config, check_device(config.train.device))
         task = task or build_task(config.task)
         self.config = config = replace(config, model=replace(config.model, vocab=task.vocab))
         self.task, self.train_config = task, config.train
@@ -68,6 +100,8 @@ class SupervisedLearner:
         self._stream("valid")  # a split that is too short must be found before anything is written
         self._stream("test")
         self.accelerator = build_accelerator(config)
+        processes = self.accelerator.num_processes
+        check_size(config, self.accelerator.device, processes, processes if self._sharded else 1)
         randomness.seed_everything(config.seed)
         self._build_model()
         self.states: list[Any] = [None] * config.train.accumulate
@@ -112,8 +146,20 @@ class SupervisedLearner:
         return self.task.stream(split, batch=batch, block=block, seed=self.config.seed)
 
     @property
+    def _sharded(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
+    @property
     def _eval_rows(self) -> int:
         return self.train_config.eval_batch or self.train_config.batch
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model that learns, without what wraps it for several processes."""
+        return self.accelerator.unwrap_model(self.model).decoder
+
+    def fingerprint(self) -> dict[str, Any]:
+        return find_fingerprint(self.task, self.config.task)
 
     # One step
 
@@ -196,8 +242,7 @@ class SupervisedLearner:
 
     def _score(self, split: Any, batches: int | None) -> Result:
         """Every process scores all batches: simple, equal everywhere, and FSDP needs all of them anyway."""
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        scorer = self.model if sharded else self.accelerator.unwrap_model(self.model)
+        scorer = self.model if self._sharded else self.accelerator.unwrap_model(self.model)
         stream = itertools.islice(self._stream(split), batches)
         return evaluate_stream(scorer, self.config.model, self.task, split, stream)
 
@@ -224,16 +269,20 @@ class SupervisedLearner:
         return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
 
     def load(self, snapshot: Snapshot) -> None:
-        """Weights, optimizers, memories, place in the data, generators."""
-        saved, here = snapshot.state["processes"], self.accelerator.num_processes
-        if saved != here:
-            raise UserError(f"this run was trained by {saved} processes, got {here}; launch it with {saved}")
+        """Weights, optimizers, memories, place in the data, generators; or weights alone, where the run starts from them."""
+        if snapshot.state:
+            self._check_processes(snapshot.state["processes"])
+        options = StateDictOptions(full_state_dict=True)
+        weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
+        if not snapshot.state:
+            set_model_state_dict(self.model, weights, options=options)
+            return
         set_state_dict(
             self.model,
             self.optimizers,
-            model_state_dict={_PREFIX + name: x for name, x in snapshot.model.items()},
+            model_state_dict=weights,
             optim_state_dict=snapshot.optimizer,  # type: ignore[arg-type]
-            options=StateDictOptions(full_state_dict=True),
+            options=options,
         )
         self.stream.load_state_dict(snapshot.state["stream"])
         if self.budget is not None:
@@ -243,3 +292,8 @@ class SupervisedLearner:
         self.step_metrics.load_state_dict(move(snapshot.worker["window"], device))
         randomness.load_host_state(snapshot.state["random"])
         randomness.load_torch_state(snapshot.worker["random"])
+
+    def _check_processes(self, saved: int) -> None:
+        here = self.accelerator.num_processes
+        if saved != here:
+            raise UserError(f"this run was trained by {saved} processes, got {here}; launch it with {saved}")
