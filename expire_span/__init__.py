@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "expire_attention": "ops",
     "ExpiringMemory": "memory",
+    "load_decoder": "checkpoint",
     "Decoder": "models.decoder",
     "DecoderConfig": "config",
     "ExpireSpanConfig": "config",
@@ -26,6 +27,7 @@ __all__ = [
     "TrainConfig",
     "__version__",
     "expire_attention",
+    "load_decoder",
 ]
 
 

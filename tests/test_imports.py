@@ -11,6 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "expire_span"
 ROWS = {
     "checks": 1,
     "models.systems": 1,  # the declarations; each system's layer.py is of the models' row
+    "errors": 1,
+    "files": 1,
+    "migrations": 1,
     "mixer_configs": 1,
     "model_configs": 1,
     "task_configs": 1,
@@ -24,6 +27,7 @@ ROWS = {
     "memory": 4,
     "models": 4,
     "tasks": 4,
+    "checkpoint": 5,
     "hf": 5,
     "generate": 5,
     "train": 6,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from expire_span import cli
+from expire_span.checkpoint import load_model
 from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
 from expire_span.generate import Sampling, generate_bytes
 from expire_span.memories import as_markdown, find_limits, reach_of, state_bytes
@@ -16,8 +17,7 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.systems import SYSTEMS
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder
-from expire_span.train.checkpoint import load_model
-from expire_span.train.supervised import Trainer, resume, train
+from expire_span.train.supervised import SupervisedLearner, resume, train
 from expire_span.view.report import write_report
 
 from .test_mixers import SMALL
@@ -121,12 +121,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Weights, buffers and every kind of state survive a checkpoint: the finished run equals an unbroken one."""
     config = run_config(tmp_path, kind, steps=6, log_every=1, checkpoint_every=3, eval_every=5)
     unbroken = train(config, tmp_path / "unbroken", shown=False)
-    broken = RunFolder.create(tmp_path / "broken", config, recipe="", environment={})
-    trainer = Trainer(config, shown=False)
-    monkeypatch.setattr(trainer, "_evaluate", _stop)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run(broken)
-    resume(broken, shown=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SupervisedLearner, "evaluate", _stop)
+        train(config, tmp_path / "broken", shown=False)
+    broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
     assert (broken.path / "result.json").read_bytes() == (unbroken.path / "result.json").read_bytes()
     assert (broken.path / "metrics.jsonl").read_bytes() == (unbroken.path / "metrics.jsonl").read_bytes()
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from expire_span import __version__
-from expire_span.runs import RunError, UserError
+from expire_span.errors import UserError, explain
 
 from .compare import run_compare
 from .lists import run_memories, run_recipes
@@ -20,19 +20,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
-    except RunError as error:
-        return _fail(str(error), error.exit_code)
-    except ValueError as error:
-        return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        return _fail("stopped", 130)
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except (Exception, KeyboardInterrupt) as error:
+        told = explain(error)
+        if told is None:  # a fault of this package: its traceback is what a report of it needs
+            raise
+        return _fail(*told)
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    text = f"{PROGRAM}: {' '.join(message.split())}"
+    print(text.encode(errors="backslashreplace").decode(), file=sys.stderr)
     return code
 
 
