@@ -32,8 +32,16 @@ function markTokens(box, death, cursor) {
     let alive = false;
     for (let k = i; death && k < end; k++) alive = alive || (k <= cursor && cursor < death[k]);
     node.classList.toggle("es-alive", alive);
-    node.classList.toggle("es-cursor", i <= cursor && cursor < end);
+    const here = i <= cursor && cursor < end;
+    node.classList.toggle("es-cursor", here);
+    if (here) keepInView(box, node);
   }
+}
+
+// Scrolls the box, never the page.
+function keepInView(box, node) {
+  const frame = box.getBoundingClientRect(), place = node.getBoundingClientRect();
+  if (place.top < frame.top || place.bottom > frame.bottom) box.scrollTop += place.top - frame.top - box.clientHeight / 2;
 }
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
