@@ -13,6 +13,8 @@ from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
 from .study import run_study
+from .trace import run_trace
+from .view import run_view
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +68,8 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("score a run's newest checkpoint", run_eval),
     "generate": ("write text with a run's newest checkpoint", run_generate),
     "report": ("write a run's report.html", run_report),
+    "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
+    "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
