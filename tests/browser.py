@@ -62,9 +62,7 @@ class Watched:
     """A page that writes down what it asks for and what it complains about."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(
-            viewport={"width": 1280, "height": 720}, accept_downloads=True, **options
-        )
+        self.context = browser.new_context(viewport={"width": 1280, "height": 720}, accept_downloads=True, **options)
         self.page = self.context.new_page()
         self.asked: list[str] = []
         self.complaints: list[str] = []
@@ -122,7 +120,14 @@ def made_trace(count: int, *, layers: int = 1, longest: int = 800, seed: int = 0
         deaths = due.pop(i, [])
         for layer, _, _ in deaths:
             alive[layer] -= 1
-        step = {"kind": "step", "i": i, "token": 97 + i % 26, "text": chr(97 + i % 26), "bits": 2.0, "top": [["a", 0.5]]}
+        step = {
+            "kind": "step",
+            "i": i,
+            "token": 97 + i % 26,
+            "text": chr(97 + i % 26),
+            "bits": 2.0,
+            "top": [["a", 0.5]],
+        }
         step |= {"spans": [[float(x)] for x in spans[i]], "deaths": deaths}
         steps.append(step | {"live": list(map(float, alive)), "bytes": [100 * x for x in alive]})
     return Trace(header, steps)

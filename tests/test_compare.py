@@ -71,7 +71,7 @@ def test_what_a_recipe_says_about_spans_stays_with_spans():
 def test_the_least_budget_is_what_closed_heads_keep_alive():
     """Two heads of eight live for the ramp of 48 at least, and six for 8 steps: 18 on average."""
     base = RECIPES["enwik8"]()
-    mixer = build_mixer(with_budget(base, "expire_span", 18).model, 0, None)
+    mixer = build_mixer(base.model.shape(0), with_budget(base, "expire_span", 18).model.mixer)
     torch.nn.init.constant_(mixer.span_predictor.reach, -1.0)
     spans = mixer.span_predictor(torch.randn(1, 3, 512)).detach()
     assert float(spans.mean()) + base.model.mixer.ramp == 18

@@ -262,12 +262,12 @@ def test_live_is_counted(name):
     with torch.no_grad():
         _, state, _ = read(decoder, x[:, :-1])
         _, _, aux = read(decoder, x[:, -1:], state)
-        base, read = read(decoder, x)[0][0, -1], 1
+        base, count = read(decoder, x)[0][0, -1], 1
         for n in range(24):
             other = x.clone()
             other[:, n] = (other[:, n] + 1) % 40
-            read += int((read(decoder, other)[0][0, -1] - base).abs().max() > 1e-12)
-    assert float(aux.live) == read
+            count += int((read(decoder, other)[0][0, -1] - base).abs().max() > 1e-12)
+    assert float(aux.live) == count
 
 
 def test_rebase_changes_nothing(expiring):
