@@ -10,9 +10,9 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
+from expire_span.checkpoint import load_model
 from expire_span.runs import RunFolder
 from expire_span.tasks.task import build_task
-from expire_span.train.checkpoint import load_model
 from expire_span.view.pictures import STYLE, draw_lifelines
 from expire_span.view.sample import marks_of, read_sample
 

@@ -18,6 +18,7 @@ import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig, TrainConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.systems.expire_span import PaperDetails
 from expire_span.ops import resolve_impl
 from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
 from expire_span.train.scorer import Scorer
@@ -72,7 +73,9 @@ def sizes() -> dict[str, tuple[dict[str, Any], dict[str, Any], int, int]]:
 def cases() -> list[Case]:
     found = []
     for size, (fields, memory, batch, block) in sizes().items():
-        paper_memory = ExpireSpanConfig(**memory, include_self=False, normalizer_eps=1e-8, initial_memories=block)
+        paper_memory = ExpireSpanConfig(
+            **memory, paper=PaperDetails(False, initial_memories=block, normalizer_eps=1e-8)
+        )
         paper = DecoderConfig.paper(**fields, relative_window=block, mixer=paper_memory)
         modern = DecoderConfig.modern(**fields, mixer=ExpireSpanConfig(**memory))
         train = TrainConfig(batch=batch, block=block, lr=7e-4, warmup=8000, clip=0.3, precision="bf16", steps=100_000)
@@ -89,7 +92,9 @@ def cases() -> list[Case]:
 
 def shrink(case: Case) -> Case:
     """The same kind of case in a fraction of a second on any machine."""
-    mixer = replace(case.model.mixer, max_span=64, ramp=4, initial_memories=case.model.mixer.initial_memories and 8)
+    paper = case.model.mixer.paper
+    paper = replace(paper, initial_memories=paper.initial_memories and 8)
+    mixer = replace(case.model.mixer, max_span=64, ramp=4, paper=paper)
     model = replace(case.model, dim=16, ff_dim=16, layers=1, heads=2, relative_window=8, mixer=mixer)
     return replace(case, model=model, train=replace(case.train, batch=2, block=8, compile=False, precision="fp32"))
 

@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is imported when it is first used
+    from expire_span.checkpoint import load_decoder
+    from expire_span.config import RunConfig, TrainConfig
+    from expire_span.model_configs import BackboneConfig, DecoderConfig
+    from expire_span.models.backbone import Backbone
+    from expire_span.models.decoder import Decoder
+    from expire_span.models.encoder import Encoder
+    from expire_span.models.lifetimes import Lifetimes
+    from expire_span.models.mixer import Mixer, MixerAux, MixerOutput
+    from expire_span.models.systems import LayerShape, MemorySystem, register
+    from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach, PaperDetails
+    from expire_span.models.systems.expire_span.layer import ExpireSpan
+    from expire_span.ops import expire_attention
+    from expire_span.store import ExpiringMemory
+
+__version__ = "0.2.0"
 
 _PUBLIC = {
-    "expire_attention": "ops",
-    "ExpiringMemory": "memory",
+    "Backbone": "models.backbone",
+    "BackboneConfig": "model_configs",
     "Decoder": "models.decoder",
-    "DecoderConfig": "config",
-    "ExpireSpanConfig": "config",
+    "DecoderConfig": "model_configs",
+    "Encoder": "models.encoder",
+    "ExpireSpan": "models.systems.expire_span.layer",
+    "ExpireSpanConfig": "models.systems.expire_span",
+    "ExpiringMemory": "store",
+    "HeadReach": "models.systems.expire_span",
+    "LayerShape": "models.systems",
+    "Lifetimes": "models.lifetimes",
+    "MemorySystem": "models.systems",
+    "Mixer": "models.mixer",
+    "MixerAux": "models.mixer",
+    "MixerOutput": "models.mixer",
+    "PaperDetails": "models.systems.expire_span",
     "RunConfig": "config",
     "TrainConfig": "config",
+    "expire_attention": "ops",
+    "load_decoder": "checkpoint",
+    "register": "models.systems",
 }
 
 __all__ = [
+    "Backbone",
+    "BackboneConfig",
     "Decoder",
     "DecoderConfig",
+    "Encoder",
+    "ExpireSpan",
     "ExpireSpanConfig",
     "ExpiringMemory",
+    "HeadReach",
+    "LayerShape",
+    "Lifetimes",
+    "MemorySystem",
+    "Mixer",
+    "MixerAux",
+    "MixerOutput",
+    "PaperDetails",
     "RunConfig",
     "TrainConfig",
     "__version__",
     "expire_attention",
+    "load_decoder",
+    "register",
 ]
 
 

@@ -1,7 +1,21 @@
-"""So that `python -m expire_span`, `accelerate launch -m expire_span` and torchrun work."""
+"""So that `python -m expire_span`, `accelerate launch -m expire_span` and torchrun work; also the installed command.
+
+Everything is imported inside `main`, so that Ctrl-C while modules are loading is answered with a sentence as well.
+"""
 
 import sys
 
-from expire_span.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line with this process's arguments."""
+    try:
+        from expire_span.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("expire-span: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,25 +2,30 @@
 
 A run is a `RunConfig`: a task (task_configs.py), a model (model_configs.py), how to train it (train_configs.py). Every field
 is documented under it; the same words are the command line's help. `to_dict` and `from_dict` turn any config into JSON and
-back.
+back; what is read back is checked field by field, because a file may be damaged or come from elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from expire_span.mixer_configs import ExpireSpanConfig, MixerConfig
-from expire_span.model_configs import DecoderConfig
-from expire_span.task_configs import EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
+from expire_span.checks import require
+from expire_span.mixer_configs import MixerConfig
+from expire_span.model_configs import BackboneConfig, DecoderConfig
+from expire_span.models.systems.expire_span import ExpireSpanConfig
+from expire_span.task_configs import OUTSIDE_TASKS, EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
 from expire_span.train_configs import BudgetConfig, TrainConfig
 
 __all__ = [
     "FORMAT_VERSION",
+    "BackboneConfig",
     "BudgetConfig",
     "DecoderConfig",
     "EntrancesTask",
@@ -36,8 +41,12 @@ __all__ = [
     "to_dict",
 ]
 
-FORMAT_VERSION = 1
-"""Version of the run folder's layout and of config.json."""
+FORMAT_VERSION = 2
+"""Version of the run folder's layout and of config.json. Version 1 had no checksum and no fingerprint of the data."""
+
+
+LARGEST = 2**48
+"""No size of a run can be as large as this; larger ones overflow the arithmetic of libraries below."""
 
 
 @dataclass(frozen=True)
@@ -53,38 +62,115 @@ class RunConfig:
     seed: int = 0
     """Seed of weights, data order and noise."""
 
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, f"seed must lie between 0 and 2**63 - 1, got {self.seed}")
+        for name in ("dim", "ff_dim"):
+            value = getattr(self.model, name)
+            require(value >= 1, f"model.{name} must be at least 1, got {value}")
+        for name, value in walk(self):
+            sane = not isinstance(value, int) or abs(value) < LARGEST or name == "seed"
+            require(sane, f"{name} must be smaller than {LARGEST:,}, got {value:,}" if not sane else "")
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(finite, f"{name} must be a finite number, got {value}")
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a config and of the configs inside it, with its dotted name."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, f"{name}.")
+        else:
+            yield name, value
+
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as plain JSON values."""
     return dataclasses.asdict(config)
 
 
-def from_dict(cls: Any, data: dict[str, Any]) -> Any:
-    """The inverse of `to_dict`; unknown fields are refused with the nearest known name."""
-    hints = typing.get_type_hints(cls)
-    for name in data:
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            advice = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{cls.__name__} has no field {name}{advice}")
-    return cls(**{name: _parse(hints[name], value) for name, value in data.items()})
+def from_dict(cls: Any, data: Any, where: str = "") -> Any:
+    """The inverse of `to_dict`. Unknown and missing fields, wrong types and unknown words are refused, naming the field."""
+    name = where or cls.__name__
+    require(isinstance(data, dict), f"{name} must be a table of fields, got {_show(data)}")
+    data = cls.upgrade(data) if hasattr(cls, "upgrade") else data  # settings as older run folders hold them
+    hints = typing.get_type_hints(cls)  # read anew each time: systems and tasks may be registered from outside
+    for field in data:
+        if field not in hints:
+            near = difflib.get_close_matches(str(field), hints, n=1)
+            raise ValueError(f"{name} has no field {field}{f'; did you mean {near[0]}?' if near else ''}")
+    for field in dataclasses.fields(cls):
+        given = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        require(given or field.name in data, f"{name} lacks the field {field.name}")
+    prefix = f"{where}." if where else ""
+    return cls(**{field: _parse(hints[field], value, f"{prefix}{field}") for field, value in data.items()})
 
 
-def _parse(hint: Any, value: Any) -> Any:
-    if isinstance(value, dict):
-        return from_dict(_pick_class(hint, value), value)
-    if typing.get_origin(hint) is tuple:
-        return tuple(value)
-    return value
+def _parse(hint: Any, value: Any, where: str) -> Any:
+    """One value as its field's type wants it; lists from JSON become tuples."""
+    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    if value is None and type(None) in members:
+        return None
+    if any(dataclasses.is_dataclass(member) for member in members):
+        return from_dict(_pick_class(hint, value, where), value, where)
+    members = [member for member in members if member is not type(None)]
+    for member in members:
+        if _fits(member, value):
+            return _convert(member, value, where)
+    raise ValueError(f"{where} must be {' or '.join(_describe(m) for m in members)}, got {_show(value)}")
 
 
-def _pick_class(hint: Any, value: dict[str, Any]) -> Any:
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+def _is_union(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is typing.Literal:
+        return any(value == word and type(value) is type(word) for word in typing.get_args(hint))
+    if origin in (tuple, list):
+        return isinstance(value, (tuple, list))
+    if hint is float:  # JSON writes 1.0 as 1 in some programs; NaN and infinity are no numbers that one can set
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(hint, type) and isinstance(value, hint)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if typing.get_origin(hint) not in (tuple, list):
+        return value
+    kinds = typing.get_args(hint)
+    endless = len(kinds) == 1 or kinds[-1] is Ellipsis
+    require(endless or len(kinds) == len(value), f"{where} must have {len(kinds)} values, got {len(value)}")
+    parts = [_parse(kinds[0] if endless else kinds[n], x, f"{where}[{n}]") for n, x in enumerate(value)]
+    return tuple(parts) if typing.get_origin(hint) is tuple else parts
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+    return names.get(hint) or "a list"
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _pick_class(hint: Any, value: Any, where: str) -> Any:
+    require(isinstance(value, dict), f"{where} must be a table of fields, got {_show(value)}")
+    members = typing.get_args(hint) if _is_union(hint) else (hint,)
     members = tuple(m for m in members if dataclasses.is_dataclass(m))
     kinds = {getattr(m, "kind", None): m for m in members}
+    kinds |= OUTSIDE_TASKS if hint == TaskConfig else {}
     if len(members) == 1 and "kind" not in value:
         return members[0]
-    if value.get("kind") not in kinds:
+    kind = value.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
         known = ", ".join(sorted(str(k) for k in kinds))
-        raise ValueError(f"unknown kind {value.get('kind')!r}, known are: {known}")
-    return kinds[value["kind"]]
+        raise ValueError(f"unknown kind {kind!r} of {where}, known are: {known}")
+    return kinds[kind]

@@ -20,7 +20,8 @@ from expire_span.config import (
     TrainConfig,
     WordsTask,
 )
-from expire_span.mixer_configs import GRUConfig
+from expire_span.models.systems.expire_span import HeadReach, PaperDetails
+from expire_span.models.systems.recurrent import GRUConfig
 
 
 def recall() -> RunConfig:
@@ -76,10 +77,12 @@ def text_small() -> RunConfig:
 
 def enwik8() -> RunConfig:
     """enwik8 (--task.path): 12 layers of 512 (38M weights), parallel training on windows of 8192; minutes on one H200."""
-    # Few heads of a layer have a use for long memory: each learns how far it reaches, from 98 steps on. Two share that out
-    # among tokens; the others may end with lives of 8 steps, ramp and all. At a lower temperature noise alone spreads spans.
+    # Few heads of a layer have a use for long memory: each learns its average span, from 98 steps on. Two distribute it
+    # over tokens; the others may end with lives of 8 steps, the ramp included. At a lower temperature noise alone
+    # spreads spans.
     mixer = ExpireSpanConfig(max_span=8192, ramp=48, initial_span=0.012, span_loss="l1", temperature=32.0)
-    mixer = replace(mixer, span_per="kv_head", reach="learned", own_heads=2, near_span=-40.0, shapes_states=False)
+    reach = HeadReach(learned=True, own_heads=2, shortest_shared=-40.0, stop_gradient=True)
+    mixer = replace(mixer, span_per="kv_head", reach=reach)
     model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, dropout=0.05, mixer=mixer)
     train = TrainConfig(steps=6212, batch=8, block=8192, carry=False, optimizer="muon", lr=3e-3, muon_lr=2e-2)
     train = replace(train, betas=(0.9, 0.95), weight_decay=0.05, span_weight=2e-6)
@@ -92,7 +95,9 @@ def enwik8_small() -> RunConfig:
     """The paper's small enwik8 model (8 layers of 256, spans up to 4096), trained in blocks of 256."""
     return _enwik8(
         DecoderConfig.paper(dim=256, layers=8, heads=4, ff_dim=1024, relative_window=256, dropout=0.0),
-        ExpireSpanConfig(max_span=4096, ramp=64, initial_span=0.1, temperature=64.0, initial_memories=256),
+        ExpireSpanConfig(
+            max_span=4096, ramp=64, initial_span=0.1, temperature=64.0, paper=PaperDetails(initial_memories=256)
+        ),
         TrainConfig(steps=100_000, batch=64, block=256, lr=3e-4, warmup=8000, clip=0.3),
     )
 
@@ -101,14 +106,16 @@ def enwik8_12l() -> RunConfig:
     """The paper's 12-layer enwik8 model (38M weights, spans up to 16384), trained in blocks of 512."""
     return _enwik8(
         DecoderConfig.paper(dim=512, layers=12, heads=8, ff_dim=2048, relative_window=512, dropout=0.3),
-        ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.1, noisy=True, initial_memories=512),
+        ExpireSpanConfig(
+            max_span=16_384, ramp=128, initial_span=0.1, paper=PaperDetails(noisy=True, initial_memories=512)
+        ),
         TrainConfig(steps=100_000, batch=512, block=512, lr=7e-4, warmup=8000, clip=0.3),
     )
 
 
 def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -> RunConfig:
     """What the paper's two enwik8 models share: raw bytes split 90/5/5, block training, Adam at a constant rate."""
-    mixer = replace(mixer, include_self=False, normalizer_eps=1e-8)
+    mixer = replace(mixer, paper=replace(mixer.paper, include_self=False, normalizer_eps=1e-8))
     train = replace(train, carry=True, schedule="constant", span_weight=1e-6, betas=(0.9, 0.999), eval_every=1000)
     train = replace(train, checkpoint_every=1000, log_every=50, compile=True)
     return RunConfig(TextTask(path="data/enwik8"), replace(model, mixer=mixer), train)

@@ -1,7 +1,7 @@
 """The run folder: the only interface between training, evaluation, generation and reports. Standard library only.
 
 runs/<name>/
-  config.json      format, version, recipe, config, environment
+  config.json      format, version, recipe, config, environment, fingerprint of the data; all under a checksum
   metrics.jsonl    one line per log or evaluation; deterministic values only
   speed.jsonl      wall-clock values, kept apart so that metrics.jsonl can be compared byte for byte
   checkpoints/     step-00000200/ ...
@@ -15,62 +15,47 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from expire_span.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
+from expire_span.errors import RunError, StorageError, UserError, describe
+from expire_span.files import (
+    check_seal,
+    parse_json,
+    read_json,
+    seal,
+    sweep,
+    sync_folder,
+    to_json,
+    write_atomic,
+    write_synced,
+)
+from expire_span.migrations import OLDEST, migrate
 
+__all__ = [
+    "RunError",
+    "RunFolder",
+    "StorageError",
+    "UserError",
+    "check_name",
+    "check_new",
+    "describe",
+    "find_run",
+    "sync_folder",
+    "to_json",
+    "write_atomic",
+    "write_synced",
+]
 
-class RunError(Exception):
-    """A run cannot go on; the message says why and what to do. The command line prints it and exits with `exit_code`."""
-
-    exit_code = 1
-
-
-class UserError(RunError, ValueError):
-    """What was asked for cannot be done: bad names, values or folders."""
-
-    exit_code = 2
-
-
-def describe(error: OSError) -> str:
-    """The cause of a failed write in words."""
-    return "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` at once: a reader, or a crash, sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(temporary, data)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+LONGEST_NAME = 200
+"""Bytes of a run's name at most: file systems allow 255, and temporary names are longer than the name."""
 
 
 def _lock(handle: int, path: Path) -> None:
@@ -87,28 +72,41 @@ def _lock(handle: int, path: Path) -> None:
         raise UserError(f"run {path} is being trained by another process; wait for it, or stop it first") from error
 
 
-def to_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
 def check_name(name: str) -> None:
+    """Refuse a name that is not a plain folder name."""
     if not name or name.startswith(".") or Path(name).name != name:
         raise UserError(f"a run name must be a plain folder name without slashes or a leading dot, got {name!r}")
+    if not name.isprintable():
+        raise UserError(f"a run name must consist of printable characters, got {name!r}")
+    if len(name.encode()) > LONGEST_NAME:
+        raise UserError(f"a run name must have at most {LONGEST_NAME} bytes, got {len(name.encode())}")
 
 
 def check_new(path: Path) -> None:
-    """Refuse a folder that is already there: a run is never overwritten."""
-    if path.exists():
+    """Refuse a folder that is already there, since a run is never overwritten, and a place that cannot hold a folder."""
+    if path.exists() or path.is_symlink():
         raise UserError(
             f"run folder {path} already exists; give another --name, or go on with: expire-span resume {path}"
         )
+    check_holds_folders(path.parent)
+
+
+def check_holds_folders(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to."""
+    found = next(place for place in (folder, *folder.parents, Path(".")) if place.exists())
+    if not found.is_dir():
+        raise UserError(f"{folder} cannot hold run folders: {found} is a file; give another --runs-dir")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir")
 
 
 def find_run(run: str, runs_dir: Path) -> RunFolder:
-    """A run by its name under `runs_dir`, or by its path."""
+    """A run by its name under `runs_dir`, or by its path. Leftovers of killed processes in it are deleted."""
     for path in (runs_dir / run, Path(run)):
         if (path / "config.json").is_file():
-            return RunFolder.open(path)
+            found = RunFolder.open(path)
+            found.sweep()
+            return found
     known = sorted(p.parent.name for p in runs_dir.glob("*/config.json"))
     near = difflib.get_close_matches(run, known, n=1)
     advice = f"did you mean {near[0]}?" if near else f"known runs: {', '.join(known) or 'none'}"
@@ -121,28 +119,50 @@ class RunFolder:
     config: RunConfig
     recipe: str
     environment: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    """Fingerprint of the data that the run began with; empty where the data is generated, or the run is of format 1."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Where the first weights came from; empty where they were drawn at random."""
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, *, recipe: str, environment: dict[str, Any]) -> RunFolder:
-        """Make the folder at once, complete with config.json; an existing one is refused."""
+    def create(
+        cls,
+        path: Path,
+        config: RunConfig,
+        *,
+        recipe: str,
+        environment: dict[str, Any],
+        data: dict[str, Any] | None = None,
+        origin: dict[str, Any] | None = None,
+        fill: Callable[[Path], None] = lambda folder: None,
+    ) -> RunFolder:
+        """Make the folder at once, complete with config.json; an existing one is refused.
+
+        `fill` may put more into the folder before it gets its name, such as a first checkpoint.
+        """
         from expire_span import __version__
 
         check_name(path.name)
         check_new(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = {"format": FORMAT_VERSION, "version": __version__, "recipe": recipe}
-        head |= {"config": to_dict(config), "environment": environment}
+        head = {"format": FORMAT_VERSION, "version": __version__, "recipe": recipe, "config": to_dict(config)}
+        head |= {"environment": environment, "data": data or {}, "origin": origin or {}}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")
             (temporary / "checkpoints").mkdir(parents=True)
-            write_synced(temporary / "config.json", to_json(head))
+            write_synced(temporary / "config.json", to_json(seal(head)))
+            fill(temporary)
             sync_folder(temporary)
             os.rename(temporary, path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 check_new(path)
-            raise RunError(f"cannot create run folder {path}: {describe(error)}") from error
+            raise StorageError(f"cannot create run folder {path}: {describe(error)}") from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         sync_folder(path.parent)
         return cls.open(path)
 
@@ -159,18 +179,26 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         path = Path(path)
-        if not (path / "config.json").is_file():
+        file = path / "config.json"
+        if not file.is_file():
             raise UserError(f"no run at {path}: it has no config.json")
-        try:
-            head = json.loads((path / "config.json").read_bytes())
-        except ValueError as error:
-            raise UserError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-        if head.get("format") != FORMAT_VERSION:
+        head = read_json(file)
+        version = head.get("format")
+        if not isinstance(version, int) or not OLDEST <= version <= FORMAT_VERSION:
             raise UserError(
-                f"run folder {path} has format {head.get('format')} (written by version {head.get('version')}), "
-                f"this version reads format {FORMAT_VERSION}; use the version that wrote it"
+                f"run folder {path} has format {version} (written by version {head.get('version')}), this version "
+                f"reads formats {OLDEST} to {FORMAT_VERSION}; use the version that wrote it"
             )
-        return cls(path, from_dict(RunConfig, head["config"]), head.get("recipe", ""), head.get("environment", {}))
+        if version >= 2:
+            check_seal(head, file)
+        try:
+            config = from_dict(RunConfig, migrate(_table(head, "config"), version, FORMAT_VERSION))
+            recipe = head.get("recipe", "")
+            if not isinstance(recipe, str):
+                raise ValueError(f"recipe must be text, got {recipe!r}")
+            return cls(path, config, recipe, *(_table(head, name) for name in ("environment", "data", "origin")))
+        except ValueError as error:
+            raise UserError(f"{file}: {error}") from error
 
     @property
     def name(self) -> str:
@@ -184,6 +212,14 @@ class RunFolder:
     def finished(self) -> bool:
         return (self.path / "result.json").is_file()
 
+    def sweep(self) -> None:
+        """Delete what killed processes left half-written, unless the run is being trained or cannot be written to."""
+        with contextlib.suppress(OSError, RunError), self.hold():
+            sweep(self.path)
+            sweep(self.path.parent, f".{glob.escape(self.name)}.*.tmp")
+            for folder in self.checkpoints.glob(".step-*.tmp"):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", line)
 
@@ -191,17 +227,18 @@ class RunFolder:
         self._append("speed.jsonl", line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._whole_lines("metrics.jsonl")]
+        return [line for line, _ in self._read_lines("metrics.jsonl")]
 
     def read_speed(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._whole_lines("speed.jsonl")]
+        return [line for line, _ in self._read_lines("speed.jsonl")]
 
     def truncate(self, step: int) -> None:
         """Forget every metric after `step`, and a line that a crash cut short, so that a resumed run writes them anew."""
         for name in ("metrics.jsonl", "speed.jsonl"):
             if (self.path / name).exists():
-                kept = [line for line in self._whole_lines(name) if json.loads(line)["step"] <= step]
-                write_atomic(self.path / name, b"".join(kept))
+                kept = [data for line, data in self._read_lines(name) if line["step"] <= step]
+                with self._resumable(name):
+                    write_atomic(self.path / name, b"".join(kept))
 
     def sync_metrics(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be newer than they are."""
@@ -211,21 +248,43 @@ class RunFolder:
                     os.fsync(file.fileno())
 
     def write_result(self, result: dict[str, Any]) -> None:
-        write_atomic(self.path / "result.json", to_json(result))
+        with self._resumable("result.json"):
+            write_atomic(self.path / "result.json", to_json(result))
 
     def read_result(self) -> dict[str, Any] | None:
-        return json.loads((self.path / "result.json").read_bytes()) if self.finished else None
+        return read_json(self.path / "result.json") if self.finished else None
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
+        with self._resumable(name), open(self.path / name, "ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def _resumable(self, name: str) -> Iterator[None]:
+        """A failed write ends the command with a sentence that says how to go on later."""
         try:
-            with open(self.path / name, "ab") as file:
-                file.write(json.dumps(line).encode() + b"\n")
+            yield
         except OSError as error:
             advice = f"once that is mended, go on with: expire-span resume {self.path}"
-            raise RunError(f"cannot write {self.path / name}: {describe(error)}; {advice}") from error
+            raise StorageError(f"cannot write {self.path / name}: {describe(error)}; {advice}") from error
 
-    def _whole_lines(self, name: str) -> list[bytes]:
-        """The lines that were written to their end."""
+    def _read_lines(self, name: str) -> list[tuple[dict[str, Any], bytes]]:
+        """The lines that were written to their end, each with its bytes; a damaged one is refused."""
         path = self.path / name
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return [line for line in lines if line.endswith(b"\n")]
+        out = []
+        for number, line in enumerate(lines, 1):
+            if line.endswith(b"\n"):
+                value = parse_json(line, f"line {number} of {path}")
+                if not isinstance(value.get("step"), int):
+                    raise UserError(
+                        f"line {number} of {path} must have a whole number as step, got {value.get('step')!r}"
+                    )
+                out.append((value, line))
+        return out
+
+
+def _table(head: dict[str, Any], name: str) -> dict[str, Any]:
+    value = head.get(name, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a table of fields, got {value!r:.60}")
+    return value

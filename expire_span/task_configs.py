@@ -121,3 +121,5 @@ class WordsTask:
 
 TaskConfig = TextTask | RecallTask | EntrancesTask | WordsTask
 """Any task's config; each has a literal `kind`."""
+OUTSIDE_TASKS: dict[str, type] = {}
+"""Config classes that users registered from outside the package, by kind (see expire_span.tasks.registry)."""

@@ -34,6 +34,7 @@ class BudgetConfig:
             require(value is None or value > 0, f"budget {name} must be greater than 0, got {value}")
         require(self.initial_weight > 0, f"initial_weight must be greater than 0, got {self.initial_weight}")
         require(self.gain > 0, f"gain must be greater than 0, got {self.gain}")
+        require(self.max_weight > 0, f"max_weight must be greater than 0, got {self.max_weight}")
 
     @property
     def active(self) -> bool:
@@ -129,4 +130,7 @@ class TrainConfig:
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
         for name in ("warmup", "clip", "weight_decay", "span_weight"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
+        require(0 <= self.final_lr <= 1, f"final_lr must lie in [0, 1], a share of the peak, got {self.final_lr}")
+        for beta in self.betas:
+            require(0 <= beta < 1, f"betas must lie in [0, 1), got {self.betas}")
         require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")

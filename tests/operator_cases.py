@@ -7,6 +7,8 @@ from torch import Tensor
 
 from expire_span.ops import expire_attention
 
+from .error_budget import assert_all_within_budget
+
 GRADS = ("q", "k", "v", "span")
 
 
@@ -76,8 +78,12 @@ def make_spans(kind: str, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
     raise ValueError(kind)
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    for name, expected in want.items():
-        error = (got[name].double() - expected.double()).abs().max() if expected.numel() else torch.zeros(())
-        size = expected.abs().max() if expected.numel() else torch.ones(())
-        assert error <= tolerance * max(float(size), 1.0), f"{name}: error {float(error):.3g} at size {float(size):.3g}"
+def assert_same(case: Case, impl: str, **options) -> None:
+    """In float64, output and gradients equal the definition's up to the rounding of float64."""
+    got, exact = case.run(impl, **options), case.run("reference", **options)
+    assert_all_within_budget(got, exact, case.run("reference", torch.float32, **options))
+
+
+def as_dtype(x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of a case with all float tensors in `dtype`, detached."""
+    return {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in x.items()}

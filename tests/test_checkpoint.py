@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
+from expire_span import checkpoint
+from expire_span.checkpoint import Snapshot
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import pack
 from expire_span.runs import RunError, RunFolder, UserError
-from expire_span.train import checkpoint
-from expire_span.train.checkpoint import Snapshot
 from tests.tiny import tiny_config, write_text
 
 

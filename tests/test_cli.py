@@ -119,9 +119,9 @@ def test_run_of_another_version_and_without_checkpoint(call, tmp_path, options):
     check_refused(call("eval", "a"), "has no checkpoint yet")
     check_refused(call("generate", "a"), "has no checkpoint yet")
     config = tmp_path / "runs/a/config.json"
-    config.write_text(config.read_text().replace('"format": 1', '"format": 7'))
+    config.write_text(config.read_text().replace('"format": 2', '"format": 7'))
     for verb in ("eval", "resume", "generate", "report"):
-        check_refused(call(verb, "a"), "format 7", "reads format 1")
+        check_refused(call(verb, "a"), "format 7", "reads formats 1 to 2")
 
 
 def test_recipes_lists_each_with_one_line(call):

@@ -8,8 +8,9 @@ import torch
 
 from expire_span.config import ExpireSpanConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MIXERS
-from expire_span.models.span_predictor import SpanPredictor
+from expire_span.models.lifetimes import Lifetimes
+from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems.expire_span import HeadReach
 
 from .test_mixers import SMALL, small
 from .tiny import MIXER
@@ -18,7 +19,7 @@ from .tiny import MIXER
 def losses(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss, what is alive, and every gradient where gradients are on."""
     decoder.zero_grad()
-    logits, _, aux = decoder(tokens[:, :-1], remember=False)
+    logits, _, aux = decoder(tokens[:, :-1], keep="nothing")
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     if torch.is_grad_enabled():
         (loss + 1e-3 * aux.loss).backward()
@@ -56,19 +57,19 @@ def test_compiled_count_of_compressive_memories():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shapes_states", [True, False])
-def test_compiled_spans_and_their_gradients(shapes_states):
-    check("expire_span", "cpu", span_per="kv_head", shapes_states=shapes_states)
+@pytest.mark.parametrize("stop", [True, False])
+def test_compiled_spans_and_their_gradients(stop):
+    check("expire_span", "cpu", span_per="kv_head", reach=HeadReach(stop_gradient=stop))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shapes_states", [True, False])
+@pytest.mark.parametrize("stop", [True, False])
 @pytest.mark.parametrize("outputs", [1, 3, 8])
-def test_spans_of_half_precision_states_keep_their_digits(outputs, shapes_states):
+def test_spans_of_half_precision_states_keep_their_digits(outputs, stop):
     torch.manual_seed(0)
-    rules = ExpireSpanConfig(max_span=8192, span_per="kv_head", shapes_states=shapes_states)
-    predictor = SpanPredictor(512, outputs, rules).cuda()
+    rules = ExpireSpanConfig(max_span=8192, span_per="kv_head", reach=HeadReach(stop_gradient=stop))
+    predictor = Lifetimes(512, outputs, rules).cuda()
     torch.nn.init.normal_(predictor.weight, std=0.05)
     h = torch.randn(2, 300, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
     direction = torch.randn(2, outputs, 300, device="cuda")
@@ -89,6 +90,6 @@ def test_spans_of_half_precision_states_keep_their_digits(outputs, shapes_states
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", sorted(MIXERS))
+@pytest.mark.parametrize("kind", sorted(SYSTEMS))
 def test_compiled_on_a_gpu(kind):
     check(kind, "cuda")

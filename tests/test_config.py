@@ -19,6 +19,7 @@ from expire_span.config import (
     from_dict,
     to_dict,
 )
+from expire_span.models.systems.expire_span import HeadReach
 from expire_span.recipes import RECIPES, get_recipe, summary
 
 
@@ -53,20 +54,29 @@ def test_unknown_recipe_names_the_nearest():
         (lambda: DecoderConfig(dim=12, heads=4), "even head dim, got 3"),
         (lambda: ExpireSpanConfig(ramp=0), "ramp must be greater than 0, got 0"),
         (lambda: ExpireSpanConfig(initial_span=1.0), "got 1.0"),
-        (lambda: ExpireSpanConfig(initial_spread=4.0), "initial_spread .* needs span_per kv_head, got span_per layer"),
-        (lambda: ExpireSpanConfig(reach="learned"), "reach learned .* needs span_per kv_head, got span_per layer"),
-        (lambda: ExpireSpanConfig(own_heads=2), "own_heads .* needs span_per kv_head, got span_per layer"),
-        (lambda: ExpireSpanConfig(span_per="kv_head", own_heads=0), "own_heads must be at least 1, got 0"),
-        (lambda: ExpireSpanConfig(span_per="kv_head", initial_spread=0.5), "at least 1, got 0.5"),
-        (lambda: ExpireSpanConfig(span_per="kv_head", initial_spread=100.0), r"must lie below 1, got 1$"),
+        (
+            lambda: ExpireSpanConfig(reach=HeadReach(spread=4.0)),
+            "reach.spread .* needs span_per kv_head, got span_per layer",
+        ),
+        (
+            lambda: ExpireSpanConfig(reach=HeadReach(True)),
+            "reach.learned .* needs span_per kv_head, got span_per layer",
+        ),
+        (
+            lambda: ExpireSpanConfig(reach=HeadReach(own_heads=2)),
+            "reach.own_heads .* needs span_per kv_head, got span_per layer",
+        ),
+        (lambda: HeadReach(own_heads=0), "own_heads must be at least 1, got 0"),
+        (lambda: HeadReach(spread=0.5), "at least 1, got 0.5"),
+        (lambda: ExpireSpanConfig(span_per="kv_head", reach=HeadReach(spread=100.0)), r"must lie below 1, got 1$"),
         (
             lambda: ExpireSpanConfig(min_span=2000),
             "min_span must lie between -ramp and max_span, -32 and 1024, got 2000",
         ),
         (lambda: ExpireSpanConfig(min_span=-32), "min_span must lie between -ramp and max_span, -32 and 1024, got -32"),
         (
-            lambda: ExpireSpanConfig(near_span=-3),
-            "needs reach learned and own_heads, got reach fixed and own_heads None",
+            lambda: HeadReach(shortest_shared=-3),
+            "needs learned and own_heads, got learned False and own_heads None",
         ),
         (lambda: ExpireSpanConfig(cap=0), "cap must be at least 1, got 0"),
         (lambda: TrainConfig(batch=6, accumulate=4), "accumulate 4 and batch 6"),

@@ -26,12 +26,14 @@ def test_it_learns_to_meet_the_budget(tmp_path):
     model = tiny()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     handle = retrofit(model, RetrofitConfig(max_span=64, ramp=4))
-    result = distill(handle, documents(), DistillConfig(budget=0.5, steps=40, gain=0.4, **SMALL), tmp_path / "run")
+    result = distill(
+        handle, documents(), DistillConfig(budget=0.5, steps=36, gain=0.4, **SMALL | dict(lr=0.06)), tmp_path / "run"
+    )
     assert 20 < result["live"] < 44, result  # the target is 32 of 64
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 40 and lines[0]["live"] == 64 and lines[0]["kl"] < 1e-6 < lines[-1]["kl"]
+    assert len(lines) == 36 and lines[0]["live"] == 64 and lines[0]["kl"] < 1e-6 < lines[-1]["kl"]
     handle.detach()
     assert load_adapter(model, tmp_path / "run" / "adapter").config.max_span == 64
 
@@ -175,7 +177,9 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     adapter, sizes = str(tmp_path / "run" / "adapter"), ["--max-span", "96", "--ramp", "8", "--context", "96"]
     sizes += ["--block", "48", "--batch", "1", "--steps", "6", "--lr", "0.02"]
     common = ["--data", str(book), "--device", "cpu"]
-    assert main(["retrofit", str(folder), "--out", str(tmp_path / "run"), "--budget-tokens", "40", *common, *sizes]) == 0
+    assert (
+        main(["retrofit", str(folder), "--out", str(tmp_path / "run"), "--budget-tokens", "40", *common, *sizes]) == 0
+    )
     assert "(budget 40)" in capsys.readouterr().out
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
     assert "sound, made for" in capsys.readouterr().out
@@ -207,7 +211,10 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
         (["retrofit", "m", "--data", str(book), "--budget", "2"], "must lie in (0, 1], got 2.0"),
         (["verify", str(tmp_path)], "it has no adapter.json"),
         (["evaluate-cache", "m", "--data", str(book)], "method expire needs --adapter, got none"),
-        (["evaluate-cache", "m", "--data", str(book), "--methods", "none", "--budgets", "7"], "shares in (0, 1], got 7"),
+        (
+            ["evaluate-cache", "m", "--data", str(book), "--methods", "none", "--budgets", "7"],
+            "shares in (0, 1], got 7",
+        ),
     ):
         assert main(words) == 2
         error = capsys.readouterr().err

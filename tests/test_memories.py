@@ -8,37 +8,36 @@ import pytest
 import torch
 
 from expire_span import cli
+from expire_span.checkpoint import load_model
 from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
 from expire_span.generate import Sampling, generate_bytes
-from expire_span.memories import MEMORIES, as_markdown, find_limits, reach_of, state_bytes
-from expire_span.mixer_configs import MIXER_CONFIGS, mixer_config
+from expire_span.memories import as_markdown, find_limits, reach_of, state_bytes
+from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MIXERS
+from expire_span.models.systems import SYSTEMS
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder
-from expire_span.train.checkpoint import load_model
-from expire_span.train.supervised import Trainer, resume, train
+from expire_span.train.supervised import SupervisedLearner, resume, train
 from expire_span.view.report import write_report
 
 from .test_mixers import SMALL
 from .tiny import tiny_config, write_text
 
 DOCS = Path(__file__).parent.parent / "docs" / "memories.md"
-KINDS = sorted(MIXERS)
+KINDS = sorted(SYSTEMS)
 
 
 def test_docs_and_registry_agree():
     assert as_markdown() in DOCS.read_text(), "rewrite the table of docs/memories.md with memories.as_markdown()"
-    assert list(MEMORIES) == list(MIXERS) == list(MIXER_CONFIGS)
 
 
 def test_the_command_lists_every_system(capsys):
     assert cli.main(["memories"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {kind} " in shown and memory.state in shown for kind, memory in MEMORIES.items())
+    assert all(f"  {kind} " in shown and memory.state in shown for kind, memory in SYSTEMS.items())
     assert cli.main(["memories", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [row["kind"] for row in told] == list(MIXERS)
+    assert [row["kind"] for row in told] == list(SYSTEMS)
     assert all(row["rule"] and row["state"] for row in told)
 
 
@@ -122,12 +121,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Weights, buffers and every kind of state survive a checkpoint: the finished run equals an unbroken one."""
     config = run_config(tmp_path, kind, steps=6, log_every=1, checkpoint_every=3, eval_every=5)
     unbroken = train(config, tmp_path / "unbroken", shown=False)
-    broken = RunFolder.create(tmp_path / "broken", config, recipe="", environment={})
-    trainer = Trainer(config, shown=False)
-    monkeypatch.setattr(trainer, "_evaluate", _stop)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run(broken)
-    resume(broken, shown=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SupervisedLearner, "evaluate", _stop)
+        train(config, tmp_path / "broken", shown=False)
+    broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
     assert (broken.path / "result.json").read_bytes() == (unbroken.path / "result.json").read_bytes()
     assert (broken.path / "metrics.jsonl").read_bytes() == (unbroken.path / "metrics.jsonl").read_bytes()
 
@@ -144,10 +141,10 @@ def test_blocks_compile(kind):
     fields = {**SMALL.get(kind, {"max_span": 30, "ramp": 4})}
     model = Decoder(replace(config, mixer=mixer_config(kind, **fields))).train()
     x = torch.randint(0, 30, (2, 24))
-    want = model(x, remember=False)[0]
+    want = model(x, keep="nothing")[0]
     for block in model.layers():
         block.compiled = torch.compile(block.forward, backend="aot_eager")
-    got = model(x, remember=False)[0]
+    got = model(x, keep="nothing")[0]
     torch.testing.assert_close(got, want)
     got.sum().backward()
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.memory import NEVER, ExpiringMemory
 from expire_span.ops import expire_attention
+from expire_span.store import NEVER, ExpiringMemory
 
 RAMP = 4.0
 

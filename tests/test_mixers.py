@@ -7,16 +7,19 @@ import torch
 from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
-from expire_span.memories import MEMORIES, state_bytes
-from expire_span.mixer_configs import MIXER_CONFIGS, POSITION_FREE, mixer_config
+from expire_span.memories import state_bytes
+from expire_span.mixer_configs import mixer_config
 from expire_span.models import state as states
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MIXERS, Mixer, MixerAux, MixerOutput
+from expire_span.models.mixer import Mixer, MixerAux, MixerOutput
+from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems.expire_span import HeadReach
 
 
-def _expire(preset: str, **fields) -> DecoderConfig:
+def _expire(preset: str, initial_memories: int = 0, **fields) -> DecoderConfig:
     base = getattr(DecoderConfig, preset)()
-    mixer = replace(base.mixer, max_span=30, ramp=4, initial_span=0.3, **fields)
+    paper = replace(base.mixer.paper, initial_memories=initial_memories)
+    mixer = replace(base.mixer, **SYSTEMS["expire_span"].example, paper=paper, **fields)
     return replace(base, vocab=40, dim=32, layers=2, heads=4, kv_heads=2, ff_dim=48, relative_window=8, mixer=mixer)
 
 
@@ -24,38 +27,20 @@ EXPIRE = {
     "modern": _expire("modern"),
     "modern, span per head": _expire("modern", span_per="kv_head"),
     "modern, heads that share": replace(
-        _expire("modern", span_per="kv_head", own_heads=1, initial_spread=9.0, min_span=1.5), kv_heads=4
+        _expire("modern", span_per="kv_head", reach=HeadReach(own_heads=1, spread=9.0), min_span=1.5), kv_heads=4
     ),
     "modern, learned reach": replace(
-        _expire("modern", span_per="kv_head", own_heads=1, reach="learned", min_span=1.5), kv_heads=4
+        _expire("modern", span_per="kv_head", reach=HeadReach(True, own_heads=1), min_span=1.5), kv_heads=4
     ),
     "modern, born on the ramp": replace(
-        _expire("modern", span_per="kv_head", own_heads=2, reach="learned", min_span=-1.5, near_span=-3.5), kv_heads=4
+        _expire("modern", span_per="kv_head", reach=HeadReach(True, 2, shortest_shared=-3.5), min_span=-1.5), kv_heads=4
     ),
     "modern, L1": _expire("modern", span_loss="l1"),
     "modern, swiglu": replace(_expire("modern"), activation="swiglu"),
     "paper": _expire("paper"),
     "paper, pre-norm, zero vectors": replace(_expire("paper", initial_memories=8), norm="pre"),
 }
-SMALL = {
-    "full": {},
-    "transformer_xl": {"span": 11},
-    "adaptive_span": {"max_span": 20, "ramp": 3, "initial_span": 0.3},
-    "compressive": {"window": 7, "compressed": 5, "rate": 3, "pooling": "conv", "reconstruction": True},
-    "sliding_window": {"window": 11},
-    "longformer": {"window": 5, "dilation": 3, "dilated_heads": 1, "global_tokens": 3},
-    "bigbird": {"block": 4, "window_blocks": 2},
-    "linear": {"chunk": 16},
-    "performer": {"features": 20, "chunk": 16},
-    "routing": {"clusters": 3, "members": 5, "window": 7, "decay": 1.0},
-    "reformer": {"buckets": 4, "members": 5},
-    "tanh_rnn": {},
-    "gru": {"hidden": 24},
-    "gru_torch": {},
-    "lstm": {},
-    "forgetting": {"chunk": 13, "initial_gate": 0.8},
-    "streaming_sinks": {"sinks": 3, "window": 7},
-}
+SMALL = {kind: system.example for kind, system in SYSTEMS.items() if kind != "expire_span"}
 """Settings so small that each system forgets, compresses or routes within the tests' 60 tokens."""
 
 
@@ -65,13 +50,13 @@ def small(kind: str, preset: str = "modern", **fields) -> DecoderConfig:
 
 
 OTHERS = {kind: small(kind) for kind in SMALL}
-OTHERS |= {f"{kind}, paper": small(kind, "paper") for kind in SMALL if kind not in POSITION_FREE}
+OTHERS |= {f"{kind}, paper": small(kind, "paper") for kind in SMALL if SYSTEMS[kind].scores_pairs}
 OTHERS |= {
     f"compressive, {pooling}": small("compressive", pooling=pooling, reconstruction=False)
     for pooling in ("mean", "max")
 }
 CONFIGS = EXPIRE | OTHERS
-GROWING = {name for name, config in CONFIGS.items() if not MEMORIES[config.mixer.kind].bounded}
+GROWING = {name for name, config in CONFIGS.items() if not SYSTEMS[config.mixer.kind].bounded}
 
 
 def build(name: str) -> Decoder:
@@ -97,16 +82,21 @@ def tokens(rows=3, count=60, seed=1):
     return torch.randint(0, 40, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
+def read(model, x, state=None):
+    """In training mode what is kept is hidden states, as the trainer asks for, else keys and values."""
+    return model(x, state, keep="hidden" if model.training else "kv")
+
+
 def stream(model, x, sizes, state=None):
     outputs = []
     for part in x.split(sizes, 1):
-        y, state, _ = model(part, state)
+        y, state, _ = read(model, part, state)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 
 
 def test_every_system_is_in_the_matrix():
-    assert {config.mixer.kind for config in CONFIGS.values()} == set(MIXERS) == set(MIXER_CONFIGS) == set(MEMORIES)
+    assert {config.mixer.kind for config in CONFIGS.values()} == set(SYSTEMS)
 
 
 def test_an_unknown_mixer_lists_the_known_ones():
@@ -116,11 +106,11 @@ def test_an_unknown_mixer_lists_the_known_ones():
 
 def test_a_system_that_is_not_whole_is_refused_when_it_is_built():
     class Half(Mixer):
-        def forward(self, x, state):
+        def mix(self, x, state):
             return MixerOutput(x, state, MixerAux())
 
     with pytest.raises(TypeError, match=r"Half.*initial_state.*reset_rows"):
-        Half()  # type: ignore[abstract]
+        Half(8)  # type: ignore[abstract]
 
 
 def test_the_past_is_read(decoder):
@@ -141,7 +131,7 @@ def test_causal(decoder, training):
     x = tokens()
     other = x.clone()
     other[:, 33:] = (other[:, 33:] + 1) % 40
-    torch.testing.assert_close(decoder(x)[0][:, :33], decoder(other)[0][:, :33], rtol=0, atol=1e-12)
+    torch.testing.assert_close(read(decoder, x)[0][:, :33], read(decoder, other)[0][:, :33], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 20 + [7] * 5 + [5], [23, 37]], ids=["1 and 7", "23+37"])
@@ -150,7 +140,7 @@ def test_any_chopping_gives_the_same_outputs(decoder, training, sizes):
     decoder.train(training)
     x = tokens()
     with torch.no_grad():
-        whole, chopped = decoder(x)[0], stream(decoder, x, sizes)[0]
+        whole, chopped = read(decoder, x)[0], stream(decoder, x, sizes)[0]
     torch.testing.assert_close(chopped, whole, rtol=0, atol=1e-11)
 
 
@@ -161,7 +151,7 @@ def test_gradients_within_the_horizon_do_not_depend_on_how_the_past_was_chopped(
     for sizes in ([30], [12, 18], [5] * 6):
         with torch.no_grad():
             _, state = stream(decoder, x[:, :30], sizes)
-        y, _, aux = decoder(x[:, 30:], state)
+        y, _, aux = read(decoder, x[:, 30:], state)
         loss = F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 31:].flatten()) + 0.1 * aux.loss
         found.append(torch.autograd.grad(loss, list(decoder.parameters()), allow_unused=True))
     for other in found[1:]:
@@ -174,8 +164,8 @@ def test_gradients_within_the_horizon_do_not_depend_on_how_the_past_was_chopped(
 def test_every_parameter_learns(decoder):
     decoder.train()
     x = tokens()
-    y, state, aux = decoder(x[:, :30])
-    y, _, aux = decoder(x[:, 30:], state)
+    y, state, aux = read(decoder, x[:, :30])
+    y, _, aux = read(decoder, x[:, 30:], state)
     (y.square().mean() + aux.loss).backward()
     idle = [name for name, p in decoder.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert idle == []
@@ -199,7 +189,7 @@ def test_reset_rows_begin_again(decoder, training):
     with torch.no_grad():
         _, state = stream(decoder, x, [31, 29])
         after = stream(decoder, y, [25, 35], decoder.reset_rows(state, torch.tensor([True, False, True])))[0]
-        fresh, carried = decoder(y)[0], decoder(y, state)[0]
+        fresh, carried = read(decoder, y)[0], read(decoder, y, state)[0]
     torch.testing.assert_close(after[[0, 2]], fresh[[0, 2]], rtol=0, atol=1e-9)
     torch.testing.assert_close(after[1], carried[1], rtol=0, atol=1e-11)
 
@@ -210,14 +200,14 @@ def test_state_can_be_saved_forked_and_reordered(decoder, training):
     x, y = tokens(), tokens(seed=2)
     with torch.no_grad():
         _, state = stream(decoder, x, 40)
-        want = decoder(y, state)[0]
+        want = read(decoder, y, state)[0]
         packed = states.pack(state)
-        assert torch.equal(decoder(y, states.unpack(*packed))[0], want)
+        assert torch.equal(read(decoder, y, states.unpack(*packed))[0], want)
         forked = states.fork(state)
-        decoder(tokens(seed=3), forked)
-        assert torch.equal(decoder(y, state)[0], want), "using a state or its fork changed it"
+        read(decoder, tokens(seed=3), forked)
+        assert torch.equal(read(decoder, y, state)[0], want), "using a state or its fork changed it"
         order = torch.tensor([2, 0, 0])
-        swapped = decoder(y[order], states.select_rows(state, order))[0]
+        swapped = read(decoder, y[order], states.select_rows(state, order))[0]
         torch.testing.assert_close(swapped, want[order], rtol=0, atol=1e-11)
 
 
@@ -225,7 +215,7 @@ def test_bytes_held_are_what_the_state_occupies(decoder):
     for training in (True, False):
         decoder.train(training)
         with torch.no_grad():
-            _, state, aux = decoder(tokens())
+            _, state, aux = read(decoder, tokens())
         tensors = {name: x for name, x in states.pack(state)[0].items() if not name.endswith("evicted")}
         used = sum(x.numel() * x.element_size() for x in tensors.values())
         assert used <= aux.bytes_held <= (3 * used + 200_000 if any(".slots." in name for name in tensors) else used)
@@ -243,7 +233,7 @@ def test_bytes_held_are_those_of_the_formula(name):
     """Exactly so for states of fixed size; stores may hold spare room, and learned spans stay below their limit."""
     decoder = build(name).eval()
     with torch.no_grad():
-        _, _, aux = decoder(tokens())
+        _, _, aux = read(decoder, tokens())
     claimed = 3 * state_bytes(decoder.config, 60, element=8)
     if decoder.config.mixer.kind in ("full", "transformer_xl", "adaptive_span", "bigbird", "forgetting"):
         spare = 3 * 2 * 2 * 36 * (2 * 2 * 8 * 8 + 12 + 32)
@@ -257,7 +247,7 @@ def test_memory_stays_flat_on_a_long_stream(name):
     decoder, held, state = build(name).eval(), [], None
     with torch.no_grad():
         for n in range(12):
-            _, state, aux = decoder(tokens(count=50, seed=n), state)
+            _, state, aux = read(decoder, tokens(count=50, seed=n), state)
             held.append(aux.bytes_held)
     assert max(held[6:]) <= 1.5 * max(held[:3])
 
@@ -270,14 +260,14 @@ def test_live_is_counted(name):
     decoder = Decoder(config).double().eval()
     x = tokens(rows=1, count=25)
     with torch.no_grad():
-        _, state, _ = decoder(x[:, :-1])
-        _, _, aux = decoder(x[:, -1:], state)
-        base, read = decoder(x)[0][0, -1], 1
+        _, state, _ = read(decoder, x[:, :-1])
+        _, _, aux = read(decoder, x[:, -1:], state)
+        base, count = read(decoder, x)[0][0, -1], 1
         for n in range(24):
             other = x.clone()
             other[:, n] = (other[:, n] + 1) % 40
-            read += int((decoder(other)[0][0, -1] - base).abs().max() > 1e-12)
-    assert float(aux.live) == read
+            count += int((read(decoder, other)[0][0, -1] - base).abs().max() > 1e-12)
+    assert float(aux.live) == count
 
 
 def test_rebase_changes_nothing(expiring):
@@ -286,16 +276,16 @@ def test_rebase_changes_nothing(expiring):
     with torch.no_grad():
         _, state = stream(decoder, x, 40)
         moved = [b.mixer.rebase(s, 97) for b, s in zip(decoder.blocks, state)]
-        torch.testing.assert_close(decoder(y, moved)[0], decoder(y, state)[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(read(decoder, y, moved)[0], read(decoder, y, state)[0], rtol=0, atol=1e-6)
 
 
 def test_layer_drop_passes_hidden_states_through_and_spans_still_age():
     config = replace(CONFIGS["modern"], layer_drop=0.999)
     model = Decoder(config).train()
     x = tokens()
-    y, state, _ = model(x)
-    torch.testing.assert_close(y, model.head(model.norm(model.embed(x))))
-    assert all(0 < int(part["living"].max()) < 50 for part in state)
+    y, state, _ = read(model, x)
+    torch.testing.assert_close(y, model.head(model.backbone.norm(model.embed(x))))
+    assert all(0 < int(part["memory"].living.max()) < 50 for part in state)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -303,7 +293,7 @@ def test_sequences_that_stand_alone_compute_the_same(name):
     torch.manual_seed(0)
     model = Decoder(CONFIGS[name])
     x = tokens()
-    torch.testing.assert_close(model(x, remember=False)[0], model(x)[0])
+    torch.testing.assert_close(model(x, keep="nothing")[0], read(model, x)[0])
 
 
 def test_cap_holds_and_counts():
@@ -323,8 +313,8 @@ def test_half_precision_trains_with_carried_memory(name):
     with torch.no_grad():
         want = stream(model, x, 30)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        y, state, _ = model(x[:, :30])
-        z, _, aux = model(x[:, 30:], states.detach(state))
+        y, state, _ = read(model, x[:, :30])
+        z, _, aux = read(model, x[:, 30:], states.detach(state))
     got = torch.cat([y, z], 1).float()
     if name not in ("routing", "reformer"):  # where a rounding error sends a token elsewhere
         assert (got - want).norm() < 0.03 * want.norm()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,12 +14,13 @@ from expire_span.cli import main
 from expire_span.config import BudgetConfig, TrainConfig
 from expire_span.mixer_configs import FullConfig, TransformerXLConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.encoder import Encoder
+from expire_span.models.lifetimes import live_both_ways
 from expire_span.study.questions import cells, study
 from expire_span.study.questions.cells import CacheCell, EncoderCell, asked_on_side, learned_spans, small_model
-from expire_span.study.questions.encoder import build_encoder, live_both_ways, with_mixers
 from expire_span.study.questions.fit import fit, measure
 from expire_span.study.questions.labelling import Labelling, LabellingTask
-from expire_span.study.questions.penalty import PENALTIES, Drop, PenalisedAttention, drop_unread
+from expire_span.study.questions.penalty import PENALTIES, Drop, drop_unread, penalise
 from expire_span.study.questions.study import Plan, best_within, penalty_gradients, run_study, summarise
 
 LENGTH = 40
@@ -29,7 +29,7 @@ TOKENS = torch.randint(30, (2, LENGTH), generator=torch.Generator().manual_seed(
 
 def encoder(mixer, layers: int = 2, positions: str = "rotary") -> Decoder:
     torch.manual_seed(0)
-    return build_encoder(replace(small_model(30, layers, positions, mixer), dim=16, heads=2, ff_dim=16)).double().eval()
+    return Encoder(replace(small_model(30, layers, positions, mixer), dim=16, heads=2, ff_dim=16)).double().eval()
 
 
 def varied(model: Decoder, limit: float = 0.0) -> Decoder:
@@ -43,13 +43,13 @@ def varied(model: Decoder, limit: float = 0.0) -> Decoder:
 
 def dense_both_ways(mixer, x):
     """Attention of one layer as the formula says it, pair by pair in float64, and its mask."""
-    q, k, v, _ = mixer._project(x, 0)
+    q, k, v, _ = mixer.project(x, 0)
     span = mixer.span_predictor(x).squeeze(1)
     place = torch.arange(x.shape[1])
     distance = (place[:, None] - place).abs()
-    mask = (1 + (span[:, None, :] - distance) / mixer.mixer.ramp).clamp(0, 1)
+    mask = (1 + (span[:, None, :] - distance) / mixer.span_predictor.ramp).clamp(0, 1)
     weight = mask[:, None] * torch.exp(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5)
-    return mixer._finish(weight / weight.sum(-1, keepdim=True) @ v), mask
+    return mixer.join_heads(weight / weight.sum(-1, keepdim=True) @ v), mask
 
 
 # (a) Encoders
@@ -62,7 +62,7 @@ def test_spans_reach_both_ways_as_the_formula_says():
     direction = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     dense, mask = dense_both_ways(mixer, x)
     assert 0.2 < (mask == 0).double().mean() < 0.9 and ((mask > 0) & (mask < 1)).any()
-    got = mixer(x, mixer.initial_state(2, cache="none")).y
+    got = mixer(x, mixer.initial_state(2, keep="nothing")).y
     assert torch.allclose(got, dense, atol=1e-12)
     inputs = [x, *mixer.parameters()]
     for a, b in zip(torch.autograd.grad(got, inputs, direction), torch.autograd.grad(dense, inputs, direction)):
@@ -79,7 +79,7 @@ def test_living_tokens_are_counted_on_both_sides():
     span = mixer.span_predictor(x).squeeze(1)
     alive = live_both_ways(span, torch.arange(LENGTH), 0, LENGTH - 1, ramp=5)
     assert torch.equal(alive.long(), (mask > 0).sum(1))
-    out = mixer(x, mixer.initial_state(2, cache="none"))
+    out = mixer(x, mixer.initial_state(2, keep="nothing"))
     assert float(out.aux.live) == pytest.approx(float((mask > 0).sum(2).double().mean()))
 
 
@@ -88,7 +88,7 @@ def test_a_token_out_of_reach_changes_nothing_and_one_in_reach_does():
     other = TOKENS.clone()
     other[:, 20] = (TOKENS[:, 20] + 1) % 30
     with torch.no_grad():
-        change = (model(TOKENS, None, None, False)[0] - model(other, None, None, False)[0]).abs().amax((0, 2))
+        change = (model(TOKENS, keep="nothing")[0] - model(other, keep="nothing")[0]).abs().amax((0, 2))
     near = (torch.arange(LENGTH) - 20).abs() < 6
     assert (change[near] > 1e-9).all() and (change[~near] == 0).all()
 
@@ -99,7 +99,7 @@ def test_endless_spans_and_wide_windows_are_full_attention():
         model = encoder(mixer)
         model.load_state_dict(full.state_dict(), strict=False)
         with torch.no_grad():
-            (got, _, aux), (want, _, _) = (m(TOKENS, None, None, False) for m in (model, full))
+            (got, _, aux), (want, _, _) = (m(TOKENS, keep="nothing") for m in (model, full))
         assert torch.allclose(got, want, atol=1e-12) and aux.live.tolist() == [LENGTH, LENGTH]
 
 
@@ -110,7 +110,7 @@ def test_only_the_encoder_looks_ahead():
     back = Decoder(both.config).double().eval()
     with torch.no_grad():
         for model, moves in ((both, True), (back, False)):
-            change = model(TOKENS, None, None, False)[0][:, 0] - model(other, None, None, False)[0][:, 0]
+            change = model(TOKENS, keep="nothing")[0][:, 0] - model(other, keep="nothing")[0][:, 0]
             assert bool(change.abs().max() > 1e-9) is moves
 
 
@@ -175,7 +175,7 @@ def test_the_l1_norm_of_attention_is_a_constant():
 def penalised(penalty: str, vocab: int = 30) -> Decoder:
     torch.manual_seed(0)
     decoder = Decoder(replace(small_model(vocab, 1, "none", FullConfig()), dim=16, heads=2, ff_dim=16))
-    return with_mixers(decoder, partial(PenalisedAttention, penalty=penalty)).double()
+    return penalise(decoder, penalty).double()
 
 
 def test_without_dropping_it_is_full_attention():
@@ -185,10 +185,10 @@ def test_without_dropping_it_is_full_attention():
         Decoder(model.config).double().eval()
     )  # from the same seed: the mixer in place of another takes over its weights
     with torch.no_grad():
-        (got, _, aux), (want, _, also) = (m(TOKENS, None, None, False) for m in (model, plain))
+        (got, _, aux), (want, _, also) = (m(TOKENS, keep="nothing") for m in (model, plain))
         assert torch.allclose(got, want, atol=1e-12) and aux.live.tolist() == also.live.tolist()
         model.layers()[0].mixer.drop = Drop(threshold=0.0)
-        assert torch.allclose(model(TOKENS, None, None, False)[0], want, atol=1e-12)
+        assert torch.allclose(model(TOKENS, keep="nothing")[0], want, atol=1e-12)
 
 
 def test_penalties_are_what_they_say():
@@ -247,7 +247,7 @@ def test_a_small_encoder_learns_with_few_tokens_alive():
     """The claim of the first question in little: right labels far away, while queries read a part of the sequence."""
     torch.manual_seed(0)
     task = Labelling(LabellingTask(length=48, min_length=16, names=3, colours=2, min_distance=12, fillers=4))
-    model = build_encoder(replace(small_model(task.vocab, 1, "none", learned_spans(48)), dim=32, ff_dim=32))
+    model = Encoder(replace(small_model(task.vocab, 1, "none", learned_spans(48)), dim=32, ff_dim=32))
     budget = replace(cells.BUDGET, live=14, start_loss=0.3, patience_loss=0.3)
     fit(model, task.stream("train", batch=8, seed=0), replace(cells.TRAIN, steps=260, lr=1e-2, budget=budget))
     found = measure(model, task.stream("test", batch=16, seed=0), task.asked)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from expire_span import checkpoint
 from expire_span.recipes import text_small
 from expire_span.runs import RunError, RunFolder, UserError, find_run
-from expire_span.train import checkpoint
 from expire_span.train.signals import Interrupted
-from expire_span.train.supervised import Trainer, resume, train
+from expire_span.train.supervised import SupervisedLearner, resume, train
 from tests.tiny import as_options, noisy_config, spawn, tiny_config, write_text
 
 
@@ -77,17 +77,17 @@ class Crash(BaseException):
 @pytest.mark.parametrize("stop_after", [1, 7, 23, 24])
 def test_a_crash_after_any_step_changes_nothing(config, tmp_path, monkeypatch, stop_after):
     unbroken = _unbroken(config, tmp_path)
-    real = Trainer._train_step
+    real = SupervisedLearner.step
 
-    def step(self):
-        if self.step == stop_after:
+    def step(self, index):
+        if index == stop_after:
             raise Crash
-        real(self)
+        return real(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", step)
+        patch.setattr(SupervisedLearner, "step", step)
         if stop_after == 24:
-            patch.setattr(Trainer, "_final_result", lambda self: (_ for _ in ()).throw(Crash))
+            patch.setattr(SupervisedLearner, "final_result", lambda self: (_ for _ in ()).throw(Crash))
         with pytest.raises(Crash):
             train(config, tmp_path / "a", shown=False)
     run = resume(RunFolder.open(tmp_path / "a"), shown=False)
@@ -106,14 +106,14 @@ def _unbroken(config, tmp_path) -> tuple[bytes, bytes]:
 
 def stop_at(monkeypatch, at: int) -> None:
     """Make training crash before step `at` of this test."""
-    real = Trainer._train_step
+    real = SupervisedLearner.step
 
-    def step(self):
-        if self.step == at:
+    def step(self, index):
+        if index == at:
             raise Crash
-        real(self)
+        return real(self, index)
 
-    monkeypatch.setattr(Trainer, "_train_step", step)
+    monkeypatch.setattr(SupervisedLearner, "step", step)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
@@ -164,16 +164,16 @@ def test_full_disk_then_resume(config, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_in_this_process_is_answered_between_steps(tmp_path, monkeypatch, signum, code):
     config = tiny_config(write_text(tmp_path), steps=30, checkpoint_every=100)
-    real = Trainer._train_step
+    real = SupervisedLearner.step
 
-    def step(self):
-        if self.step == 6:
+    def step(self, index):
+        if index == 6:
             os.kill(os.getpid(), signum)
-        real(self)
+        return real(self, index)
 
     handler = signal.getsignal(signum)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", step)
+        patch.setattr(SupervisedLearner, "step", step)
         with pytest.raises(Interrupted, match="stopped at step 7 of 30 and saved") as caught:
             train(config, tmp_path / "a", shown=False)
     assert caught.value.exit_code == code and signal.getsignal(signum) is handler

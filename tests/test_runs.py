@@ -55,7 +55,7 @@ def test_other_format_and_broken_config_are_refused(tmp_path):
     run = make(tmp_path / "a")
     head = json.loads((run.path / "config.json").read_text())
     (run.path / "config.json").write_text(json.dumps({**head, "format": 99}))
-    with pytest.raises(UserError, match=f"format 99 .*reads format {FORMAT_VERSION}"):
+    with pytest.raises(UserError, match=f"format 99 .*reads formats 1 to {FORMAT_VERSION}"):
         RunFolder.open(run.path)
     (run.path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
-from expire_span.memory import ExpiringMemory
 from expire_span.models.decoder import Decoder
 from expire_span.ops import attend_in_segments, expire_attention
+from expire_span.store import ExpiringMemory
 
 from .triton_interpreter import DEVICE, ON_GPU, small_tiles
 
@@ -70,14 +70,14 @@ def test_a_decoder_reads_its_rows_in_place(span_per, monkeypatch):
     tokens = torch.tensor([[2], [5], [9]]).repeat(1, 130).to(DEVICE)  # rows that differ all through
     tokens[:, ::7] = 1
     called = []
-    decode = type(decoder.layers()[0].mixer)._decode
-    monkeypatch.setattr(type(decoder.layers()[0].mixer), "_decode", lambda *a: called.append(1) or decode(*a))
+    decode = type(decoder.layers()[0].mixer)._read_in_place
+    monkeypatch.setattr(type(decoder.layers()[0].mixer), "_read_in_place", lambda *a: called.append(1) or decode(*a))
     outs = {}
     with torch.no_grad():
         _, start, _ = decoder(tokens[:, :120])
     for impl in ("chunked", "triton"):
         for block in decoder.layers():
-            block.mixer.mixer = replace(mixer, impl=impl)
+            block.mixer.rules = replace(block.mixer.rules, impl=impl)
         with torch.no_grad():
             parts, state = [], start
             for n in range(120, 124):

@@ -8,6 +8,7 @@ import torch
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import detach
+from expire_span.models.systems.expire_span import PaperDetails
 from expire_span.train.scorer import Scorer
 from expire_span.train.step import MOST_GRAPHS, Pass, TrainStep
 
@@ -17,7 +18,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PAPER = DecoderConfig.paper(
     vocab=256, dim=64, layers=2, heads=2, ff_dim=64, relative_window=16,
-    mixer=ExpireSpanConfig(max_span=200, ramp=8, initial_span=0.3, include_self=False, initial_memories=16),
+    mixer=ExpireSpanConfig(max_span=200, ramp=8, initial_span=0.3, paper=PaperDetails(include_self=False, initial_memories=16)),
 )  # fmt: skip
 MODERN = DecoderConfig.modern(
     vocab=256, dim=64, layers=2, heads=2, ff_dim=64, mixer=ExpireSpanConfig(max_span=200, ramp=8)
@@ -29,7 +30,7 @@ def served(kind: str) -> DecoderConfig:
     return replace(small(kind), dim=64, heads=2)
 
 
-RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.can_record(False)]
+RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.steadiness().alone]
 
 
 def build(config, graphs):
@@ -65,7 +66,7 @@ def train(config, graphs, count=24):
         assert held > 0
         losses.append(float(sums["nll"]))
         descend(scorer)
-    return torch.tensor(losses), [part["hidden"].shape for part in state], step
+    return torch.tensor(losses), [part["memory"].hidden.shape for part in state], step
 
 
 @pytest.mark.parametrize("config", [PAPER, MODERN], ids=["paper", "modern"])
@@ -137,9 +138,9 @@ def test_only_what_the_kernels_serve_is_recorded(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # as if there were a device that runs them
     mixer = replace(MODERN.mixer, impl="triton")
     narrow, wide = replace(MODERN, heads=4), MODERN
-    assert [Decoder(c).layers()[0].mixer.can_record(True) for c in (narrow, wide)] == [False, False]  # chunked
-    assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.can_record(True)
-    assert not Decoder(small("gru")).layers()[0].mixer.can_record(False)
-    assert Decoder(small("full")).layers()[0].mixer.can_record(False)
-    assert not Decoder(small("full")).layers()[0].mixer.can_record(True)
-    assert not Decoder(small("forgetting", "paper")).layers()[0].mixer.can_record(False)  # learned relative positions
+    assert [Decoder(c).layers()[0].mixer.steadiness().carried for c in (narrow, wide)] == [False, False]  # chunked
+    assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.steadiness().carried
+    assert not Decoder(small("gru")).layers()[0].mixer.steadiness().alone
+    assert Decoder(small("full")).layers()[0].mixer.steadiness().alone
+    assert not Decoder(small("full")).layers()[0].mixer.steadiness().carried
+    assert not Decoder(small("forgetting", "paper")).layers()[0].mixer.steadiness().alone  # learned relative positions

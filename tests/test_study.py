@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from expire_span.cli import main
 from expire_span.config import DecoderConfig
-from expire_span.models.gru import GatedCell
+from expire_span.models.systems.recurrent.gated import GatedCell
 from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
 from expire_span.study.cell import GatedScan

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from expire_span import checkpoint
 from expire_span.config import RecallTask, TrainConfig
 from expire_span.models.decoder import Decoder
 from expire_span.tasks.task import build_task
-from expire_span.train import checkpoint
 from expire_span.train.evaluate import evaluate
 from expire_span.train.optimizers import build_optimizers, rate_factor
-from expire_span.train.supervised import NonFinite, Trainer, train
+from expire_span.train.supervised import NonFinite, SupervisedLearner, train
 from tests.tiny import noisy_config, tiny_config, write_text
 
 
@@ -136,14 +136,14 @@ def test_rates():
 class Poisoned:
     """A task whose model output is spoilt from one step on: its weights become NaN."""
 
-    def __init__(self, trainer: Trainer, step: int) -> None:
-        self.inner, self.trainer, self.step, self.drawn = trainer.stream, trainer, step, 0
+    def __init__(self, learner: SupervisedLearner, step: int) -> None:
+        self.inner, self.learner, self.step, self.drawn = learner.stream, learner, step, 0
 
     def __next__(self):
         self.drawn += 1
         if self.drawn == self.step:
             with torch.no_grad():
-                next(self.trainer.model.parameters())[ord("e")] = float("nan")
+                next(self.learner.model.parameters())[ord("e")] = float("nan")
         return next(self.inner)
 
     def state_dict(self):
@@ -153,13 +153,13 @@ class Poisoned:
 @pytest.mark.parametrize(("log_every", "checkpoint_every"), [(1, 3), (100, 3), (4, 100)])
 def test_non_finite_loss_stops_with_step_place_and_advice(tmp_path, text, monkeypatch, log_every, checkpoint_every):
     config = tiny_config(text, steps=20, log_every=log_every, checkpoint_every=checkpoint_every, accumulate=2)
-    start = Trainer.run
+    build = SupervisedLearner._build_budget
 
-    def poisoned(self, run):
+    def poisoned(self):
         self.stream = Poisoned(self, 8)
-        return start(self, run)
+        return build(self)
 
-    monkeypatch.setattr(Trainer, "run", poisoned)
+    monkeypatch.setattr(SupervisedLearner, "_build_budget", poisoned)
     with pytest.raises(NonFinite, match=r"loss became nan at step 8 \(rows 0-1 of that step's batch\).*--train.lr"):
         train(config, tmp_path / "a", shown=False)
     for folder in (tmp_path / "a" / "checkpoints").iterdir():

@@ -7,7 +7,9 @@ import torch
 
 from expire_span.ops import expire_attention
 
-from .operator_cases import GRADS, Case
+from .error_budget import assert_all_within_budget
+from .error_budget import assert_within_budget as within_budget
+from .operator_cases import GRADS, Case, as_dtype
 from .triton_interpreter import DEVICE, ON_GPU, PAPER, SMALL, small_tiles, tuning
 
 Launch, Tuning = tuning.Launch, tuning.Tuning
@@ -66,7 +68,7 @@ for case in CASES.values():
 
 
 def run(case: Case, impl: str, dtype=torch.float64, ramp=7.0, device="cpu", **options) -> dict[str, torch.Tensor]:
-    """The output and every gradient, in float64 on the CPU."""
+    """The output and every gradient, on the CPU."""
     inputs = {n: x.detach().to(device) for n, x in case.tensors(dtype).items()}
     names = [n for n in (*GRADS, "relative_keys") if n in inputs]
     inputs |= {n: inputs[n].requires_grad_() for n in names}
@@ -75,19 +77,14 @@ def run(case: Case, impl: str, dtype=torch.float64, ramp=7.0, device="cpu", **op
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     grads = torch.autograd.grad(y, [inputs[n] for n in names], direction)
     named = {"y": y, **{f"d{n}": g for n, g in zip(names, grads)}}
-    return {n: x.detach().cpu().double() for n, x in named.items()}
+    return {n: x.detach().cpu() for n, x in named.items()}
 
 
 def assert_within_budget(case: Case, dtype: torch.dtype, ramp: float = 7.0, **options) -> None:
     """Our error against float64, on the same rounded inputs, is within a factor of the definition's in that dtype."""
-    rounded = _Rounded(case, dtype)
-    exact, coarse = run(rounded, "reference", ramp=ramp), run(case, "reference", dtype, ramp)
+    exact, coarse = run(_Rounded(case, dtype), "reference", ramp=ramp), run(case, "reference", dtype, ramp)
     got = run(case, "triton", dtype, ramp, DEVICE, **options)
-    for name, want in exact.items():
-        floor = 1e-6 * max(float(want.norm()), 1.0)
-        budget = FACTOR[dtype] * float((coarse[name] - want).norm()) + floor
-        error = float((got[name] - want).norm())
-        assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}, size {float(want.norm()):.3g}"
+    assert_all_within_budget(got, exact, coarse, FACTOR[dtype])
 
 
 class _Rounded:
@@ -152,8 +149,9 @@ def test_descriptors_read_what_pointers_read():
         tuning.override(Tuning(before.block_n, before.forward, before.dq, before.dkv, tma=tma))
         results.append(run(case, "triton", torch.float32, device=DEVICE))
     tuning.override(None if ON_GPU else SMALL)
-    for name, want in results[0].items():
-        torch.testing.assert_close(results[1][name], want, rtol=1e-5, atol=1e-6)
+    exact, coarse = run(_Rounded(case, torch.float32), "reference"), run(case, "reference", torch.float32)
+    for got in results:
+        assert_all_within_budget(got, exact, coarse)
 
 
 @pytest.mark.parametrize("options", [dict(wide=2, split_at=16, fuse_dq=True), dict(tma=True)], ids=str)
@@ -200,12 +198,12 @@ def test_padding_slots_in_front_are_dead():
     for row, pads in enumerate((3, 37)):
         x["k_pos"][row, :pads], x["span"][row, :pads] = -(2**40), 0.0
         x["k"][row, :, :pads], x["v"][row, :, :pads] = 1e4, 1e4
-    want = expire_attention(**{n: t.double() if t.is_floating_point() else t for n, t in x.items()}, ramp=7.0)
+    exact, coarse = (expire_attention(**as_dtype(x, d), ramp=7.0) for d in (torch.float64, torch.float32))
     x = {n: t.to(DEVICE) for n, t in x.items()}
     for grad in (True, False):  # the kernel that trains, and the one that decodes (few queries)
         q = x["q"][:, :, -8:].clone().requires_grad_(grad)
         y = expire_attention(**{**x, "q": q, "q_pos": x["q_pos"][-8:]}, ramp=7.0, impl="triton")
-        torch.testing.assert_close(y.detach().cpu().double(), want[:, :, -8:], rtol=1e-5, atol=1e-5)
+        within_budget(y.cpu(), exact[:, :, -8:], coarse[:, :, -8:])
 
 
 DECODE = {
@@ -223,10 +221,14 @@ DECODE = {
 @pytest.mark.parametrize("name", DECODE)
 def test_decoding(name):
     case = DECODE[name]
-    want = expire_attention(**case.tensors(), ramp=7.0, impl="reference", **case.options).detach()
-    x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
+    x = as_dtype(case.tensors(torch.float32), torch.float32)
+    exact, coarse = (
+        expire_attention(**as_dtype(x, d), ramp=7.0, impl="reference", **case.options)
+        for d in (torch.float64, torch.float32)
+    )
+    x = {n: t.to(DEVICE) for n, t in x.items()}
     y = expire_attention(**x, ramp=7.0, impl="triton", **case.options)
-    torch.testing.assert_close(y.cpu().double(), want, rtol=1e-5, atol=2e-6)
+    within_budget(y.cpu(), exact, coarse)
 
 
 def test_scores_beyond_the_range_of_float16():
@@ -235,10 +237,11 @@ def test_scores_beyond_the_range_of_float16():
     x = {n: t.detach() for n, t in case.tensors(torch.float16).items()}
     x["span"] = x["span"].float()
     x["q"], x["k"] = x["q"] * 200, x["k"] * 200
-    want = expire_attention(**{n: t.double() if t.is_floating_point() else t for n, t in x.items()}, ramp=7.0)
+    exact, coarse = (expire_attention(**x | as_dtype(x, d), ramp=7.0) for d in (torch.float64, torch.float32))
+    coarse = coarse.half()  # scores in float32, as no float16 could hold them, and an output in float16
     x = {n: t.to(DEVICE).requires_grad_(n in GRADS) for n, t in x.items()}
     y = expire_attention(**x, ramp=7.0, impl="triton")
-    torch.testing.assert_close(y.detach().cpu().double(), want, rtol=0, atol=2e-3)
+    within_budget(y.cpu(), exact, coarse)
     grads = torch.autograd.grad(y.float().square().sum(), [x[n] for n in GRADS])
     assert all(bool(g.isfinite().all()) for g in grads)
 
@@ -257,13 +260,17 @@ def test_documents_do_not_see_each_other(impl):
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).to(device)
     torch.testing.assert_close(expire_attention(**x, ramp=7.0, impl=impl, documents=(ids, ids[None])), y)
     grads = torch.autograd.grad(y.square().sum(), [x[n] for n in names])
-    z = {n: t.detach().cpu().double() if t.is_floating_point() else t.cpu() for n, t in x.items()}
-    z = {n: t.requires_grad_(n in names) for n, t in z.items()}
-    alone = [_one_document(z, slice(int(a), int(b))) for a, b in pairwise(bounds)]
-    torch.testing.assert_close(y.detach().cpu().double(), torch.cat(alone, 2).detach(), rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad(torch.cat(alone, 2).square().sum(), [z[n] for n in names])
-    for got, want in zip(grads, wanted):
-        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    got = dict(zip(("y", *names), (t.detach().cpu() for t in (y, *grads))))
+    x = {n: t.cpu() for n, t in x.items()}
+    alone = [_documents_alone(as_dtype(x, d), names, bounds) for d in (torch.float64, torch.float32)]
+    assert_all_within_budget(got, *alone)
+
+
+def _documents_alone(x: dict[str, torch.Tensor], names: tuple[str, ...], bounds) -> dict[str, torch.Tensor]:
+    """The definition of each document by itself: outputs one behind the other, and the gradients of their squares."""
+    x |= {n: x[n].requires_grad_() for n in names}
+    y = torch.cat([_one_document(x, slice(int(a), int(b))) for a, b in pairwise(bounds)], 2)
+    return {"y": y.detach()} | dict(zip(names, torch.autograd.grad(y.square().sum(), [x[n] for n in names])))
 
 
 def test_documents_with_tiles_taken_in_pairs():
@@ -271,18 +278,29 @@ def test_documents_with_tiles_taken_in_pairs():
     x = {n: t.detach().to(DEVICE) for n, t in Case(1, 2, 1, 90, 0, 32, spans="mixed").tensors(torch.float32).items()}
     x["span"][:, ::3] = -8.0  # never seen
     ids = torch.arange(90, device=DEVICE) // 31
-    leaves = [x[n].requires_grad_() for n in GRADS]
     block_n, m = (64, 64) if ON_GPU else (16, 16)
-    results = []
+    options = dict(documents=(ids, ids[None]), check_values=False)
+    exact, coarse = (_squares(as_dtype(x, d), "reference", **options) for d in (torch.float64, torch.float32))
     for wide in (1, 2):
         tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), wide=wide))
         try:
-            y = expire_attention(**x, ramp=7.0, impl="triton", documents=(ids, ids[None]), check_values=False)
-            results.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
+            assert_all_within_budget(_squares(x, "triton", **options), exact, coarse)
         finally:
             tuning.override(None if ON_GPU else SMALL)
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _squares(x: dict[str, torch.Tensor], impl: str, **options) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the sum of its squares."""
+    x = {n: t.detach().requires_grad_(n in GRADS) for n, t in x.items()}
+    y = expire_attention(**x, ramp=7.0, impl=impl, **options)
+    grads = torch.autograd.grad(y.square().sum(), [x[n] for n in GRADS])
+    return {n: t.detach().cpu() for n, t in zip(("y", *GRADS), (y, *grads))}
+
+
+def _assert_same_squares(x: dict[str, torch.Tensor], **options) -> None:
+    """The kernels' output and gradients against the definition's."""
+    exact, coarse = (_squares(as_dtype(x, d), "reference", **options) for d in (torch.float64, torch.float32))
+    assert_all_within_budget(_squares(x, "triton", **options), exact, coarse)
 
 
 def _one_document(x: dict[str, torch.Tensor], part: slice) -> torch.Tensor:
@@ -297,13 +315,7 @@ def test_spans_or_positions_per_head_beside_shared_ones(per_head):
     x = {n: t.detach().to(DEVICE) for n, t in x.items()}
     x["k_pos"] = x["k_pos"].expand(2, 2, -1) if per_head == "k_pos" else x["k_pos"]
     x["span"] = x["span"].unsqueeze(1) * torch.ones(2, 1, device=DEVICE) if per_head == "span" else x["span"]
-    leaves = [x[n].requires_grad_() for n in GRADS]
-    results = []
-    for impl in ("triton", "reference"):
-        y = expire_attention(**x, ramp=7.0, impl=impl)
-        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    _assert_same_squares(x)
 
 
 def test_strided_inputs_and_gradients():
@@ -313,12 +325,15 @@ def test_strided_inputs_and_gradients():
     for name in ("q", "k", "v"):
         x[name] = x[name].detach().transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE).requires_grad_()
     x |= {n: x[n].detach().to(DEVICE).requires_grad_(n == "span") for n in ("span", "q_pos", "k_pos")}
-    results = []
-    for impl in ("triton", "reference"):
+
+    def sums(x, impl):
+        x = {n: t.detach().requires_grad_(n in GRADS) for n, t in x.items()}  # strides stay as they are
         y = expire_attention(**x, ramp=7.0, impl=impl, scale=-0.2)
-        results.append((y, *torch.autograd.grad(y.sum(), [x[n] for n in GRADS])))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        grads = torch.autograd.grad(y.sum(), [x[n] for n in GRADS])
+        return {n: t.detach().cpu() for n, t in zip(("y", *GRADS), (y, *grads))}
+
+    exact, coarse = (sums(as_dtype(x, d), "reference") for d in (torch.float64, torch.float32))
+    assert_all_within_budget(sums(x, "triton"), exact, coarse)
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ def test_compiled_equals_eager_in_one_graph():
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     for got, want in zip(*(torch.autograd.grad(f(x), [x[n] for n in names]) for f in (compiled, loss))):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, want)  # the same kernels; around them compilers may fuse other operations
 
 
 def test_what_watches_ops_sees_one_op():

@@ -92,5 +92,5 @@ def test_runs_elsewhere(installed, tmp_path):
 
 def test_entry_point(installed):
     (metadata,) = installed.glob("expire_span-*.dist-info")
-    assert "expire-span = expire_span.cli:main" in (metadata / "entry_points.txt").read_text()
+    assert "expire-span = expire_span.__main__:main" in (metadata / "entry_points.txt").read_text()
     assert "MIT" in (metadata / "METADATA").read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig, RunConfig, TextTask, TrainConfig
+from expire_span.models.systems.expire_span import PaperDetails
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"dim": 16, "layers": 2, "heads": 2, "ff_dim": 16}
@@ -37,7 +38,7 @@ def tiny_config(text: Path, model: dict[str, Any] | None = None, **train: Any) -
 def noisy_config(text: Path, **train: Any) -> RunConfig:
     """Every source of randomness and every kind of state at once."""
     config = tiny_config(text, {"dropout": 0.1, "layer_drop": 0.2}, accumulate=2, optimizer="muon", **train)
-    mixer = replace(config.model.mixer, noisy=True)
+    mixer = replace(config.model.mixer, paper=PaperDetails(noisy=True))
     budget = replace(config.train.budget, live=10.0, gain=0.2)
     return replace(config, model=replace(config.model, mixer=mixer), train=replace(config.train, budget=budget))
 

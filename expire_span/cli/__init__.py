@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from expire_span import __version__
-from expire_span.runs import RunError, UserError
+from expire_span.errors import UserError, explain
 
 from .chat import run_chat
 from .compare import run_compare
@@ -17,6 +17,8 @@ from .retrofit import run_retrofit, run_verify
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
 from .serve import run_serve
 from .study import run_study
+from .trace import run_trace
+from .view import run_view
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,19 +26,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
-    except RunError as error:
-        return _fail(str(error), error.exit_code)
-    except ValueError as error:
-        return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        return _fail("stopped", 130)
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except (Exception, KeyboardInterrupt) as error:
+        told = explain(error)
+        if told is None:  # a fault of this package: its traceback is what a report of it needs
+            raise
+        return _fail(*told)
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    text = f"{PROGRAM}: {' '.join(message.split())}"
+    print(text.encode(errors="backslashreplace").decode(), file=sys.stderr)
     return code
 
 
@@ -70,6 +72,8 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("score a run's newest checkpoint", run_eval),
     "generate": ("write text with a run's newest checkpoint", run_generate),
     "report": ("write a run's report.html", run_report),
+    "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
+    "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),

@@ -36,7 +36,7 @@ class ChatCommand:
 
 def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
-    from expire_span.hf.adapter import load_adapter
+    from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.streams import Drawing, Stream
 

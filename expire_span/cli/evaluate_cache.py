@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from expire_span.runs import UserError
+from expire_span.errors import UserError
 
 from .parsing import PROGRAM, parse
 
@@ -49,10 +49,10 @@ def run_evaluate_cache(args: list[str]) -> int:
     budgets = [_share(x) for x in command.budgets.split(",")]
     if "expire" in methods and command.adapter is None:
         raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
+    from expire_span.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
     from expire_span.hf.evaluate import evaluate
     from expire_span.hf.loading import open_model
-    from expire_span.runs import to_json, write_atomic
 
     model, tokenizer = open_model(command.model, command.dtype, command.device)
     handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())

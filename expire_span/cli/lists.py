@@ -27,13 +27,14 @@ class Recipes:
 
 
 def run_memories(args: list[str]) -> int:
-    from expire_span.memories import MEMORIES, describe
+    from expire_span.memories import describe
+    from expire_span.models.systems import SYSTEMS
 
     command = parse(Memories, spell_out(args), f"{PROGRAM} memories")
     if command.json:
-        print(json.dumps([describe(kind) for kind in MEMORIES], indent=2))
+        print(json.dumps([describe(kind) for kind in SYSTEMS], indent=2))
         return 0
-    for kind, memory in MEMORIES.items():
+    for kind, memory in SYSTEMS.items():
         print(f"  {kind:<17}{memory.rule}\n{'':<19}state: {memory.state}")
     print("\nn steps so far, H heads, Hkv key/value heads, D head dim, e bytes of a number; per row and layer")
     return 0

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from expire_span.errors import UserError
 from expire_span.hf.settings import DistillConfig, RetrofitConfig
-from expire_span.runs import UserError
 
 from .parsing import PROGRAM, parse
 
@@ -55,8 +55,8 @@ def run_retrofit(args: list[str]) -> int:
         raise UserError(f"{command.out} holds a finished run; name another folder with --out")
     if not command.data.exists():
         raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
-    from expire_span.hf.loading import open_model, read_documents
     from expire_span.hf.handle import retrofit
+    from expire_span.hf.loading import open_model, read_documents
     from expire_span.train.distill import distill
 
     model, tokenizer = open_model(command.model, command.dtype, command.device)
@@ -86,7 +86,8 @@ def _say(line: dict) -> None:
 
 def run_verify(args: list[str]) -> int:
     command = parse(VerifyCommand, args, f"{PROGRAM} verify")
-    from expire_span.hf.adapter import load_adapter, read_head, read_weights
+    from expire_span.hf.adapter import read_head, read_weights
+    from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.verify import streamed_error
 

@@ -163,8 +163,8 @@ def run_eval(args: list[str]) -> int:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} must be at least 1, got {value}")
+    from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
-    from expire_span.train.checkpoint import load_model
     from expire_span.train.devices import check_device
     from expire_span.train.evaluate import evaluate
 
@@ -191,8 +191,8 @@ def run_generate(args: list[str]) -> int:
         raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
+    from expire_span.checkpoint import load_model
     from expire_span.generate import Sampling, generate_bytes
-    from expire_span.train.checkpoint import load_model
     from expire_span.train.devices import check_device
 
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)

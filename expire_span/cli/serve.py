@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from expire_span.runs import UserError
+from expire_span.errors import UserError
 
 from .parsing import PROGRAM, parse
 
@@ -41,8 +41,8 @@ def run_serve(args: list[str]) -> int:
             raise UserError(f"serve needs {package}; install it with: pip install 'expire-span[hf,serve]'")
     import uvicorn
 
-    from expire_span.hf.adapter import load_adapter
     from expire_span.hf.engine import Engine
+    from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.serve import build_app
 

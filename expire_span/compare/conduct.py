@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,20 @@ POLL = 0.2
 """Seconds between two looks at a child."""
 PATIENCE = 60.0
 """Seconds that a child gets to save its work when the comparison is stopped."""
+
+
+START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+place = sys.argv[1]
+spec = spec_from_file_location("expire_span", place + "/__init__.py", submodule_search_locations=[place])
+sys.modules["expire_span"] = package = module_from_spec(spec)
+spec.loader.exec_module(package)
+from expire_span.compare.worker import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""What a child runs, under -P: the current folder is not searched for modules, so a file in it that is called like a library is
+never run; and the package is this very copy, wherever it lies."""
 
 
 class Stopped(RunError):
@@ -57,7 +71,7 @@ class Pace:
         return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
 
 
-class Board:
+class ComparisonDisplay:
     """A live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int) -> None:
@@ -67,7 +81,7 @@ class Board:
             self.bar = Progress(*columns, console=Console())
             self.job = self.bar.add_task("starting", total=total)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ComparisonDisplay:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -91,18 +105,18 @@ def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str,
     """Make every run that is not finished; returns the reasons of those that failed. `describe` tells a run's outcome."""
     waiting = [name for name in comparison.runs if not _finished(comparison, name)]
     pace, failed = Pace(len(waiting)), {}
-    with Board(len(waiting)) as board:
+    with ComparisonDisplay(len(waiting)) as display:
         for name in waiting:
             start = time.monotonic()
-            reason = _run_child(comparison, name, pace, board)
+            reason = _run_child(comparison, name, pace, display)
             spent = time.monotonic() - start
             pace.done += 1
             if reason is None:
                 pace.finished.append(spent)
-                board.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
+                display.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
             else:
                 failed[name] = reason
-                board.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
+                display.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
     return failed
 
 
@@ -111,12 +125,12 @@ def _finished(comparison: Comparison, name: str) -> bool:
     return run is not None and run.finished
 
 
-def _run_child(comparison: Comparison, name: str, pace: Pace, board: Board) -> str | None:
+def _run_child(comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay) -> str | None:
     """Run one system in its own process; None, or the reason why it failed."""
     with tempfile.TemporaryFile() as said:
         child = _start(comparison.path, name, said)
         try:
-            _watch(child, comparison, name, pace, board)
+            _watch(child, comparison, name, pace, display)
         except BaseException as error:
             _stop(child)
             if not isinstance(error, KeyboardInterrupt):
@@ -127,31 +141,43 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, board: Board) -> s
             return None
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"its process ended with code {child.returncode}"
+        return lines[-1] if lines and child.returncode > 0 else describe_end(child.returncode)
+
+
+def describe_end(code: int) -> str:
+    """How a child ended that said nothing, in words."""
+    if code >= 0:
+        return f"its process ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    cause = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+    return f"its process was killed by {name}{cause}"
 
 
 def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
     """The child gets no signals of the terminal, only the end of its standard input."""
-    command = [sys.executable, "-m", "expire_span.compare.worker", str(folder), name]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(folder.resolve()), name]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, env=env, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
     )
 
 
-def _watch(child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, board: Board) -> None:
+def _watch(
+    child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay
+) -> None:
     """Show how far the child is until it ends."""
     start = time.monotonic()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL)
             return
-        if board.bar is not None:
+        if display.bar is not None:
             share = _share(comparison, name)
             left = pace.left(time.monotonic() - start, share)
             rest = "" if left is None else f"  left {show_time(left)}"
-            board.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
+            display.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
 
 
 def _share(comparison: Comparison, name: str) -> float:

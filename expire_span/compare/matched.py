@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-
-import torch
 
 from expire_span.config import DecoderConfig
-from expire_span.models.decoder import Decoder
 from expire_span.runs import UserError
+from expire_span.train.estimate import count_parameters
 
 TOLERANCE = 0.01
 """Largest share by which a system's parameters may differ from the recipe's."""
 STEPS = (16, 8, 1)
 """Widths of the feed-forward part change in the widest of these steps that is close enough: GPUs like round numbers."""
 CLOSE = 0.003
-
-
-@cache
-def count_parameters(model: DecoderConfig) -> int:
-    """Parameters of a decoder, without making it. Settings that do not fit together are refused here."""
-    if model.layers > 2:  # every further layer has as many as the second
-        one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
-        return one + (model.layers - 1) * (two - one)
-    with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(model).parameters())
 
 
 def match_parameters(model: DecoderConfig, target: int) -> DecoderConfig:

@@ -10,13 +10,14 @@ from jinja2 import Environment, PackageLoader
 
 from expire_span import __version__
 from expire_span.config import to_dict
+from expire_span.models.systems import find
 from expire_span.runs import write_atomic
+from expire_span.train.progress import show_bytes
 from expire_span.view.pictures import Points, draw_curves, draw_trade, to_png, to_svg
 from expire_span.view.report import flatten, series_of, show_values
 
-from .budgets import RULES
 from .plan import Comparison
-from .table import Row, columns_of, describe_front, how_measured, show_bytes, show_count, show_score
+from .table import Row, columns_of, describe_front, how_measured, show_count, show_score
 
 
 def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
@@ -29,7 +30,7 @@ def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
     trades = draw_trades(comparison, rows)
     page["trades"] = [(caption, to_svg(figure, f"trade{n}")) for n, (caption, figure) in enumerate(trades)]
     page["curves"] = draw_learning(comparison)
-    page["knobs"] = [(kind, RULES[kind].knob) for kind in dict.fromkeys(row.kind for row in rows)]
+    page["knobs"] = [(kind, find(kind).budget.knob) for kind in dict.fromkeys(row.kind for row in rows)]
     page["tables"] = {name: show_values(table) for name, table in flatten(to_dict(comparison.config)).items()}
     loader = PackageLoader("expire_span", "compare")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -56,7 +57,7 @@ def draw_trades(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[str, 
     """Captioned curves of score against memory, in memories and in bytes."""
     name, live = comparison.score["name"], draw_memory_curve(comparison, rows)
     kilobytes = points_of(rows, lambda row: row.bytes / 1000)
-    held = draw_trade(kilobytes, title=f"{name} against bytes", xlabel="kB held", ylabel=name)
+    held = draw_trade(kilobytes, title=f"{name} against bytes", xlabel="kB per row", ylabel=name)
     best = "up and to the left" if comparison.score["higher_is_better"] else "down and to the left"
     return [
         (f"Mean memories alive a query, over layers and the evaluation. Better is {best}.", live),
@@ -102,6 +103,6 @@ def collect_facts(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[str
     return facts + [
         (f"best {name}: {best.label}", show_score(best, name)),
         (f"memories alive in {best.label}", show_count(best.live)),
-        (f"smallest memory: {small.label}", show_bytes(small.bytes)),
+        (f"smallest memory: {small.label}", f"{show_bytes(small.bytes)} per row"),
         ("parameters each", f"{comparison.parameters['reference']:,}"),
     ]

@@ -10,7 +10,6 @@ Standard library only: whatever can be refused is refused before torch is loaded
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,13 +17,15 @@ from typing import Any
 
 from expire_span import __version__
 from expire_span.config import RunConfig, from_dict, to_dict
-from expire_span.mixer_configs import MIXER_CONFIGS
-from expire_span.runs import RunFolder, UserError, describe, to_json, write_atomic
+from expire_span.errors import StorageError, UserError, describe
+from expire_span.files import check_seal, read_json, seal, to_json, write_atomic
+from expire_span.models.systems import SYSTEMS
+from expire_span.runs import RunFolder, check_name
 
-from .budgets import default_memories, has_knob, reach, with_budget
+from .budgets import allowed_spans, default_memories, has_knob, with_budget
 
-COMPARE_FORMAT = 1
-"""Version of compare.json."""
+COMPARE_FORMAT = 2
+"""Version of compare.json. Version 1 had no checksum."""
 SWEEP = (0.5, 1.0, 4.0, 16.0)
 """Budgets of a sweep, as multiples of the recipe's."""
 
@@ -52,11 +53,11 @@ class System:
 def parse_mixers(text: str) -> list[str]:
     """A list of kinds as the command line has it: a,b,c."""
     kinds = [word.strip() for word in text.split(",") if word.strip()]
-    known = ", ".join(MIXER_CONFIGS)
+    known = ", ".join(SYSTEMS)
     if not kinds:
         raise UserError(f"compare needs at least one memory system, got none; give --mixers a,b,c of: {known}")
     for kind in kinds:
-        if kind not in MIXER_CONFIGS:
+        if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}{_near(kind)}; known are: {known}")
         if kinds.count(kind) > 1:
             raise UserError(f"each memory system is compared once, got {kind} {kinds.count(kind)} times in --mixers")
@@ -66,7 +67,7 @@ def parse_mixers(text: str) -> list[str]:
 def _near(kind: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(kind, MIXER_CONFIGS, n=1)
+    near = difflib.get_close_matches(kind, SYSTEMS, n=1)
     return f", did you mean {near[0]}?" if near else ""
 
 
@@ -74,7 +75,7 @@ def parse_budgets(text: str | None, sweep: bool, config: RunConfig) -> list[int]
     """Budgets as the command line has them, or those of a sweep; an empty list is what the recipe says."""
     if text is None:
         base = default_memories(config)
-        low, high = reach(config).ramp, reach(config).max_span
+        low, high = allowed_spans(config).ramp, allowed_spans(config).max_span
         return sorted({min(max(round(base * times), low), high) for times in SWEEP}) if sweep else []
     try:
         budgets = [int(word) for word in text.split(",")]
@@ -100,6 +101,14 @@ def config_of(system: System, base: RunConfig) -> RunConfig:
 
 
 @dataclass(frozen=True)
+class Score:
+    """The task's score as compare.json has it."""
+
+    name: str
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A comparison's folder and what compare.json says."""
 
@@ -118,22 +127,39 @@ class Comparison:
 
     @classmethod
     def open(cls, path: Path) -> Comparison:
-        try:
-            told = json.loads((path / "compare.json").read_bytes())
-        except FileNotFoundError as error:
-            raise UserError(f"{path} is no comparison: it has no compare.json") from error
-        except ValueError as error:
-            raise UserError(f"{path / 'compare.json'} is not valid JSON: {error}") from error
-        if told.get("format") != COMPARE_FORMAT:
+        file = path / "compare.json"
+        if not file.exists():
+            raise UserError(f"{path} is no comparison: it has no compare.json")
+        told = read_json(file)
+        version = told.get("format")
+        if not isinstance(version, int) or not 1 <= version <= COMPARE_FORMAT:
             raise UserError(
-                f"comparison {path} has format {told.get('format')} (written by version {told.get('version')}), "
-                f"this version reads format {COMPARE_FORMAT}; use the version that wrote it, or another --name"
+                f"comparison {path} has format {version} (written by version {told.get('version')}), "
+                f"this version reads formats 1 to {COMPARE_FORMAT}; use the version that wrote it, or another --name"
             )
+        if version >= 2:
+            check_seal(told, file)
+        try:
+            return cls._parse(path, told)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            cause = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{file} is not a comparison that this version can read: {cause}") from error
+
+    @classmethod
+    def _parse(cls, path: Path, told: dict[str, Any]) -> Comparison:
         runs = {
-            name: (System(**run["system"]), from_dict(RunConfig, run["config"])) for name, run in told["runs"].items()
+            name: (from_dict(System, run["system"], name), from_dict(RunConfig, run["config"]))
+            for name, run in told["runs"].items()
         }
-        config = from_dict(RunConfig, told["config"])
-        return cls(path, told["recipe"], config, told["train_seconds"], told["score"], told["parameters"], runs)
+        for name in runs:
+            check_name(name)
+        seconds, score = told["train_seconds"], from_dict(Score, told["score"])
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+            raise ValueError(f"train_seconds must be greater than 0, got {seconds!r}")
+        parameters = {name: int(count) for name, count in told["parameters"].items()}
+        return cls(
+            path, str(told["recipe"]), from_dict(RunConfig, told["config"]), seconds, asdict(score), parameters, runs
+        )
 
     def write(self) -> None:
         runs = {
@@ -143,9 +169,11 @@ class Comparison:
         head |= {"train_seconds": self.train_seconds, "score": self.score, "parameters": self.parameters}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path / "compare.json", to_json({**head, "config": to_dict(self.config), "runs": runs}))
+            write_atomic(
+                self.path / "compare.json", to_json(seal({**head, "config": to_dict(self.config), "runs": runs}))
+            )
         except OSError as error:
-            raise UserError(f"cannot write {self.path / 'compare.json'}: {describe(error)}") from error
+            raise StorageError(f"cannot write {self.path / 'compare.json'}: {describe(error)}") from error
 
     def join(self, new: Comparison) -> Comparison:
         """This comparison with the new one's runs; what was trained before is kept as it is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,14 +9,16 @@ from pathlib import Path
 import torch
 
 from expire_span.config import RunConfig
-from expire_span.memories import MEMORIES, find_limits, state_bytes
+from expire_span.memories import find_limits, state_bytes
+from expire_span.models.systems import find
 from expire_span.runs import UserError
 from expire_span.tasks.task import Split, Task, build_task
 from expire_span.train.devices import check_device
+from expire_span.train.estimate import check_arithmetic, check_size, count_parameters, device_bytes
+from expire_span.train.progress import show_bytes
 
-from .matched import count_parameters, match_parameters
+from .matched import match_parameters
 from .plan import Comparison, System, config_of
-from .table import show_bytes
 
 COPIES = 2.5
 """A growing store holds spare room, and is copied when it grows: so many times what it keeps, at worst."""
@@ -27,7 +28,9 @@ def prepare(
     path: Path, recipe: str, base: RunConfig, systems: Sequence[System], train_seconds: float | None = None
 ) -> Comparison:
     """Check the data and the device, match every system's parameters, and refuse what cannot run."""
-    task, device = build_task(base.task), check_device(base.train.device)
+    device = check_device(base.train.device)
+    check_arithmetic(base, device)
+    task = build_task(base.task)
     base = replace(base, model=replace(base.model, vocab=task.vocab))
     longest = _check_splits(task, base)
     target = count_parameters(base.model)
@@ -35,6 +38,7 @@ def prepare(
     for system in systems:
         config = config_of(system, base)
         config = replace(config, model=match_parameters(config.model, target))
+        check_size(config, device)
         check_memory(config, longest, device)
         runs[system.name] = (system, config)
         parameters[system.name] = count_parameters(config.model)
@@ -57,7 +61,7 @@ def _check_splits(task: Task, config: RunConfig) -> int:
 def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
     """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
     kind, train = config.model.mixer.kind, config.train
-    if MEMORIES[kind].bounded:
+    if find(kind).bounded:
         return
     element = 2 if train.precision == "bf16" else 4
     need = COPIES * (train.eval_batch or train.batch) * state_bytes(config.model, steps, element)
@@ -68,13 +72,6 @@ def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
             f"{show_bytes(need)}, and {device} has {show_bytes(have)}; cap it with --train.test-batches "
             f"and --train.eval-batches, or give fewer rows with --train.eval-batch"
         )
-
-
-def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU, or of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_plan(comparison: Comparison) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from expire_span.runs import RunFolder, to_json, write_atomic
+from expire_span.train.progress import show_bytes
 
 from .plan import Comparison, System
 
@@ -92,14 +93,6 @@ def show_count(count: float) -> str:
     return f"{count:,.0f}" if count >= 100 else f"{count:.1f}"
 
 
-def show_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def show_score(row: Row, name: str) -> str:
     percent = name == "success"
     text = f"{row.score:.1%}" if percent else f"{row.score:.4f}"
@@ -119,8 +112,8 @@ def columns_of(comparison: Comparison) -> list[Column]:
         (name, lambda r: r.score, lambda r: show_score(r, name)),
         ("memories alive", lambda r: r.live, lambda r: show_count(r.live)),
         ("peak", lambda r: r.peak_live, lambda r: show_count(r.peak_live)),
-        ("bytes held", lambda r: r.bytes, lambda r: show_bytes(r.bytes)),
-        ("peak bytes", lambda r: r.peak_bytes, lambda r: show_bytes(r.peak_bytes)),
+        ("bytes per row", lambda r: r.bytes, lambda r: show_bytes(r.bytes)),
+        ("peak bytes per row", lambda r: r.peak_bytes, lambda r: show_bytes(r.peak_bytes)),
         ("device memory", lambda r: r.device_bytes, lambda r: show_bytes(r.device_bytes)),
         ("ms/batch", lambda r: r.ms_per_step, lambda r: show_count(r.ms_per_step)),
         ("tokens/s", lambda r: r.tokens_per_second, lambda r: f"{r.tokens_per_second:,.0f}"),
@@ -193,7 +186,7 @@ def print_table(comparison: Comparison, rows: Sequence[Row]) -> None:
     console = Console()
     columns = columns_of(comparison)
     if console.width < 150:
-        kept = (comparison.score["name"], "system", "memories alive", "bytes held", "device memory", "ms/batch")
+        kept = (comparison.score["name"], "system", "memories alive", "bytes per row", "device memory", "ms/batch")
         columns = [column for column in columns if column[0] in kept]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for n, (heading, _, _) in enumerate(columns):

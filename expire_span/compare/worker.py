@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 from expire_span.config import RunConfig
-from expire_span.runs import RunError
-from expire_span.train.supervised import Trainer, forget_peak, resume, train
+from expire_span.errors import explain
+from expire_span.train.loop import Learner
+from expire_span.train.memory_peak import forget_peak
+from expire_span.train.supervised import SupervisedLearner, resume, train
 
 from .plan import Comparison
 
@@ -46,10 +48,10 @@ def run_system(folder: Path, name: str) -> None:
 
 def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
     """The run with as many steps as its steady speed makes in `seconds`, so that schedule and decay fit the time."""
-    trainer = Trainer(config, shown=False)
-    _step_for(trainer, WARM_SHARE * seconds, WARM_STEPS)
-    pace = _step_for(trainer, TIMED_SHARE * seconds, TIMED_STEPS)
-    del trainer
+    learner = SupervisedLearner(config)
+    first = _step_for(learner, WARM_SHARE * seconds, WARM_STEPS)[0]
+    pace = _step_for(learner, TIMED_SHARE * seconds, TIMED_STEPS, first)[1]
+    del learner
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -57,18 +59,21 @@ def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
     return replace(config, train=replace(config.train, steps=max(1, round(seconds / pace))))
 
 
-def _step_for(trainer: Trainer, seconds: float, least: int) -> float:
-    """Train for so long and so many steps at least; seconds per step. As in training, the device is waited for seldom."""
+def _step_for(learner: Learner, seconds: float, least: int, first: int = 0) -> tuple[int, float]:
+    """Train for so long and so many steps at least; the steps made in all, and seconds per step of these.
+
+    The metrics are read, and so the device is waited for, as seldom as training does it.
+    """
     _wait()
-    start, first = time.perf_counter(), trainer.step
-    while trainer.step - first < least or time.perf_counter() - start < seconds:
-        trainer._train_step()
-        trainer.step += 1
-        trainer.window.clear()
-        if (trainer.step - first) % least == 0:
+    start, step = time.perf_counter(), first
+    while step - first < least or time.perf_counter() - start < seconds:
+        learner.step(step)
+        step += 1
+        if (step - first) % least == 0:
+            learner.metrics()
             _wait()
     _wait()
-    return (time.perf_counter() - start) / (trainer.step - first)
+    return step, (time.perf_counter() - start) / (step - first)
 
 
 def _wait() -> None:
@@ -92,15 +97,12 @@ def main(args: list[str]) -> int:
     end_with_parent()
     try:
         run_system(Path(args[0]), args[1])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        print(f"{args[1]} needs more memory than the device has: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        told = explain(error)
+        if told is None:  # a fault of this package; the conductor shows the last line of its traceback
+            raise
+        print(" ".join(told[0].split()), file=sys.stderr)
+        return told[1]
     return 0
 
 

@@ -10,9 +10,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import load_adapter
     from .cache import ExpiringCache
-    from .handle import Retrofit, retrofit
+    from .handle import Retrofit, load_adapter, retrofit
     from .settings import RetrofitConfig
     from .streams import Drawing, Stream, stream
 
@@ -22,7 +21,7 @@ _PUBLIC = {
     "Retrofit": "handle",
     "RetrofitConfig": "settings",
     "Stream": "streams",
-    "load_adapter": "adapter",
+    "load_adapter": "handle",
     "retrofit": "handle",
     "stream": "streams",
 }

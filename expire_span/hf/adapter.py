@@ -13,39 +13,22 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import nn
 
-from expire_span.runs import UserError, to_json, write_atomic
+from expire_span.errors import UserError
+from expire_span.files import to_json, write_atomic
 
 from .settings import RetrofitConfig
-
-if TYPE_CHECKING:
-    from .handle import Retrofit
 
 FORMAT = 1
 _SAMPLES = 64
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
-    """Retrofit a model with what an adapter folder holds; the model stays as it was where this raises."""
-    from .handle import retrofit
-
-    head = read_head(Path(folder))
-    _check_base(model, head, Path(folder))
-    handle = retrofit(model, RetrofitConfig(**head["config"]))
-    try:
-        handle.load(folder)
-    except BaseException:
-        handle.detach()
-        raise
-    return handle
-
-
-def save_adapter(handle: Retrofit, folder: Path) -> None:
+def save_adapter(handle: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: x.detach().cpu().contiguous() for name, x in handle.predictors.state_dict().items()}
     data = safetensors.torch.save(weights)
@@ -69,9 +52,9 @@ def read_head(folder: Path) -> dict[str, Any]:
     return head
 
 
-def load_into(handle: Retrofit, folder: Path) -> None:
+def load_into(handle: Any, folder: Path) -> None:
     head = read_head(folder)
-    _check_base(handle.model, head, folder)
+    check_base(handle.model, head, folder)
     theirs, ours = (asdict(RetrofitConfig(**head["config"])), asdict(handle.config))
     for name in ("max_span", "ramp", "temperature"):
         if theirs[name] != ours[name]:
@@ -101,7 +84,7 @@ def base_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
+def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
     base, ours = head["base"], base_hash(model)
     if base["hash"] != ours:
         was = base["name"] or base["class"]

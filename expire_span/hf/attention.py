@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from expire_span.memory import NEVER
 from expire_span.ops import expire_attention, spans_of_heads
 from expire_span.ops.reference import ages, expiry_mask
+from expire_span.store import NEVER
 
 NAME = "expire_span"
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from expire_span.memory import ExpiringMemory
+from expire_span.files import write_atomic
 from expire_span.models.state import pack, unpack
-from expire_span.runs import write_atomic
+from expire_span.store import ExpiringMemory
 
 from .attention import Reading
 from .rotary import turn_keys
@@ -82,7 +82,7 @@ class ExpiringLayer(CacheLayerMixin):
     def _remember(self, reading: Reading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         old = self._kept()
         pos = torch.arange(self.seen, self.seen + keys.shape[2], device=keys.device)
-        self.memory = old.append(pos, reading.span, k=keys, v=values)
+        self.memory = old.append(pos, reading.span, k=keys, v=values, check_values=False)
         if torch.is_grad_enabled() and (keys.requires_grad or reading.span.requires_grad) and len(old):
             # The store holds no gradient: new memories are read beside the old ones, where they are still attached.
             reading.k_pos = self.memory.pos
@@ -158,9 +158,10 @@ class ExpiringLayer(CacheLayerMixin):
         self.seen -= offset
         if self.memory is None:
             return
-        self.memory = self.memory.rebase(offset).fork()
+        self.memory = self.memory.rebase(offset)
         if self.inverse_frequencies is not None and "k" in self.memory.slots:
-            self.memory.slots["k"] = turn_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
+            turned = turn_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
+            self.memory = self.memory.replace_field("k", turned)
 
 
 class ExpiringCache(Cache):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from .adapter import check_base, load_into, read_head, save_adapter
 from .attention import NAME, Reading, register
 from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, find_layers, table_length, text_config
@@ -35,6 +36,19 @@ def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit
     if getattr(model, "_expire_span_handle", None) is not None:
         raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its handle first")
     return Retrofit(model, find_layers(model), config)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
+    """Retrofit a model with what an adapter folder holds; the model stays as it was where this raises."""
+    head = read_head(Path(folder))
+    check_base(model, head, Path(folder))
+    handle = retrofit(model, RetrofitConfig(**head["config"]))
+    try:
+        handle.load(folder)
+    except BaseException:
+        handle.detach()
+        raise
+    return handle
 
 
 class Retrofit:
@@ -74,14 +88,10 @@ class Retrofit:
 
     def save(self, folder: str | Path) -> None:
         """Write the predictors as an adapter folder: safetensors and JSON, the base model named by its hash."""
-        from .adapter import save_adapter
-
         save_adapter(self, Path(folder))
 
     def load(self, folder: str | Path) -> Retrofit:
         """Read the predictors of an adapter folder that was made for this model and these settings."""
-        from .adapter import load_into
-
         load_into(self, Path(folder))
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.memory import ExpiringMemory
+from expire_span.store import ExpiringMemory
 
 from .attention import Reading
 from .cache import ExpiringLayer
@@ -44,7 +44,7 @@ class LearningLayer(ExpiringLayer):
         k_pos = torch.cat([old.pos, pos.expand(len(keys), -1)], -1)
         reading.k_pos, self.last = k_pos, reading
         longest = reading.span.detach().amax(1)
-        self.memory = old.append(pos, longest[:, -count:], **fields)
+        self.memory = old.append(pos, longest[:, -count:], check_values=False, **fields)
         if len(old):
             self.memory = self.memory.with_span(longest)
         return keys, values

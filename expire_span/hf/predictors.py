@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from expire_span.models.span_predictor import SpanPredictor
+from expire_span.models.lifetimes import Lifetimes
 
 from .settings import RetrofitConfig
 
 
 def build_predictor(dim: int, kv_heads: int, config: RetrofitConfig) -> nn.Module:
     """A module that gives hidden states [B, S, C] spans [B, Hkv, S] in tokens, its weights in float32."""
-    return SpanPredictor(dim, kv_heads, config.lifetimes()).float()
+    return Lifetimes(dim, kv_heads, config.lifetimes()).float()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from expire_span.checks import require
-from expire_span.config import ExpireSpanConfig
+from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RetrofitConfig:
             temperature=self.temperature,
             span_per="kv_head",
             span_loss="l1",
-            shapes_states=False,
+            reach=HeadReach(stop_gradient=True),
         )
 
 

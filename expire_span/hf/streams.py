@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .cache import ExpiringCache
-from .layouts import ROTARY, text_config
 from .handle import Retrofit
+from .layouts import ROTARY, text_config
 
 CHUNK = 256
 """Tokens per forward pass while reading."""

@@ -1,8 +1,7 @@
-"""The contract of a memory system: `mixer(x, state) -> MixerOutput(y, state, aux)`, state in and state out.
+"""The contract of a memory system: `y, state, aux = layer(x, state)`, state in and state out.
 
 x is [B, T, C] with any T: long T is parallel training, T = 1 is decoding. A state is a nested structure of dicts, lists,
-tensors with the batch in dimension 0, plain numbers and `ExpiringMemory`; `state.py` detaches, moves, saves, forks and
-reorders it.
+tensors with the batch in dimension 0, plain values and stores; `state.py` detaches, moves, saves, forks and reorders it.
 """
 
 from __future__ import annotations
@@ -10,18 +9,24 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from expire_span.config import DecoderConfig
+from expire_span.models import systems
+from expire_span.models.systems import LayerShape
+
+Keep = Literal["hidden", "kv", "nothing"]
+"""What a state holds of the past: hidden states (learning: keys, values and spans are recomputed from today's weights), keys
+and values (serving: they are computed once), or nothing (sequences that stand alone)."""
 
 
 class MixerAux:
-    """What a mixer reports beside its output; tensors stay on their device.
+    """What a layer reports beside its output; tensors stay on their device.
 
-    `loss` and `live` may be given as functions, called when somebody asks: decoding token by token asks for neither.
+    `loss` and `live` may be given as functions, which are called when somebody asks: decoding token by token asks for
+    neither.
     """
 
     def __init__(
@@ -54,70 +59,77 @@ class MixerAux:
         return self._live
 
 
-@dataclass
-class MixerOutput:
+class MixerOutput(NamedTuple):
+    """What a layer returns; it unpacks as `y, state, aux`."""
+
     y: Tensor
     state: Any
     aux: MixerAux
 
 
+@dataclass(frozen=True)
+class Steadiness:
+    """What a layer promises about its training passes, for those who compile them or record them as CUDA graphs."""
+
+    shapes: bool = False
+    """The state that learning carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
+    alone: bool = False
+    """On sequences that stand alone, the host never waits for the device, so that a pass can be recorded."""
+    carried: bool = False
+    """The same with memory from the block before."""
+
+
 class Mixer(nn.Module, ABC):
-    """Base of every memory system. Subclasses define the three abstract methods, and end in the projection `out`."""
+    """Base of every memory system. Subclasses define the abstract methods and end in the projection `out`.
 
+    `Layer(dim, heads, kv_heads=None, **options)`: options are the fields of the system's settings and of `LayerShape`
+    (positions, qk_norm, ...). Settings that are already built are given as `settings=`.
+    """
+
+    settings_class: ClassVar[type]
     out: nn.Linear
-    steady_shapes: ClassVar[bool] = False
-    """Whether the state that training carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        *,
+        settings: Any = None,
+        relative_keys: nn.Parameter | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        names = {f.name for f in fields(LayerShape)}
+        shape = {name: options.pop(name) for name in list(options) if name in names}
+        self.shape = LayerShape(dim, heads, kv_heads, **shape)
+        if settings is not None and options:
+            raise ValueError(f"give settings or single fields, got both: settings and {', '.join(options)}")
+        self.settings: Any = self.settings_class(**options) if settings is None else settings
+        self._shared_keys = (relative_keys,)  # owned by the model; a tuple keeps it out of this layer's parameters
 
     @abstractmethod
-    def initial_state(self, batch: int, empty: Tensor | None = None, cache: Any = None) -> Any:
-        """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this mixer's input.
-
-        `cache="none"` says that no later block will read this one: nothing need be stored.
-        """
+    def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> Any:
+        """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this layer's input."""
 
     @abstractmethod
-    def reset_rows(self, state: Any, fresh: Tensor, empty: Tensor | None = None) -> Any:
+    def reset_rows(self, state: Any, fresh: Tensor, *, empty: Tensor | None = None) -> Any:
         """The rows marked in `fresh` [B] (bool) begin again, the others keep their memory."""
 
-    def can_record(self, carried: bool) -> bool:
-        """Whether a training step never makes the host wait, so that it can be recorded as a CUDA graph and replayed.
-
-        carried: with memory from the block before, or on sequences that stand alone.
-        """
-        return False
-
     @abstractmethod
-    def forward(self, x: Tensor, state: Any) -> MixerOutput:
+    def mix(self, x: Tensor, state: Any) -> MixerOutput:
         """What to add to x [B, T, C], the state after it, and what was seen on the way."""
 
+    def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
+        """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""
+        return self.mix(x, self.initial_state(x.shape[0]) if state is None else state)
 
-MIXERS = {
-    "expire_span": ("expire_span", "ExpireSpan"),
-    "full": ("full", "Full"),
-    "transformer_xl": ("transformer_xl", "TransformerXL"),
-    "adaptive_span": ("adaptive_span", "AdaptiveSpan"),
-    "compressive": ("compressive", "Compressive"),
-    "sliding_window": ("sliding_window", "SlidingWindow"),
-    "longformer": ("longformer", "Longformer"),
-    "bigbird": ("bigbird", "BigBird"),
-    "linear": ("linear", "Linear"),
-    "performer": ("performer", "Performer"),
-    "routing": ("routing", "Routing"),
-    "reformer": ("reformer", "Reformer"),
-    "tanh_rnn": ("recurrent", "TanhRNN"),
-    "gru": ("gru", "GRU"),
-    "gru_torch": ("recurrent", "TorchGRU"),
-    "lstm": ("recurrent", "LSTM"),
-    "forgetting": ("forgetting", "Forgetting"),
-    "streaming_sinks": ("streaming_sinks", "StreamingSinks"),
-}
-"""The registry: kind -> (file, class); a file is imported when its mixer is first built."""
+    def steadiness(self) -> Steadiness:
+        return Steadiness()
 
 
-def build_mixer(config: DecoderConfig, layer: int, relative_keys: nn.Parameter | None) -> Mixer:
-    """The mixer that a decoder's config asks for, for one layer."""
-    kind = config.mixer.kind
-    if kind not in MIXERS:
-        raise ValueError(f"unknown mixer {kind!r}, known are: {', '.join(MIXERS)}")
-    file, name = MIXERS[kind]
-    return getattr(importlib.import_module(f"{__package__}.{file}"), name)(config, layer, relative_keys)
+def build_mixer(shape: LayerShape, settings: Any, relative_keys: nn.Parameter | None = None) -> Mixer:
+    """The layer that settings ask for."""
+    module, name = systems.find(settings.kind).layer.split(":")
+    layer = getattr(importlib.import_module(module), name)
+    return layer(**asdict(shape), settings=settings, relative_keys=relative_keys)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.config import DecoderConfig
+from expire_span.models.systems.expire_span import ExpireSpanConfig, PaperDetails
 
 from .decoder import Decoder
 
@@ -71,9 +72,7 @@ def _config(theirs, heads, block, max_span, ramp, pre_norm, temperature, layers)
         max_span=max_span,
         ramp=ramp,
         temperature=temperature,
-        include_self=False,
-        normalizer_eps=1e-8,
-        initial_memories=block,
+        paper=PaperDetails(include_self=False, normalizer_eps=1e-8, initial_memories=block),
     )
     return DecoderConfig.paper(
         vocab=vocab,
@@ -90,13 +89,13 @@ def _config(theirs, heads, block, max_span, ramp, pre_norm, temperature, layers)
 def _rename(theirs: dict[str, Tensor], layers: int, pre_norm: bool) -> dict[str, Tensor]:
     names = {"in_emb.weight": "embed.weight", "out.out_emb.weight": "head.weight", "out.out_emb.bias": "head.bias"}
     if pre_norm:
-        names |= {"out_norm.weight": "norm.weight", "out_norm.bias": "norm.bias"}
+        names |= {"out_norm.weight": "backbone.norm.weight", "out_norm.bias": "backbone.norm.bias"}
     for n in range(layers):
-        names |= {f"layers.{n}.{a}": f"blocks.{n}.{b}" for a, b in _LAYER_NAMES.items()}
+        names |= {f"layers.{n}.{a}": f"backbone.blocks.{n}.{b}" for a, b in _LAYER_NAMES.items()}
     key_pe = [f"layers.{n}.{_KEY_PE}" for n in range(layers)]
     _check_names(theirs, [*names, *key_pe])
     ours = {ours: theirs[name] for name, ours in names.items()}
-    ours["relative_keys"] = _relative_keys([theirs[name] for name in key_pe])
+    ours["backbone.relative_keys"] = _relative_keys([theirs[name] for name in key_pe])
     return ours
 
 

@@ -1,4 +1,4 @@
-"""Operations on any mixer's or decoder's state: a nested structure of dicts, lists, tensors, numbers and memories."""
+"""Operations on any layer's or model's state: a nested structure of dicts, lists, tensors, plain values and stores."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.memory import ExpiringMemory
+from expire_span.store import ExpiringMemory, SteadyMemory, Store, restore
 
 
-def map_tensors(
-    state: Any, fn: Callable[[Tensor], Tensor], of_memory: Callable[[ExpiringMemory], ExpiringMemory] | None = None
-) -> Any:
-    """A copy of the structure with `fn` applied to every tensor; `of_memory` is applied to memories, if it is another thing."""
+def map_tensors(state: Any, fn: Callable[[Tensor], Tensor], of_store: Callable[[Store], Store] | None = None) -> Any:
+    """A copy of the structure with `fn` applied to every tensor; `of_store`, where given, is applied to whole stores."""
     if isinstance(state, Tensor):
         return fn(state)
-    if isinstance(state, ExpiringMemory):
-        return state.map_tensors(fn) if of_memory is None else of_memory(state)
+    if isinstance(state, Store):
+        return state.map_tensors(fn) if of_store is None else of_store(state)
     if isinstance(state, dict):
-        return {key: map_tensors(value, fn, of_memory) for key, value in state.items()}
+        return {key: map_tensors(value, fn, of_store) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(map_tensors(value, fn, of_memory) for value in state)
+        return type(state)(map_tensors(value, fn, of_store) for value in state)
     return state
 
 
@@ -41,16 +39,16 @@ def fork(state: Any) -> Any:
 
 def select_rows(state: Any, rows: Tensor) -> Any:
     """Keep, repeat or reorder batch rows: `rows` are indices into dimension 0."""
-    return map_tensors(state, lambda x: x.index_select(0, rows.to(x.device)), lambda memory: memory.select(rows))
+    return map_tensors(state, lambda x: x.index_select(0, rows.to(x.device)), lambda store: store.select(rows))
 
 
 def pack(state: Any, prefix: str = "state") -> tuple[dict[str, Tensor], Any]:
     """Split a state into named tensors and a JSON skeleton that says where each belongs."""
     if isinstance(state, Tensor):
         return {prefix: state.detach().contiguous()}, {"tensor": prefix}
-    if isinstance(state, ExpiringMemory):
+    if isinstance(state, Store):
         tensors, skeleton = pack(state.state_dict(), prefix)
-        return tensors, {"memory": skeleton}
+        return tensors, {"memory": skeleton, "layout": state.layout_name}
     if isinstance(state, (dict, list, tuple)):
         items = state.items() if isinstance(state, dict) else enumerate(state)
         packed = {str(key): pack(value, f"{prefix}.{key}") for key, value in items}
@@ -66,9 +64,22 @@ def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "memory":
-        return ExpiringMemory.from_state_dict(unpack(tensors, value))
+        return restore(skeleton.get("layout", ExpiringMemory.layout_name), unpack(tensors, value))
     if kind == "dict":
-        return {key: unpack(tensors, part) for key, part in value.items()}
+        return _upgrade({key: unpack(tensors, part) for key, part in value.items()})
     if kind == "list":
         return [unpack(tensors, part) for part in value]
     return value
+
+
+def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
+    """A layer's state as run folders of format 1 hold it, where the carried hidden states lay in the state itself."""
+    if "cache" not in state:
+        return state
+    names = ("hidden", "pos", "evicted", "living", "block")
+    rest = {key: value for key, value in state.items() if key not in (*names, "cache")}
+    if state["cache"] == "hidden":
+        return rest | {"memory": SteadyMemory(**{name: state[name] for name in names})}
+    if set(rest) == {"memory", "position"}:
+        return rest | ({"memory": None} if state["cache"] == "none" else {})
+    return rest | {"keep": "nothing" if state["cache"] == "none" else "kv"}

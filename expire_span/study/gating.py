@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.models.gru import GatedCell
+from expire_span.models.systems.recurrent.gated import GatedCell
 
 from .sensitivity import held_cell
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.models.gru import GatedCell
+from expire_span.models.systems.recurrent.gated import GatedCell
 
 SHUT = -1e4
 """Bias that shuts a gate: its sigmoid is exactly zero."""

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expire_span.checkpoint import load_model
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import words
 from expire_span.tasks.words import Words
-from expire_span.train.checkpoint import load_model
 from expire_span.train.randomness import seed_everything
 
 from .folder import StudyFolder

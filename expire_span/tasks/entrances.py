@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.config import EntrancesTask
+from expire_span.task_configs import EntrancesTask
 
+from .contract import Batch, Score, Split, TaskSample, sample_episode
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of, mix
-from .task import Batch, Score, Split
 
 REACH = 2
 """Units beyond either edge of [0, 1] that have levels of their own; further out, the outermost level stands for all."""
@@ -63,6 +63,10 @@ class Entrances:
 
     def show(self, tokens: Tensor) -> list[str]:
         return [self.label(token) for token in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The longest of a few series."""
+        return sample_episode(self, self.longest, seed=seed, prefixes=("begin",))
 
     def label(self, token: int) -> str:
         if token >= self.first_answer:

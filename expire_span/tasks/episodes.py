@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from .task import Batch, Split
+from .contract import SPLITS, Batch, Split
 
 EVAL_EPISODES = 512
 """Episodes of the valid and of the test split."""
 GROUP = 16
 """Whole-episode batches whose episodes are sorted by length together, so that rows of a batch need little padding."""
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 class EpisodeSource(Protocol):

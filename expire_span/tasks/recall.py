@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.config import RecallTask
+from expire_span.task_configs import RecallTask
 
+from .contract import Batch, Score, Split, TaskSample, sample_episode
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, chance, key_of, mix
-from .task import Batch, Score, Split
 
 COLOURS = ("red", "blue", "green", "yellow", "purple", "orange", "pink", "brown")
 
@@ -47,6 +47,10 @@ class Recall:
 
     def show(self, tokens: Tensor) -> list[str]:
         return [self.label(token) for token in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The longest of a few episodes with a cue; cue and question are marked."""
+        return sample_episode(self, self.longest, seed=seed, prefixes=("cue", "which"))
 
     def label(self, token: int) -> str:
         if token < self.first_wall:

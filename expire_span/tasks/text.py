@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.config import TextTask
+from expire_span.task_configs import TextTask
 
-from .task import Batch, Score, Split, bits
+from .contract import Batch, Score, Split, TaskSample, bits, sample_stretch
+
+SAMPLE = 8192
+"""Bytes of a sample."""
 
 
 class Text:
@@ -56,6 +59,10 @@ class Text:
 
     def show(self, tokens: Tensor) -> list[str]:
         return [label(byte) for byte in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The first bytes of the test split."""
+        return sample_stretch(self, SAMPLE, seed=seed, is_text=True)
 
 
 def label(byte: int) -> str:

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from expire_span.config import WordsTask
+from expire_span.task_configs import WordsTask
 
+from .contract import Score, Split, TaskSample, sample_stretch
 from .tales import tell_tales
-from .task import Score, Split
 from .text import EvalRows, TrainRows
 
 UNKNOWN = "<unknown>"
+SAMPLE = 1024
+"""Words of a sample."""
 LEAST_WORDS = 1000
 """A text with fewer words is refused: there would be nothing to learn from."""
 
@@ -61,6 +63,10 @@ class Words:
 
     def show(self, tokens: Tensor) -> list[str]:
         return [self.names[token] if token < len(self.names) else UNKNOWN for token in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The first words of the test split."""
+        return sample_stretch(self, SAMPLE, seed=seed)
 
 
 def read_text(config: WordsTask) -> str:

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from expire_span.config import RunConfig
-from expire_span.mixer_configs import LIFETIMES
+from expire_span.models.systems import find
 from expire_span.ops import resolve_impl
 
 
@@ -91,6 +91,6 @@ def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[st
 def _impl(config: RunConfig, device: torch.device) -> str:
     """Which implementation of the operator will run; systems that do without it are plain torch."""
     mixer = config.model.mixer
-    if mixer.kind not in LIFETIMES:
+    if not find(mixer.kind).operator:
         return "torch"
     return resolve_impl(getattr(mixer, "impl", "auto"), device, head_dim=config.model.head_dim)

@@ -29,11 +29,12 @@ from transformers import DynamicCache
 
 from expire_span import __version__
 from expire_span.config import BudgetConfig
-from expire_span.hf.learning import LearningLayer
+from expire_span.errors import UserError
+from expire_span.files import to_json, write_atomic
 from expire_span.hf.handle import Retrofit
+from expire_span.hf.learning import LearningLayer
 from expire_span.hf.settings import DistillConfig
 from expire_span.models.state import pack, unpack
-from expire_span.runs import UserError, to_json, write_atomic
 
 from .budget import BudgetController
 

@@ -99,7 +99,8 @@ class _Totals:
         before = torch.zeros(rows)
         if self.seen is not None and not bool(batch.fresh.all()):
             before = torch.where(batch.fresh, 0, self.seen)
-        own = 1 if getattr(self.config.mixer, "include_self", True) else 0
+        paper = getattr(self.config.mixer, "paper", None)
+        own = 1 if paper is None or paper.include_self else 0
         self.weights.append((rows * length, float(before.mean()) + (length - 1) / 2 + own))
         self.seen = before + length
         self.full.append(float(self.seen.sum()) * memory_bytes(self.config) * self.config.layers)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from expire_span.runs import RunFolder
+BAR_WIDTH = 24
+"""Columns of the bar on a terminal."""
 
 
 def show_bytes(count: float) -> str:
+    """Bytes with three or more digits: 512 B, 12.3 kB, 4.56 GB. The one format of every page and terminal."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -26,22 +29,61 @@ def show_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def describe(line: dict[str, Any], score_name: str) -> str:
-    """One line of metrics in words."""
-    live = " ".join(f"{x:.1f}" for x in line["live"])
-    text = f"loss {line['loss']:.4f}  {score_name} {line['score']:.4f}  live {live}"
-    return f"{text}  held {show_bytes(line['bytes_held'])}"
+def fit(parts: Sequence[str], width: int) -> str:
+    """As many parts, from the first on, as fit into `width` columns."""
+    text = ""
+    for part in parts:
+        longer = f"{text}  {part}" if text else part
+        if len(longer) > width:
+            break
+        text = longer
+    return text
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a clock says at a line of metrics."""
+
+    seconds: float
+    """Seconds since training began or was resumed."""
+    tokens_per_second: float
+    """Since the last reading."""
+    left: float
+    """Seconds that the remaining steps will take."""
+    ms_per_step: float
+    """Since the last reading."""
+
+
+class Clock:
+    """Speed between two lines of metrics, and the time left."""
+
+    def __init__(self, step: int) -> None:
+        self.start = self.last = time.perf_counter()
+        self.first_step = self.last_step = step
+
+    def read(self, step: int, tokens: int, total: int) -> Reading:
+        now = time.perf_counter()
+        spent = max(now - self.last, 1e-9)
+        left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
+        pace = 1000 * spent / max(step - self.last_step, 1)
+        self.last, self.last_step = now, step
+        return Reading(now - self.start, tokens / spent, left, pace)
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on training steps."""
+        self.last += seconds
 
 
 class Display:
     """Open it around the training; only the first process shows anything."""
 
-    def __init__(self, total: int, score_name: str, *, shown: bool = True) -> None:
-        self.total, self.score_name, self.shown = total, score_name, shown
+    def __init__(self, total: int, *, shown: bool = True, console: Console | None = None) -> None:
+        self.total, self.shown = total, shown
         self.bar: Progress | None = None
-        if shown and sys.stdout.isatty():
-            columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
-            self.bar = Progress(*columns, console=Console())
+        if shown and (console is not None or sys.stdout.isatty()):
+            # The counter comes first and has the columns that it needs, so that a narrow terminal still shows it.
+            columns = (MofNCompleteColumn(), BarColumn(bar_width=BAR_WIDTH), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=console or Console())
             self.job = self.bar.add_task("starting", total=total)
 
     def __enter__(self) -> Display:
@@ -52,6 +94,18 @@ class Display:
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def start(self, step: int) -> None:
+        """Training begins after `step` steps: 0, or where a resumed run goes on."""
+        if self.bar is not None:
+            self.bar.reset(self.job, total=self.total, completed=step)
+        elif step:
+            self.say(f"step {step}/{self.total}  resumed")
+
+    def advance(self, step: int) -> None:
+        """One more step is done."""
+        if self.bar is not None:
+            self.bar.update(self.job, completed=step)
 
     def say(self, text: str) -> None:
         if not self.shown:
@@ -64,54 +118,16 @@ class Display:
         except BrokenPipeError:  # whoever was reading has gone; the training goes on
             self.shown = False
 
-    def train(self, line: dict[str, Any], speed: float, left: float) -> None:
-        """A line of training metrics, with tokens per second and seconds left."""
-        text = f"{describe(line, self.score_name)}  {speed:,.0f} tokens/s  left {show_time(left)}"
+    def train(self, step: int, parts: list[str], reading: Reading) -> None:
+        """A line of training metrics, with the time left and tokens per second."""
+        speed = f"{reading.tokens_per_second:,.0f} tokens/s"
         if self.bar is not None:
-            self.bar.update(self.job, completed=line["step"], description=text)
+            # Beside the text: the counter (two numbers, a slash), the bar, and a space between columns.
+            room = self.bar.console.width - 2 * len(str(self.total)) - 1 - BAR_WIDTH - 2
+            text = fit([f"left {show_time(reading.left)}", *parts, speed], room)
+            self.bar.update(self.job, description=text.replace("[", r"\["))
         else:
-            self.say(f"step {line['step']}/{self.total}  {text}")
+            self.say(f"step {step}/{self.total}  {'  '.join(parts)}  {speed}  left {show_time(reading.left)}")
 
-    def valid(self, line: dict[str, Any]) -> None:
-        self.say(f"step {line['step']}/{self.total}  valid  {describe(line, self.score_name)}")
-
-
-class Clock:
-    """Speed between two lines of metrics, and the time left."""
-
-    def __init__(self, step: int) -> None:
-        self.start = self.last = time.perf_counter()
-        self.first_step = self.last_step = step
-
-    def read(self, step: int, tokens: int, total: int) -> tuple[float, float, float, float]:
-        """Seconds since the start, tokens per second since the last reading, seconds left, milliseconds per step."""
-        now = time.perf_counter()
-        spent = max(now - self.last, 1e-9)
-        left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
-        pace = 1000 * spent / max(step - self.last_step, 1)
-        self.last, self.last_step = now, step
-        return now - self.start, tokens / spent, left, pace
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on training steps."""
-        self.last += seconds
-
-
-class Board:
-    """The same scalars for TensorBoard."""
-
-    def __init__(self, run: RunFolder, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
-
-    def add(self, line: dict[str, Any]) -> None:
-        for name, value in line.items():
-            if name in ("live", "span"):
-                for layer, x in enumerate(value):
-                    self.writer.add_scalar(f"{line['split']}/{name}/{layer}", x, line["step"])
-            elif isinstance(value, (int, float)) and name != "step":
-                self.writer.add_scalar(f"{line['split']}/{name}", value, line["step"])
-
-    def close(self) -> None:
-        self.writer.close()
+    def valid(self, step: int, parts: list[str]) -> None:
+        self.say(f"step {step}/{self.total}  valid  {'  '.join(parts)}")

@@ -31,7 +31,8 @@ class Scorer(nn.Module):
         self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None, remember: bool = True
     ) -> tuple[dict[str, Tensor], Any, int]:
         with torch.autocast(x.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
-            logits, state, aux = self.decoder(x, state, fresh, remember)
+            keep = "nothing" if not remember else "hidden" if self.training else "kv"
+            logits, state, aux = self.decoder(x, state, fresh, keep)
         logits = logits.float()  # [B, T, V]
         nll = F.cross_entropy(logits.flatten(0, 1), y.masked_fill(~mask, 0).flatten(), reduction="none").view_as(mask)
         sums = {"nll": torch.where(mask, nll, 0).sum(), "span_loss": aux.loss.float()}

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expire_span.models.carried import settle
 from expire_span.models.state import detach, map_tensors
+from expire_span.store import settle
 
 Outcome = tuple[dict[str, Tensor], Any, int]
 """What a scorer gives: sums, state, bytes held; all detached."""

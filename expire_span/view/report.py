@@ -39,8 +39,8 @@ def write_report(run: RunFolder) -> Path:
 
 def look_inside(run: RunFolder) -> tuple[int | None, Sample | None, str]:
     """Weights of the newest sound checkpoint and a sample read by it; or a note that says why there is none."""
+    from expire_span.checkpoint import list_checkpoints, load_model
     from expire_span.tasks.task import build_task
-    from expire_span.train.checkpoint import list_checkpoints, load_model
 
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."

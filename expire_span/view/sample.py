@@ -7,16 +7,21 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from expire_span.config import RecallTask, RunConfig, TextTask
+from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.tasks.task import Task
 
-TEXT_SAMPLE = 8192
-"""Bytes of text read for the report."""
+from .trace import Trace
+from .tracer import Tracer
+
+LONGEST = 8192
+"""Tokens of a sample at most: so many of a text, while an episode ends by itself."""
 EPISODES = 16
-"""Episodes of recall of which the longest with a cue is shown."""
+"""Batches among which the longest is taken: of episodes the longest, of a text the first."""
+STREAMS = ("text", "words")
+"""Kinds of tasks whose data runs on and on, without places that a reader should find."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Sample:
     labels: list[str]
     spans: np.ndarray
     """[layers, T], in steps; with a span per head, the longest."""
-    ramp: int
+    ramp: float
 
     def lifetimes(self, layer: int) -> np.ndarray:
         """Steps for which each memory can be read, its own included: a memory lives while age < span + ramp."""
@@ -44,39 +49,34 @@ class Sample:
         return [label.split()[0] for label in self.labels] if several else ["memory"] * len(self.labels)
 
 
-@torch.no_grad()
+def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
+    """A stretch of the test data, [T], and the wanted token at each place that the task scores, where it scores some."""
+    stream = task.stream("test", batch=1, block=LONGEST, seed=config.seed)
+    batches = [batch for batch, _ in zip(stream, range(EPISODES))]
+    with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
+    best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
+    tokens, mask = best.x[0], best.mask[0]
+    places = [] if config.task.kind in STREAMS else mask.nonzero().flatten().tolist()
+    return tokens, {place: int(best.y[0, place]) for place in places}
+
+
 def read_sample(decoder: Decoder, task: Task, config: RunConfig) -> Sample:
-    """The longest of a few episodes, or a stretch of text, through the decoder with memory carried."""
-    tokens = _episode(task, config) if isinstance(config.task, RecallTask) else _stretch(task, config)
-    state, parts = None, []
-    for block in tokens.split(max(config.train.block, 64)):
-        _, state, aux = decoder(block[None], state)
-        parts.append(torch.stack([_widest(layer.span, config) for layer in aux.layers]))
-    spans = torch.cat(parts, 1).float().numpy()
-    return Sample(tokens.numpy(), task.show(tokens), spans, getattr(config.model.mixer, "ramp", 1))
+    """The task's sample through the decoder with memory carried."""
+    tokens, answers = sample_of(task, config)
+    tracer = Tracer(decoder, name="", task=config.task.kind, show=task.show)
+    return sample_from(Trace.of([tracer.header(), *tracer.read(tokens, answers)]))
 
 
-def _widest(span: torch.Tensor | None, config: RunConfig) -> torch.Tensor:
-    """[1, T] or [1, Hkv, T] -> [T]."""
-    if span is None:
-        raise ValueError(f"the memory system {config.model.mixer.kind} gives tokens no spans")
-    return span[0] if span.dim() == 2 else span[0].amax(0)
-
-
-def _episode(task: Task, config: RunConfig) -> torch.Tensor:
-    stream = task.stream("test", batch=1, block=config.task.max_length + 2, seed=config.seed)  # type: ignore[union-attr]
-    episodes = [batch.x[0] for batch, _ in zip(stream, range(EPISODES))]
-    with_cue = [episode for episode in episodes if task.show(episode[:1])[0].startswith("cue")]
-    return max(with_cue or episodes, key=len)
-
-
-def _stretch(task: Task, config: RunConfig) -> torch.Tensor:
-    return next(iter(task.stream("test", batch=1, block=TEXT_SAMPLE, seed=config.seed))).x[0]
+def sample_from(trace: Trace) -> Sample:
+    """Tokens and spans of a trace; with a span per head, the longest."""
+    tokens = np.array([step["token"] for step in trace.steps])
+    labels = [step["text"] for step in trace.steps]
+    return Sample(tokens, labels, trace.spans.max(1), trace.header["ramp"])
 
 
 def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
     """Places of a sample that a reader should find at once."""
-    if not isinstance(config.task, RecallTask):
+    if config.task.kind in STREAMS:
         return {}
     return {n: label for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))}
 
@@ -106,7 +106,7 @@ class LayerKeeps:
 
 def find_keepsakes(sample: Sample, config: RunConfig, *, count: int = 8) -> list[LayerKeeps]:
     """Per layer, the bytes (mean over their occurrences) and words (their longest byte) kept longest and shortest."""
-    if not isinstance(config.task, TextTask):
+    if config.task.kind != "text":
         return []
     out = []
     for layer, spans in enumerate(sample.spans):

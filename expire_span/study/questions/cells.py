@@ -16,14 +16,14 @@ from torch import Tensor
 from expire_span.config import BudgetConfig, DecoderConfig, ExpireSpanConfig, RecallTask, TrainConfig
 from expire_span.mixer_configs import FullConfig, MixerConfig, TransformerXLConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.encoder import Encoder
 from expire_span.study.folder import StudyFolder
 from expire_span.tasks.recall import Recall
 from expire_span.tasks.task import Batch
 
-from .encoder import build_encoder, with_mixers
 from .fit import Measured, fit, measure
 from .labelling import Labelling, LabellingTask
-from .penalty import Drop, PenalisedAttention, Penalty
+from .penalty import Drop, PenalisedAttention, Penalty, penalise
 
 Tick = Callable[[float], None]
 TaskName = Literal["notes", "chores", "recall"]
@@ -84,7 +84,7 @@ def run_encoder(cell: EncoderCell, tick: Tick) -> dict[str, Any]:
     begin = time.process_time()
     torch.manual_seed(cell.seed)
     task = Labelling(ENCODER_TASK)
-    encoder = build_encoder(small_model(task.vocab, 2, "rotary", cell.mixer))
+    encoder = Encoder(small_model(task.vocab, 2, "rotary", cell.mixer))
     budget = replace(BUDGET, live=cell.memory) if cell.system == "spans" else BUDGET
     config = replace(TRAIN, steps=cell.steps, budget=budget)
     fit(encoder, task.stream("train", batch=4, seed=cell.seed), config, lambda n: tick(2.0 * n))
@@ -113,7 +113,7 @@ def asked_on_side(task: Labelling, sign: int, batch: Batch) -> Tensor:
 @torch.no_grad()
 def spans_by_kind(encoder: Decoder, task: Labelling, x: Tensor) -> dict[str, list[float]]:
     """Mean span that each layer gives to notes, rumours, questions and fillers."""
-    _, _, aux = encoder(x, None, None, False)
+    _, _, aux = encoder(x, keep="nothing")
     kinds = {"note": 0, "rumour": task.first_rumour, "question": task.first_question, "filler": task.first_filler}
     ends = [*list(kinds.values())[1:], task.first_topic]
     spans = [layer.span for layer in aux.layers if layer.span is not None]
@@ -174,7 +174,7 @@ def build_cache_model(cell: CacheCell, vocab: int) -> Decoder:
     decoder = Decoder(small_model(vocab, 1, "none", mixer))
     if cell.system == "spans":
         return decoder
-    return with_mixers(decoder, partial(PenalisedAttention, penalty=cell.penalty))
+    return penalise(decoder, cell.penalty)
 
 
 def run_cache(cell: CacheCell, tick: Tick) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def run_cache(cell: CacheCell, tick: Tick) -> dict[str, Any]:
 def change_by_streaming(decoder: Decoder, x: Tensor, block: int = 8) -> float:
     """Largest change of a log-probability when the tokens are read in blocks and the dead are deleted in between."""
     decoder.eval()
-    whole = decoder(x, None, None, False)[0].log_softmax(-1)
+    whole = decoder(x, keep="nothing")[0].log_softmax(-1)
     state, parts = None, []
     for part in x.split(block, 1):
         logits, state, _ = decoder(part, state)
@@ -235,7 +235,7 @@ def change_by_dropping(decoder: Decoder, mixer: PenalisedAttention, x: Tensor, a
     answers = []
     for rule in (None, Drop(keep=8)):
         mixer.drop = rule
-        answers.append(decoder(x, None, None, False)[0].softmax(-1)[asked])
+        answers.append(decoder(x, keep="nothing")[0].softmax(-1)[asked])
     return float((answers[0] - answers[1]).abs().amax(-1).mean())
 
 

@@ -59,7 +59,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch], asked: Callable[[Batch],
     decoder.eval()
     right, count, live, tokens = 0, 0, 0.0, 0
     for batch in batches:
-        logits, _, aux = decoder(batch.x, None, None, False)
+        logits, _, aux = decoder(batch.x, keep="nothing")
         where = asked(batch)
         right += int((logits.argmax(-1) == batch.y)[where].sum())
         count += int(where.sum())

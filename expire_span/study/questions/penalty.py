@@ -15,15 +15,15 @@ will receive from now on, which no stream can know; it shows whether attention w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from expire_span.config import DecoderConfig
-from expire_span.models.full import Full
+from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MixerAux, MixerOutput
+from expire_span.models.systems.full.layer import Full
 
 Penalty = Literal["none", "l1", "entropy", "columns", "unnormalised"]
 SCORE_LIMIT = 30.0
@@ -79,26 +79,35 @@ class PenalisedAttention(Full):
     One decision for all heads of a layer, as an expiry span is one for all: a memory's attention is the largest among heads.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int = 0, penalty: Penalty = "none") -> None:
-        super().__init__(config, layer)
+    def __init__(self, *shape: Any, penalty: Penalty = "none", **options: Any) -> None:
+        super().__init__(*shape, **options)
         self.penalty = penalty
         self.drop: Drop | None = None
 
-    def forward(self, x: Tensor, state: Any) -> MixerOutput:
+    def mix(self, x: Tensor, state: Any) -> MixerOutput:
         scores, weight, v = self.attention(x)
         held = torch.tensor((x.shape[1] + 1) / 2, device=x.device)
         if self.drop is not None:
             weight, held = drop_unread(scores, weight, self.drop)
         loss = None if self.penalty == "none" else PENALTIES[self.penalty](weight, scores)
-        return MixerOutput(self._finish(weight @ v), state, MixerAux(loss, None, held))
+        return MixerOutput(self.join_heads(weight @ v), state, MixerAux(loss, None, held))
 
     def attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and weights [B, H, T, T] without dropping, and the values."""
-        q, k, v, _ = self._project(x, 0)
-        scores = q @ k.transpose(-1, -2) * self.config.head_dim**-0.5
+        q, k, v, _ = self.project(x, 0)
+        scores = q @ k.transpose(-1, -2) * self.shape.head_dim**-0.5
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
         scores = scores.masked_fill(~seen, -torch.inf)
         return scores, torch.softmax(scores, -1), v
+
+
+def penalise(decoder: Decoder, penalty: Penalty) -> Decoder:
+    """The same decoder of full attention, weight for weight, with penalised attention in every block."""
+    for layer, block in enumerate(decoder.layers()):
+        mixer = PenalisedAttention(**asdict(decoder.config.shape(layer)), penalty=penalty)
+        mixer.load_state_dict(block.mixer.state_dict())
+        block.mixer = mixer
+    return decoder
 
 
 def drop_unread(scores: Tensor, weight: Tensor, rule: Drop) -> tuple[Tensor, Tensor]:

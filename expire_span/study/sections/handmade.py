@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from expire_span.models.gru import GatedCell
+from expire_span.models.systems.recurrent.gated import GatedCell
 from expire_span.study import counter, gating, leaky, pictures, sensitivity, tanh_stack
 from expire_span.study.exercise import TASK
 from expire_span.study.page import Section

@@ -1,0 +1,280 @@
+"""Checkpoints: complete or absent, checked by sha256, unable to run code.
+
+`load_decoder("runs/mine")` is the model of a run, for use in code of your own; training writes and reads whole snapshots.
+
+    checkpoints/step-00000200/
+      model.safetensors      the decoder's weights
+      optimizer.safetensors  the optimizers' tensors; plain values as JSON in the file's metadata
+      memory.safetensors     what each row remembers, random generators, unlogged metrics; memory-1... for further processes
+      state.json             step, place in the data, budget controller, generators of the host
+      checksums.json         sha256 of every other file, written last
+
+A checkpoint of step 0 may hold weights alone (model.safetensors, state.json): what a run starts from that was not drawn at
+random. Its optimizers, memories and place in the data are those of a new run.
+
+The folder is built under a hidden name, synced and renamed, so that a crash leaves the whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from expire_span.config import RunConfig
+from expire_span.errors import RunError, StorageError, UserError, describe
+from expire_span.files import sync_folder, to_json, write_synced
+from expire_span.models.decoder import Decoder
+from expire_span.models.state import pack, unpack
+from expire_span.runs import RunFolder
+
+Warn = Callable[[str], None]
+
+
+@dataclass
+class Snapshot:
+    """All that a run needs to go on."""
+
+    step: int
+    state: dict[str, Any]
+    """Plain JSON values; empty where there are weights alone."""
+    worker: Any
+    """Nested tensors and values that belong to this process: memories, device generators."""
+    model: dict[str, Tensor] = field(default_factory=dict)
+    """Weights; may be empty on all processes but the first."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+def folder_of(run: RunFolder, step: int) -> Path:
+    return run.checkpoints / f"step-{step:08d}"
+
+
+def list_checkpoints(run: RunFolder) -> list[Path]:
+    """Complete checkpoint folders, newest first, whether sound or damaged. Files that are no checkpoint are ignored."""
+    found = [
+        path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def save(
+    run: RunFolder, snapshot: Snapshot, *, keep: int, rank: int = 0, barrier: Callable[[], None] = lambda: None
+) -> Path:
+    """Write a checkpoint and drop the oldest beyond `keep`. All processes call this; each writes its own memory."""
+    final = folder_of(run, snapshot.step)
+    building = final.with_name(f".{final.name}.tmp")
+    try:
+        if rank == 0:
+            _check_finite(run, snapshot)
+            remove_unfinished(run)
+            building.mkdir(parents=True)
+        barrier()
+        write_synced(building / _memory_name(rank), _tree_bytes(snapshot.worker))
+        barrier()
+        if rank == 0 and not final.exists():
+            _write_shared(run, building, final, snapshot)
+            _prune(run, keep)
+    except OSError as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise StorageError(_failed(run, snapshot.step, error)) from error
+    finally:
+        if rank == 0:
+            shutil.rmtree(building, ignore_errors=True)
+    return final
+
+
+def load(
+    run: RunFolder, *, rank: int = 0, warn: Warn | None = None, device: torch.device | str = "cpu"
+) -> Snapshot | None:
+    """The newest sound checkpoint, or None where there is none at all; damaged newer ones are named through `warn`."""
+    folder = newest_sound(run, warn)
+    if folder is None:
+        return None
+    with _readable(folder):
+        return _read_snapshot(folder, rank, device)
+
+
+def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snapshot:
+    state = json.loads((folder / "state.json").read_bytes())
+    step, model = int(state.pop("step")), safetensors.torch.load_file(folder / "model.safetensors")
+    if state.pop("weights_only", False):
+        return Snapshot(step, {}, None, model)
+    memory = folder / _memory_name(rank)
+    worker = _read_tree(memory, device) if memory.exists() else None
+    return Snapshot(step, state, worker, model, _read_tree(folder / "optimizer.safetensors", "cpu"))
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A checkpoint that matches its checksums and still cannot be read was not written by this package."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise RunError(f"checkpoint {folder} is not one that this version can read ({error}); move it away") from error
+
+
+def load_model(
+    run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
+) -> tuple[Decoder, RunConfig]:
+    """The decoder of a run's newest sound checkpoint, in eval mode, and the run's config."""
+    folder = newest_sound(run, warn)
+    if folder is None:
+        raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
+    with _readable(folder):
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+    decoder = Decoder(run.config.model)
+    check_weights(weights, decoder.state_dict(), str(folder))
+    decoder.load_state_dict(weights)
+    return decoder.to(device).eval(), run.config
+
+
+def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights whose names or shapes are not the model's, naming the first that differs."""
+    for name in sorted({*given, *wanted}):
+        if name not in given:
+            raise UserError(
+                f"{source} lacks the weight {name} of this model; its settings must be those it was trained with"
+            )
+        if name not in wanted:
+            raise UserError(f"{source} has the weight {name}, which this model has no place for; give its own settings")
+        if given[name].shape != wanted[name].shape:
+            shapes = f"{tuple(given[name].shape)}, and this model's {tuple(wanted[name].shape)}"
+            raise UserError(f"weight {name} of {source} has the shape {shapes}; give the settings it was trained with")
+
+
+def load_decoder(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`."""
+    return load_model(RunFolder.open(Path(run)), device)[0]
+
+
+def newest_sound(run: RunFolder, warn: Warn | None = None) -> Path | None:
+    """The newest checkpoint whose files match their checksums."""
+    folders = list_checkpoints(run)
+    for folder in folders:
+        fault = find_fault(folder)
+        if fault is None:
+            return folder
+        if warn is not None:
+            warn(f"checkpoint {folder} is damaged ({fault}); it is skipped and the one before it is tried")
+    if folders:
+        raise RunError(
+            f"no checkpoint of run {run.path} is sound ({len(folders)} tried); delete {run.checkpoints} to start anew"
+        )
+    return None
+
+
+def find_fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file, or None."""
+    try:
+        sums = json.loads((folder / "checksums.json").read_bytes())
+        for name, expected in sums.items():
+            if _sha256(folder / name) != expected:
+                return f"{name} does not match its checksum"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read: {describe(error)}"
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return "checksums.json is unreadable"
+    return None if {"model.safetensors", "state.json"} <= set(sums) else "checksums.json is incomplete"
+
+
+def remove_damaged(run: RunFolder) -> None:
+    """Delete damaged checkpoints newer than the newest sound one, so that training can write them again."""
+    for folder in list_checkpoints(run):
+        if find_fault(folder) is None:
+            return
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise StorageError(f"cannot delete the damaged checkpoint {folder}: {describe(error)}") from error
+
+
+def remove_unfinished(run: RunFolder) -> None:
+    """Delete what a killed process was still building."""
+    for folder in run.checkpoints.glob(".step-*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _memory_name(rank: int) -> str:
+    return "memory.safetensors" if rank == 0 else f"memory-{rank}.safetensors"
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write a checkpoint of step 0 that holds weights alone into a run folder that is still being made."""
+    final = folder / "checkpoints" / "step-00000000"
+    final.mkdir(parents=True)
+    write_synced(final / "model.safetensors", safetensors.torch.save(weights))
+    write_synced(final / "state.json", to_json({"step": 0, "weights_only": True}))
+    _write_sums(final)
+
+
+def _write_shared(run: RunFolder, building: Path, final: Path, snapshot: Snapshot) -> None:
+    run.sync_metrics()
+    write_synced(building / "model.safetensors", safetensors.torch.save(snapshot.model))
+    write_synced(building / "optimizer.safetensors", _tree_bytes(snapshot.optimizer))
+    write_synced(building / "state.json", to_json({"step": snapshot.step, **snapshot.state}))
+    _write_sums(building)
+    os.rename(building, final)
+    sync_folder(final.parent)
+
+
+def _write_sums(building: Path) -> None:
+    sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
+    write_synced(building / "checksums.json", to_json(sums))
+    sync_folder(building)
+
+
+def _prune(run: RunFolder, keep: int) -> None:
+    for folder in list_checkpoints(run)[keep:]:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+
+
+def _check_finite(run: RunFolder, snapshot: Snapshot) -> None:
+    for name, x in snapshot.model.items():
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            raise RunError(
+                f"weight {name} is not finite at step {snapshot.step}, so no checkpoint was written; "
+                f"{last_good(run)}; lower --train.lr or --train.clip"
+            )
+
+
+def last_good(run: RunFolder) -> str:
+    """Where the run can go on from, in words."""
+    folders = list_checkpoints(run)
+    return f"the last checkpoint is {folders[0]}" if folders else "there is no earlier checkpoint"
+
+
+def _failed(run: RunFolder, step: int, error: OSError) -> str:
+    advice = f"once that is mended, go on with: expire-span resume {run.path}"
+    return f"cannot write the checkpoint of step {step}: {describe(error)}; {last_good(run)}; {advice}"
+
+
+def _tree_bytes(tree: Any) -> bytes:
+    """Nested tensors and values as one safetensors file: the skeleton is JSON in its metadata."""
+    tensors, skeleton = pack(tree)
+    return safetensors.torch.save({name: x.cpu() for name, x in tensors.items()}, {"skeleton": json.dumps(skeleton)})
+
+
+def _read_tree(path: Path, device: torch.device | str) -> Any:
+    with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return unpack(tensors, json.loads(file.metadata()["skeleton"]))
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""`expire-span view [RUN|TRACE]`: the page that shows what a model remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from expire_span.runs import RunFolder, UserError, find_run
+
+from .parsing import PROGRAM, parse, spell_out
+
+
+@dataclass(frozen=True)
+class View:
+    """Show what a model remembers, on a page of this machine's own."""
+
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
+    """Name or folder of a run, or a trace file; without it, the run that was changed last."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders."""
+    port: int = 8700
+    """Port to listen on; if it is taken, the next free one."""
+    no_browser: bool = False
+    """Print the address only, and open no browser."""
+
+
+def run_view(args: list[str]) -> int:
+    command = parse(View, spell_out(args, "--no-browser"), f"{PROGRAM} view")
+    if not 1 <= command.port <= 65535:
+        raise UserError(f"--port must lie between 1 and 65535, got {command.port}")
+    run, trace = _find(command)
+    _check_extra()
+    from expire_span.view.server import Source, bind_port, serve
+    from expire_span.view.trace import read_lines
+
+    if trace is not None:
+        next(read_lines(trace))  # what is no trace is refused before a server starts
+    sock = bind_port(command.port)
+    port = sock.getsockname()[1]
+    if port != command.port:
+        print(f"port {command.port} is in use, taking {port}")
+    address = f"http://127.0.0.1:{port}/"
+    print(f"{(run.path if run else trace)} at {address} (Ctrl+C ends)", flush=True)
+    source = Source(run, trace)
+    source.describe()  # loads the model before the first page asks for it
+    serve(source, sock, ready=None if command.no_browser else lambda _: _open_browser(address))
+    return 0
+
+
+def _find(command: View) -> tuple[RunFolder | None, Path | None]:
+    if command.source is not None:
+        path = Path(command.source)
+        return (None, path) if path.is_file() else (find_run(command.source, command.runs_dir), None)
+    runs = sorted(command.runs_dir.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise UserError(f"no run under {command.runs_dir}; make one with: expire-span demo, or name a run or a trace")
+    return RunFolder.open(runs[-1].parent), None
+
+
+def _check_extra() -> None:
+    import importlib.util
+
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"view needs {' and '.join(missing)}; install with: pip install 'expire-span[view]'")
+
+
+def _open_browser(address: str) -> None:
+    """A moment after the server has started to listen; a machine without a browser goes on without."""
+    import threading
+    import webbrowser
+
+    threading.Timer(0.5, webbrowser.open, [address]).start()

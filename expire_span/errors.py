@@ -1,0 +1,77 @@
+"""Errors that end a command, and the one sentence that a user reads about each. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+
+_OS_CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EACCES: "permission was denied",
+    errno.EPERM: "permission was denied",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EISDIR: "it is a folder, not a file",
+    errno.ENOENT: "there is no such file or folder",
+    errno.EMFILE: "too many files are open",
+}
+
+
+class RunError(Exception):
+    """A run cannot go on; the message says why and what to do. The command line prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class UserError(RunError, ValueError):
+    """What was asked for cannot be done: bad names, values or folders."""
+
+    exit_code = 2
+
+
+class StorageError(RunError):
+    """A file cannot be read or written: the disk is full, a folder is read-only. The user can mend it and go on."""
+
+    exit_code = 2
+
+
+def describe(error: OSError) -> str:
+    """The cause of a failed read or write in words."""
+    return _OS_CAUSES.get(error.errno or 0) or error.strerror or str(error)
+
+
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """The sentence and the exit code for an error that a user can meet, or None for a fault of this package.
+
+    Errors of other libraries are known by their names, so that a command that did not load torch need not load it here.
+    """
+    if isinstance(error, RunError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", 130
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if isinstance(error.filename, (str, bytes)) else ""
+        return f"{place}{describe(error)}; mend that and repeat the command", 2
+    if _is_out_of_memory(error):
+        return f"there is not enough memory ({_first_line(error)}); {_LESS_MEMORY}", 2
+    if type(error).__name__ == "SafetensorError":
+        return f"a safetensors file cannot be read or written: {_first_line(error)}", 2
+    if isinstance(error, ValueError):
+        return str(error), 2
+    return None
+
+
+_LESS_MEMORY = "try a smaller --train.batch, --train.block or --model.dim"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    words = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "array is too big")
+    return isinstance(error, (RuntimeError, ValueError)) and any(word in str(error) for word in words)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,113 @@
+"""Files that are whole or absent, JSON that is checked when it is read. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from expire_span.errors import UserError, describe
+
+SEAL = "checksum"
+"""Field of a sealed JSON file that holds the sha256 of all its other fields."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` at once: a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
+    sync_folder(path.parent)
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """The table of fields in a JSON file's content; anything else is refused in a sentence that names the file."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not valid JSON: {error or 'it is nested too deeply'}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name} must hold a JSON table of fields, got {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table of fields in a JSON file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {describe(error)}") from error
+    return parse_json(data, str(path))
+
+
+def seal(head: dict[str, Any]) -> dict[str, Any]:
+    """The same fields with their checksum, so that a changed one is found when the file is read."""
+    return {**head, SEAL: _digest(head)}
+
+
+def check_seal(head: dict[str, Any], path: Path) -> None:
+    """Refuse a sealed file whose fields do not match their checksum."""
+    rest = {name: value for name, value in head.items() if name != SEAL}
+    if head.get(SEAL) != _digest(rest):
+        raise UserError(
+            f"{path} does not match its checksum: it was damaged, or changed after it was written; "
+            "restore it from a copy, or begin anew under another name"
+        )
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    plain = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def sweep(folder: Path, pattern: str = ".*.tmp") -> None:
+    """Delete the temporary files and folders of killed processes; those of living ones stay."""
+    import shutil
+
+    for path in folder.glob(pattern):
+        if _is_dead(path):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether the process that a temporary name ends with (.NAME.PID.tmp) is gone."""
+    pid = path.name.split(".")[-2]
+    if not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        return False
+    return False

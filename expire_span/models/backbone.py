@@ -1,0 +1,216 @@
+"""The backbone: blocks of a memory system and a feed-forward part, hidden states [B, T, C] in and out, state in and out.
+
+It knows no tokens: the decoder puts an embedding and a vocabulary head around it, the policy an encoder of observations and
+heads for actions and values. Its layers may hold different memory systems, by a pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.model_configs import BackboneConfig
+from expire_span.models import systems
+from expire_span.store import SteadyMemory, settle
+
+from .mixer import Keep, Mixer, MixerAux, build_mixer
+
+
+@dataclass
+class BackboneAux:
+    """What the blocks report, layer by layer."""
+
+    hidden: Tensor
+    """The last block's output [B, T, C]. Only its shape and device are used, to build a zero loss where no layer has one."""
+    layers: list[MixerAux]
+
+    @property
+    def row_loss(self) -> Tensor:
+        """Span loss of each row summed over layers, unweighted, [B]."""
+        losses = [aux.loss for aux in self.layers if aux.loss is not None]
+        return torch.stack(losses).sum(0) if losses else self.hidden.new_zeros(len(self.hidden))
+
+    @property
+    def loss(self) -> Tensor:
+        """Span loss averaged over the batch."""
+        return self.row_loss.mean()
+
+    @property
+    def live(self) -> Tensor:
+        """Mean live memories per query, one number per layer, [layers]."""
+        return torch.stack([aux.live for aux in self.layers if aux.live is not None])
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(aux.bytes_held for aux in self.layers)
+
+
+class BackboneOutput(NamedTuple):
+    """What a backbone returns; it unpacks as `h, state, aux`."""
+
+    h: Tensor
+    state: list[Any]
+    aux: BackboneAux
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, inner, bias=False)
+        self.up = nn.Linear(dim, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps around the non-linearity; biases only in the paper's ReLU form."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        bias = config.activation == "relu"
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.up: nn.Module = SwiGLU(config.dim, config.ff_dim)
+        else:
+            self.up = nn.Linear(config.dim, config.ff_dim, bias=bias)
+        self.down = nn.Linear(config.ff_dim, config.dim, bias=bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.activation != "swiglu":
+            x = F.relu(x)
+            x = x * x if self.activation == "relu2" else x
+        return self.down(self.dropout(x))
+
+
+def build_norm(config: BackboneConfig) -> nn.Module:
+    return nn.RMSNorm(config.dim, eps=1e-6) if config.norm_kind == "rms" else nn.LayerNorm(config.dim)
+
+
+class Block(nn.Module):
+    """One layer: memory system and feed-forward, each with its residual and norm."""
+
+    def __init__(self, config: BackboneConfig, layer: int, relative_keys: nn.Parameter | None) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.norm1, self.norm2 = build_norm(config), build_norm(config)
+        self.mixer: Mixer = build_mixer(config.shape(layer), config.mixer_of(layer), relative_keys)
+        self.ff = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.compiled: Callable[..., Any] | None = None  # set by Backbone.compile_blocks
+
+    def initial_state(self, batch: int, keep: Keep = "kv") -> Any:
+        return self.mixer.initial_state(batch, keep, empty=self._empty())
+
+    def reset_rows(self, state: Any, fresh: Tensor) -> Any:
+        return self.mixer.reset_rows(state, fresh, empty=self._empty())
+
+    @torch.no_grad()
+    def _empty(self) -> Tensor:
+        """What a zero hidden state looks like at the mixer's input, [C]."""
+        zero = self.ff.down.weight.new_zeros(self.ff.down.out_features)
+        return self.norm1(zero) if self.pre_norm else zero
+
+    def forward(
+        self, x: Tensor, state: Any, used: Tensor | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
+    ) -> tuple[Tensor, Any, MixerAux]:
+        """`used` is None, or a 0/1 scalar: whether LayerDrop lets this block take part.
+
+        A state of None starts here, and `fresh` rows are emptied here, so that all use of weights lies within forward.
+        """
+        if state is None:
+            state = self.initial_state(x.shape[0], keep)
+        elif fresh is not None:
+            state = self.reset_rows(state, fresh)
+        y, state, aux = self.mixer(self.norm1(x) if self.pre_norm else x, state)
+        mixed = self.dropout(y)
+        if self.pre_norm:
+            h = x + mixed
+            h = h + self.ff(self.norm2(h))
+        else:
+            h = self.norm1(x + mixed)
+            h = self.norm2(h + self.ff(h))
+        if used is not None:
+            h = torch.where(used > 0, h, x)
+        return h, state, aux
+
+
+class Backbone(nn.Module):
+    """`h, state, aux = backbone(x, state)` with x and h [B, T, C]; a state of None starts fresh."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.relative_keys = None
+        if config.positions == "relative" and any(systems.find(m.kind).scores_pairs for m in config.mixers):
+            self.relative_keys = nn.Parameter(torch.randn(config.relative_window, config.head_dim))
+        self.blocks = nn.ModuleList(Block(config, n, self.relative_keys) for n in range(config.layers))
+        self.norm = build_norm(config) if config.norm == "pre" else nn.Identity()
+        self._scale_outputs()
+
+    def _scale_outputs(self) -> None:
+        """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
+        if self.config.norm != "pre":
+            return
+        with torch.no_grad():
+            for block in self.layers():
+                block.mixer.out.weight.div_(math.sqrt(2 * self.config.layers))
+                block.ff.down.weight.div_(math.sqrt(2 * self.config.layers))
+
+    def layers(self) -> list[Block]:
+        """The blocks, typed."""
+        return cast(list[Block], list(self.blocks))
+
+    def compile_blocks(self, *, carry: bool) -> None:
+        """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
+
+        Sequences that stand alone run whole compiled blocks, and so do carried memories whose shapes are steady. Other
+        systems' states change shape from block to block: there only the feed-forward parts are compiled.
+        """
+        for block in self.layers():
+            if carry and not block.mixer.steadiness().shapes:
+                block.ff.compile()
+            else:
+                block.compiled = torch.compile(block.forward)
+
+    def initial_state(self, batch: int, keep: Keep = "kv") -> list[Any]:
+        return [block.initial_state(batch, keep) for block in self.layers()]
+
+    def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
+        """Empty the memory of the rows marked in `fresh` [B] (bool)."""
+        return [block.reset_rows(part, fresh) for block, part in zip(self.layers(), state)]
+
+    def forward(
+        self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
+    ) -> BackboneOutput:
+        """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
+        state = [None] * len(self.blocks) if state is None else settle(state)
+        h, states, auxes = x, [], []
+        for block, part, used in zip(self.layers(), state, self._draw_layers(x)):
+            run = block.compiled if block.compiled is not None and _is_steady(part, fresh, keep) else block
+            h, part, aux = run(h, part, used, fresh, keep)
+            states.append(part)
+            auxes.append(aux)
+        return BackboneOutput(self.norm(h), states, BackboneAux(h.detach(), auxes))
+
+    def _draw_layers(self, h: Tensor) -> list[Tensor | None]:
+        """LayerDrop: which blocks take part in this training forward."""
+        if not self.training or self.config.layer_drop == 0:
+            return [None] * len(self.blocks)
+        used = (torch.rand(len(self.blocks), device=h.device) >= self.config.layer_drop).to(h.dtype)
+        return list(used.unbind())
+
+
+def _is_steady(state: Any, fresh: Tensor | None, keep: Keep) -> bool:
+    """Whether a compiled block meets the shapes it was compiled for: no memory at all, or one whose shapes are steady."""
+    if state is None:
+        return keep == "nothing"
+    return fresh is None and isinstance(state, dict) and isinstance(state.get("memory"), SteadyMemory)

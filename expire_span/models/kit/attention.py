@@ -1,0 +1,123 @@
+"""What attention layers share: projections, heads, positions, and attention under an explicit mask."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expire_span.models.mixer import Mixer, Steadiness
+
+from .rotary import rotary_angles, rotate
+
+
+class AttentionMixer(Mixer):
+    """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
+
+    separate_keys: ClassVar[bool] = True
+    """Off where queries serve as keys."""
+    recordable_alone: ClassVar[bool] = False
+    """Whether sequences that stand alone never make the host wait, without learned relative positions."""
+
+    def __init__(self, *shape: Any, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        dim, kv_dim = self.shape.dim, self.shape.num_kv_heads * self.shape.head_dim
+        self.query = nn.Linear(dim, dim, bias=False)
+        if self.separate_keys:
+            self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        if self.shape.positions == "relative" and self._shared_keys[0] is None:
+            self.own_relative_keys = nn.Parameter(torch.randn(self.shape.relative_window, self.shape.head_dim))
+
+    @property
+    def relative_keys(self) -> nn.Parameter | None:
+        """The learned key embedding of distances: the model's, or this layer's own where it stands alone."""
+        return self._shared_keys[0] if self._shared_keys[0] is not None else getattr(self, "own_relative_keys", None)
+
+    def steadiness(self) -> Steadiness:
+        return Steadiness(alone=self.recordable_alone and self.relative_keys is None)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, S, H * D] -> [B, H, S, D]."""
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+    def place(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Normalise and rotate queries or keys [B, H, S, D] at pos [S] or [B, S]."""
+        if self.shape.qk_norm:
+            x = F.rms_norm(x, (self.shape.head_dim,))
+        return self.turn(x, pos.unsqueeze(-2) if pos.dim() == 2 else pos)
+
+    def turn(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Rotate x [.., S, D] at pos, which broadcasts against [.., S]."""
+        return rotate(x, self.angles(pos, x.dtype)) if self.shape.positions == "rotary" else x
+
+    def angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(dtype, torch.float32)
+        return rotary_angles(pos, self.shape.head_dim, self.shape.rotary_base, precise)
+
+    def queries(self, x: Tensor, pos: Tensor) -> Tensor:
+        """[B, Hq, T, D] at pos."""
+        return self.place(self.split_heads(self.query(x)), pos)
+
+    def keys(self, h: Tensor, pos: Tensor) -> Tensor:
+        """[B, Hkv, S, D] at pos."""
+        return self.place(self.split_heads(self.key(h)), pos)
+
+    def values(self, h: Tensor) -> Tensor:
+        """[B, Hkv, S, D]."""
+        return self.split_heads(self.value(h))
+
+    def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [B, Hq, T, D], k and v [B, Hkv, T, D], and the positions [T] of x from `start` on."""
+        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        return self.queries(x, pos), self.keys(x, pos), self.values(x), pos
+
+    def join_heads(self, y: Tensor) -> Tensor:
+        """The output projection of [B, H, T, D] -> [B, T, C]."""
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def share_heads(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads [B, Hkv, ..] repeated for `heads` query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def relative_scores(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
+    """q . relative_keys[age - 1] / sqrt(D) where 1 <= age <= M, else 0. q [.., T, D], age [.., T, S]."""
+    scores = q @ relative_keys.to(q.dtype).T * q.shape[-1] ** -0.5  # [.., T, M]
+    count = relative_keys.shape[0]
+    index = (age - 1).clamp(0, count - 1).expand(*scores.shape[:-1], age.shape[-1])
+    return torch.where((age >= 1) & (age <= count), scores.gather(-1, index), 0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_keys: Tensor | None) -> Tensor:
+    """Softmax attention where `seen` [.., T, S] allows it; q [N, H, T, D], k and v [N, H, S, D], age [.., T, S]."""
+    mask = seen
+    if relative_keys is not None:
+        mask = relative_scores(q, relative_keys, age).masked_fill(~seen, -torch.inf)
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes that the tensors of a state occupy."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(bytes_of(x) for x in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(bytes_of(x) for x in state)
+    return getattr(state, "bytes_held", 0)
+
+
+def empty_rows(state: Any, fresh: Tensor, blank: Any) -> Any:
+    """The rows marked in `fresh` [B] taken from the state `blank`, the others from `state`."""
+    if isinstance(state, Tensor):
+        return torch.where(fresh.to(state.device).reshape(-1, *(1,) * (state.dim() - 1)), blank.to(state.dtype), state)
+    if isinstance(state, dict):
+        return {name: empty_rows(x, fresh, blank[name]) for name, x in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [empty_rows(x, fresh, y) for x, y in zip(state, blank)]
+    return state

@@ -1,0 +1,251 @@
+"""Attention over memories whose lifetimes are decided when they are written: what Expire-Span and its relatives share.
+
+    m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
+
+What a state keeps is the caller's choice. Hidden states ("hidden", a `SteadyMemory`): keys, values and spans are recomputed
+from them in every block, so that all weights learn from old memories. Keys and values ("kv", an `ExpiringMemory`): they are
+computed once. Nothing: a block attends to itself only. Both stores delete for good, by the same rule.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.models.lifetimes import LifetimeRule
+from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness
+from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
+from expire_span.store import ExpiringMemory, SteadyMemory, settle
+
+from .attention import AttentionMixer
+from .precision import storage_dtype
+from .rotary import rotate
+
+REBASE_AFTER = 2**30
+"""Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
+
+
+@dataclass(frozen=True)
+class ExpiryRules:
+    """How memories are read and limited, beside their lifetimes."""
+
+    cap: int | None = None
+    include_self: bool = True
+    initial_memories: int = 0
+    normalizer_eps: float = 0.0
+    impl: Any = "auto"
+    causal: bool = True
+    """Off, a memory's age is its distance, and queries read later memories too."""
+
+
+class ExpiringAttention(AttentionMixer):
+    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}.
+
+    Subclasses build the lifetimes, as `span_predictor`, and say by `rules` what else holds.
+    """
+
+    def __init__(self, *shape: Any, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        self.rules = self.build_rules()
+        self.span_predictor = self.build_lifetimes()
+
+    @abstractmethod
+    def build_lifetimes(self) -> LifetimeRule:
+        """What decides how long memories live."""
+
+    def build_rules(self) -> ExpiryRules:
+        return ExpiryRules()
+
+    def look_both_ways(self) -> None:
+        """Read memories on either side of a query, for encoders; nothing can be carried then."""
+        self.rules = replace(self.rules, causal=False)
+        self.span_predictor.causal = False
+
+    def steadiness(self) -> Steadiness:
+        device, head_dim = self.query.weight.device, self.shape.head_dim
+        recordable = resolve_impl(self.rules.impl, device, head_dim=head_dim) == "triton"
+        return Steadiness(shapes=True, alone=recordable, carried=recordable)
+
+    # States
+
+    def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
+        """An empty memory, or `initial_memories` zero vectors, which must be stored to be seen."""
+        count = self.rules.initial_memories
+        if keep == "nothing" and not count:
+            return {"memory": None, "position": 0}
+        zeros = empty if empty is not None else self.query.weight.new_zeros(self.shape.dim)
+        h, device = zeros.detach().expand(batch, count, -1), self.query.weight.device
+        if keep != "kv":
+            memory = SteadyMemory.empty(batch, self.shape.dim, dtype=storage_dtype(h), device=device)
+            start = torch.arange(-count, 0, device=device).expand(batch, -1)
+            return {"memory": SteadyMemory(h.to(memory.hidden.dtype), start, memory.evicted), "position": 0}
+        rows = (batch, self.shape.num_kv_heads) if self.span_predictor.per_head else (batch,)
+        memory = ExpiringMemory.empty(rows, ramp=self.span_predictor.ramp, cap=self.rules.cap, device=device)
+        if count:
+            pos = torch.arange(count, device=device)
+            with torch.no_grad():
+                memory = self._append(memory, pos, self.span_predictor.by_head(h), self.keys(h, pos), self.values(h))
+        return {"memory": memory, "position": count}
+
+    def reset_rows(self, state: dict[str, Any], fresh: Tensor, *, empty: Tensor | None = None) -> dict[str, Any]:
+        """The rows marked in `fresh` [B] begin again; positions go on."""
+        memory = state["memory"]
+        if memory is None:
+            return state
+        if isinstance(memory, SteadyMemory):
+            start = self.initial_state(memory.pos.shape[0], "hidden", empty=empty)["memory"]
+            return {**state, "memory": memory.forget_rows(fresh, start)}
+        memory = memory.forget_rows(fresh)
+        if self.rules.initial_memories:
+            start = self.initial_state(memory.rows[0], "kv", empty=empty)["memory"].forget_rows(~fresh)
+            memory = memory.join(start.rebase(start.used - state["position"]))
+        return {**state, "memory": memory}
+
+    def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
+        """Count positions from `offset` on; stored rotated keys are turned back by as much."""
+        memory = state["memory"]
+        if isinstance(memory, SteadyMemory):
+            return state  # its positions always count from the block to come
+        if memory is not None:
+            memory = memory.rebase(offset)
+            if self.shape.positions == "rotary" and len(memory):
+                turn = self.angles(torch.tensor(-offset, device=memory.pos.device), memory.slots["k"].dtype)
+                memory = memory.replace_field("k", rotate(memory.slots["k"], turn))
+        return {**state, "memory": memory, "position": state["position"] - offset}
+
+    # The three ways to read
+
+    def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        (state,) = settle([state])
+        if state["position"] >= REBASE_AFTER:
+            state = self.rebase(state, state["position"])
+        memory = state["memory"]
+        if isinstance(memory, SteadyMemory):
+            return self._read_hidden(x, memory, state)
+        if memory is None:
+            return self._read_block(x, state["position"])
+        if memory.segments is not None and self._can_read_in_place(x):
+            return self._read_in_place(x, memory, state["position"])
+        return self._read_kv(x, memory, state["position"])
+
+    def _read_block(self, x: Tensor, start: int) -> MixerOutput:
+        """A block that stands alone."""
+        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        keys, (values, span) = self.keys(x, pos), self.span_predictor.with_values(x, self.value)
+        y = self.attend(x, keys, self.split_heads(values), span, pos, pos)
+        return MixerOutput(
+            y, {"memory": None, "position": start + x.shape[1]}, self._report(span, pos, start, len(pos))
+        )
+
+    def _read_hidden(self, x: Tensor, memory: SteadyMemory, state: dict[str, Any]) -> MixerOutput:
+        """Stored and new hidden states become keys, values and spans, all from today's weights."""
+        start, count = state["position"], x.shape[1]
+        pos = torch.arange(start, start + count, device=x.device)
+        h, k_pos = memory.extended(x.to(storage_dtype(x)), pos)  # [B, S + T, C]
+        keys, (values, span) = self.keys(h, k_pos), self.span_predictor.with_values(h, self.value)
+        y = self.attend(x, keys, self.split_heads(values), span, pos, k_pos)
+        aux = self._report(span, k_pos, start, count)
+        longest = span.detach().amax(1)  # a hidden state lives while any head needs it
+        memory = memory.after(h, k_pos, longest, block=count, ramp=self.span_predictor.ramp, cap=self.rules.cap)
+        aux.bytes_held = memory.bytes_held
+        return MixerOutput(y, {"memory": memory, "position": start}, aux)
+
+    def _read_kv(self, x: Tensor, memory: ExpiringMemory, start: int) -> MixerOutput:
+        """Keys and values are computed once; with gradients on, those of this block stay attached."""
+        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        new = self.keys(x, pos), self.values(x), self.span_predictor.by_head(x)
+        stored = self._append(memory, pos, new[2], new[0], new[1])
+        if torch.is_grad_enabled() and new[0].requires_grad:
+            old = self._fields(memory)
+            keys, values, span = (torch.cat([a.to(b.dtype), b], 2) for a, b in zip(old[:3], new))
+            k_pos = torch.cat([old[3], pos.expand(*old[3].shape[:-1], -1)], -1)
+        else:
+            keys, values, span, k_pos = self._fields(stored)
+        y = self.attend(x, keys, values, span, pos, k_pos)
+        aux = self._report(span, k_pos, start, len(pos))
+        return self._store_and_return(y, stored, start + len(pos), aux)
+
+    def _can_read_in_place(self, x: Tensor) -> bool:
+        """Whether a few tokens are read on a device whose kernel takes rows of unequal length where they lie."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return can_attend_in_segments(self.rules.impl, x.device, x.shape[1], self.shape.head_dim, dtype)
+
+    def _read_in_place(self, x: Tensor, memory: ExpiringMemory, start: int) -> MixerOutput:
+        """The same as `_read_kv`, without gathering a rectangle of all rows."""
+        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        new = self.span_predictor.by_head(x)
+        memory = self._append(memory, pos, new, self.keys(x, pos), self.values(x))
+        k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
+        rules: dict[str, Any] = dict(ramp=self.span_predictor.ramp, include_self=self.rules.include_self)
+        rules |= dict(relative_keys=self.relative_keys, normalizer_eps=self.rules.normalizer_eps)
+        y = attend_in_segments(self.queries(x, pos), k, v, span, pos, k_pos, memory.row_places(), **rules)
+        aux = self._report_later(memory, new, start, len(pos))
+        return self._store_and_return(self.join_heads(y), memory, start + len(pos), aux)
+
+    def _store_and_return(self, y: Tensor, memory: ExpiringMemory, position: int, aux: MixerAux) -> MixerOutput:
+        memory = memory.expire(position)
+        aux.bytes_held = memory.bytes_held
+        return MixerOutput(y, {"memory": memory, "position": position}, aux)
+
+    def _append(self, memory: ExpiringMemory, pos: Tensor, span: Tensor, k: Tensor, v: Tensor) -> ExpiringMemory:
+        """k, v [B, Hkv, T, D] and spans [B, 1 or Hkv, T] into a store with rows (B,) or (B, Hkv)."""
+        if len(memory.rows) == 2:
+            return memory.append(pos, span, check_values=False, k=k, v=v)
+        return memory.append(pos, span.squeeze(1), check_values=False, k=k.transpose(1, 2), v=v.transpose(1, 2))
+
+    def _fields(self, memory: ExpiringMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """k, v [B, Hkv, S, D], span [B, 1 or Hkv, S], k_pos [B, S] or [B, Hkv, S]."""
+        if not len(memory):
+            heads = self.shape.num_kv_heads
+            outputs = heads if len(memory.rows) == 2 else 1
+            none = memory.span.new_zeros(memory.rows[0], heads, 0, self.shape.head_dim)
+            return none, none, memory.span.new_zeros(memory.rows[0], outputs, 0), memory.pos
+        if len(memory.rows) == 2:
+            return memory["k"], memory["v"], memory.span, memory.pos
+        return memory["k"].transpose(1, 2), memory["v"].transpose(1, 2), memory.span.unsqueeze(1), memory.pos
+
+    # Attention and report
+
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
+        q, span = self.queries(x, pos), self.span_predictor.limit_noisily(span)
+        y = expire_attention(
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            span.squeeze(1) if span.shape[1] == 1 else span,
+            pos,
+            k_pos,
+            ramp=self.span_predictor.ramp,
+            causal=self.rules.causal,
+            include_self=self.rules.include_self,
+            relative_keys=self.relative_keys,
+            normalizer_eps=self.rules.normalizer_eps,
+            impl=self.rules.impl,
+            check_values=False,
+        )
+        return self.join_heads(y)
+
+    def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
+        k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
+        new = spans_of_heads(span.detach()[..., -count:], self.shape.num_kv_heads).squeeze(1)
+        new, rule, where = new if self.span_predictor.reports_spans else None, self.span_predictor, (start, count)
+        if torch.is_grad_enabled():  # training asks for both, and a compiled block cannot hand out functions
+            return MixerAux(rule.loss(span, k_pos, *where), new, rule.live(span, k_pos, *where))
+        return MixerAux(partial(rule.loss, span, k_pos, *where), new, partial(rule.live, span, k_pos, *where))
+
+    def _report_later(self, memory: ExpiringMemory, new: Tensor, start: int, count: int) -> MixerAux:
+        """A report that gathers the memories of all rows only if somebody asks."""
+
+        def ask(question: Any) -> Any:
+            span, k_pos = memory.span, memory.pos
+            both = (span, k_pos) if span.dim() == 3 else (span.unsqueeze(1), k_pos.unsqueeze(1))
+            return question(*both, start, count)
+
+        rule = self.span_predictor
+        new_spans = new.squeeze(1) if rule.reports_spans else None
+        return MixerAux(partial(ask, rule.loss), new_spans, partial(ask, rule.live))

@@ -1,0 +1,71 @@
+"""Logits of spans with float32 digits from half-precision hidden states, and their gradient fused with that of the values.
+
+A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
+the predictor reads hidden states in the dtype in which the projections beside it read them, and multiplies and adds in
+float32. In compiled code this hardly takes a pass of its own: one row of weights joins the kernel of the norm before it,
+several rows are one matrix product, and the gradient goes along with that of the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .precision import HALVES, split_digits
+
+ALIGNED = 8
+"""Columns that a fast matrix product wants in half precision."""
+
+
+class ValuesAndLogits(torch.autograd.Function):
+    """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
+
+    Gradients are matrix products in h's dtype, as those of other weights are, and one product for both: as a further one beside
+    those of queries, keys and values, that of h would be written and read once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(h, value, weight)
+        return h @ value.T, _logits(h, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        h, value, weight = ctx.saved_tensors
+        rows, more = h.flatten(0, 1), -len(weight) % ALIGNED
+        grads = torch.cat([grad, F.pad(grad_logits, (0, more))], -1).to(h.dtype).flatten(0, 1)
+        weights = torch.cat([value, F.pad(weight, (0, 0, 0, more)).to(h.dtype)])
+        grad_value, grad_weight = (grads.T @ rows).split([len(value), len(weight) + more])
+        return (grads @ weights).view_as(h), grad_value, grad_weight[: len(weight)].to(weight.dtype)
+
+
+class Logits(torch.autograd.Function):
+    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, with a gradient of the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return _logits(h, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        (h,) = ctx.saved_tensors
+        columns = F.pad(grad, (0, -grad.shape[-1] % ALIGNED)).to(h.dtype).flatten(0, 1)
+        return None, (columns.T @ h.flatten(0, 1))[: grad.shape[-1]].to(grad.dtype)
+
+
+def _logits(h: Tensor, weight: Tensor) -> Tensor:
+    """h [B, S, C] . weight [n, C] -> [B, S, n] in weight's dtype."""
+    if h.device.type == "cuda" and h.dtype in HALVES and len(weight) > 1:
+        return _product_in_float32(h, weight)
+    return torch.stack([(h.to(weight.dtype) * row).sum(-1) for row in weight.unbind()], -1)
+
+
+def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
+    """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
+    halves = F.pad(torch.cat(split_digits(weight, h.dtype, 2)), (0, 0, 0, -2 * len(weight) % ALIGNED))
+    both = torch.ops.aten.mm.dtype(h.flatten(0, 1), halves.T, torch.float32)
+    return (both[:, : len(weight)] + both[:, len(weight) : 2 * len(weight)]).unflatten(0, h.shape[:2])

@@ -1,0 +1,98 @@
+"""The registry of memory systems, read from the folder of each. Standard library only.
+
+A system of one's own is registered from outside: `register(MemorySystem(settings=..., layer="my_package.layers:Mine", ...))`.
+It can then be trained, compared, and tested with the shared test matrix like those that are built in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, Union
+
+from expire_span.checks import require
+
+from .adaptive_span import SYSTEM as _ADAPTIVE_SPAN
+from .bigbird import SYSTEM as _BIGBIRD
+from .compressive import SYSTEM as _COMPRESSIVE
+from .contract import AttentionShape, Budget, LayerShape, MemorySystem, Recipe, StateSize
+from .expire_span import SYSTEM as _EXPIRE_SPAN
+from .forgetting import SYSTEM as _FORGETTING
+from .full import SYSTEM as _FULL
+from .linear import SYSTEM as _LINEAR
+from .longformer import SYSTEM as _LONGFORMER
+from .performer import SYSTEM as _PERFORMER
+from .recurrent import SYSTEMS as _RECURRENT
+from .reformer import SYSTEM as _REFORMER
+from .routing import SYSTEM as _ROUTING
+from .sliding_window import SYSTEM as _SLIDING_WINDOW
+from .streaming_sinks import SYSTEM as _STREAMING_SINKS
+from .transformer_xl import SYSTEM as _TRANSFORMER_XL
+
+__all__ = [
+    "PLUGINS",
+    "SYSTEMS",
+    "AttentionShape",
+    "Budget",
+    "LayerShape",
+    "MemorySystem",
+    "Recipe",
+    "StateSize",
+    "find",
+    "register",
+]
+
+PLUGINS = "EXPIRE_SPAN_PLUGINS"
+"""Environment variable: modules, separated by commas, that register memory systems or tasks of one's own when imported."""
+
+SYSTEMS: dict[str, MemorySystem] = {}
+"""Every memory system by kind."""
+
+MixerConfig: Any = None
+"""Any memory system's settings: the union of all registered classes, which command lines and JSON are read into."""
+
+
+def register(system: MemorySystem) -> MemorySystem:
+    """Add a memory system. Its settings are a frozen dataclass with a literal `kind` that no other system has."""
+    global MixerConfig
+    known = SYSTEMS.get(system.kind)
+    taken = known is not None and known.layer != system.layer
+    require(not taken, f"a memory system of kind {system.kind!r} is registered already; choose another kind")
+    SYSTEMS[system.kind] = system
+    MixerConfig = Union[tuple(s.settings for s in SYSTEMS.values())]  # noqa: UP007 (built at run time)
+    return system
+
+
+def find(kind: str) -> MemorySystem:
+    """The system of a kind; an unknown one lists those there are."""
+    require(kind in SYSTEMS, f"unknown mixer {kind!r}, known are: {', '.join(SYSTEMS)}")
+    return SYSTEMS[kind]
+
+
+def load_plugins() -> None:
+    """Import the modules that the environment variable `EXPIRE_SPAN_PLUGINS` names, so that they can register systems."""
+    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            importlib.import_module(name.strip())
+        except ImportError as error:
+            raise ValueError(f"{PLUGINS} names the module {name!r}, which cannot be imported: {error}") from error
+
+
+for _system in (
+    _EXPIRE_SPAN,
+    _FULL,
+    _TRANSFORMER_XL,
+    _ADAPTIVE_SPAN,
+    _COMPRESSIVE,
+    _SLIDING_WINDOW,
+    _LONGFORMER,
+    _BIGBIRD,
+    _LINEAR,
+    _PERFORMER,
+    _ROUTING,
+    _REFORMER,
+    *_RECURRENT,
+    _FORGETTING,
+    _STREAMING_SINKS,
+):
+    register(_system)

@@ -1,0 +1,136 @@
+"""Learned expiry: the system that this package is named after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from expire_span.checks import require
+from expire_span.models.systems.contract import Budget, MemorySystem
+
+
+@dataclass(frozen=True)
+class PaperDetails:
+    """Details of the paper's released code that most users leave alone."""
+
+    include_self: bool = True
+    """Whether a token attends to itself (the paper's does not)."""
+    noisy: bool = False
+    """In training, clamp all spans to one random share of max_span per forward pass; deletion still uses the unclamped."""
+    initial_memories: int = 0
+    """Zero vectors that stand in the memory before the first token (the released code starts with a block of them)."""
+    normalizer_eps: float = 0.0
+    """Added to the attention normaliser, as a share of the living memories' unmasked sum (the released code uses 1e-8)."""
+
+    def __post_init__(self) -> None:
+        require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")
+        require(self.normalizer_eps >= 0, f"normalizer_eps must be 0 or more, got {self.normalizer_eps}")
+
+
+@dataclass(frozen=True)
+class HeadReach:
+    """How the heads of a layer differ in how far they reach; needs span_per=kv_head."""
+
+    learned: bool = False
+    """Let each head learn its average span in steps, as Adaptive-Span does; `own_heads` of them distribute it over tokens, the
+    others give every token the same. Off, the predictor's bias is one more weight."""
+    own_heads: int | None = None
+    """Number of heads that give each token a span of its own; all others share one more. None is all heads."""
+    spread: float = 1.0
+    """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span."""
+    shortest_shared: float | None = None
+    """With learned: the shortest span of the heads beyond own_heads; None is min_span."""
+    stop_gradient: bool = False
+    """Stop the predictor's gradient at the hidden states that it reads: it learns from them as they are, and costs less."""
+
+    def __post_init__(self) -> None:
+        require(self.spread >= 1, f"spread must be at least 1, got {self.spread}")
+        require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")
+        usable = self.shortest_shared is None or (self.learned and self.own_heads is not None)
+        given = f"learned and own_heads, got learned {self.learned} and own_heads {self.own_heads}"
+        require(usable, f"shortest_shared is of heads beyond own_heads and needs {given}")
+
+
+@dataclass(frozen=True)
+class ExpireSpanConfig:
+    """Learned expiry: each memory gets, at birth, a span after which it fades out and is deleted."""
+
+    kind: Literal["expire_span"] = "expire_span"
+    max_span: int = 1024
+    """Longest span a memory can be given, in steps (L)."""
+    ramp: int = 32
+    """Soft edge of the mask, in steps (R). Only memories on the ramp send gradient to the span predictor."""
+    initial_span: float = 0.1
+    """Share of max_span that every memory gets before training (p)."""
+    min_span: float = 0.0
+    """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than
+    it; at -ramp they would be born dead."""
+    temperature: float = 1.0
+    """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
+    span_per: Literal["layer", "kv_head"] = "layer"
+    """One span per memory shared by all heads of the layer, or one for each key/value head."""
+    span_loss: Literal["ramp", "l1"] = "ramp"
+    """How spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
+    cap: int | None = None
+    """Hard limit on stored memories per row; the smallest remaining span goes first. Such evictions are counted."""
+    impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
+    reach: HeadReach = field(default_factory=HeadReach)
+    """How the heads of a layer differ in how far they reach."""
+    paper: PaperDetails = field(default_factory=PaperDetails)
+    """Details of the paper's released code."""
+
+    def __post_init__(self) -> None:
+        require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
+        require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
+        require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")
+        longest = self.initial_span * self.reach.spread**0.5
+        require(longest < 1, f"initial_span x sqrt(reach.spread) must lie below 1, got {longest:g}")
+        self._check_heads()
+        for name, span in (("min_span", self.min_span), ("reach.shortest_shared", self.reach.shortest_shared)):
+            limits = f"between -ramp and max_span, {-self.ramp} and {self.max_span}"
+            require(span is None or -self.ramp < span < self.max_span, f"{name} must lie {limits}, got {span}")
+        require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
+        require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
+
+    def _check_heads(self) -> None:
+        r = self.reach
+        apart = {"reach.spread": r.spread != 1, "reach.own_heads": r.own_heads is not None, "reach.learned": r.learned}
+        for name, used in apart.items():
+            needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
+            require(not used or self.span_per == "kv_head", needs)
+
+    @classmethod
+    def upgrade(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings as run folders of format 1 hold them, all on one level, sorted into today's groups."""
+        flat = dict(settings)
+        reach, paper = flat.pop("reach", {}), flat.pop("paper", {})
+        reach = dict(reach) if isinstance(reach, dict) else {"learned": reach == "learned"}
+        moved = {"initial_spread": "spread", "near_span": "shortest_shared", "own_heads": "own_heads"}
+        reach |= {new: flat.pop(old) for old, new in moved.items() if old in flat}
+        if "shapes_states" in flat:
+            reach["stop_gradient"] = not flat.pop("shapes_states")
+        names = ("include_self", "noisy", "initial_memories", "normalizer_eps")
+        paper = {**paper, **{name: flat.pop(name) for name in names if name in flat}}
+        return {**flat, "reach": reach, "paper": paper}
+
+    @property
+    def shortest_shared(self) -> float:
+        """The shortest span of heads beyond own_heads."""
+        return self.min_span if self.reach.shortest_shared is None else self.reach.shortest_shared
+
+
+SYSTEM = MemorySystem(
+    ExpireSpanConfig,
+    "expire_span.models.systems.expire_span.layer:ExpireSpan",
+    state="living memories x (2 Hkv D e + 12), at most max_span + ramp of them",
+    held=lambda s, n: min(n, s.settings.max_span + s.settings.ramp, s.settings.cap or n) * (s.pair + 12),
+    cost="O(T x living)",
+    budget=Budget("the budget controller holds the mean of living memories", lambda recipe, n: recipe.settings),
+    streaming="exact; under a cap, evictions are counted",
+    training="with a cap, memories that the cap would have evicted",
+    reach=lambda s: s.settings.max_span + s.settings.ramp - 1,
+    learns_spans=True,
+    operator=True,
+    example={"max_span": 30, "ramp": 4, "initial_span": 0.3},
+)

@@ -1,0 +1,31 @@
+"""Expire-Span: attention over memories whose lifetimes are predicted when they are written.
+
+    e_i = L sigmoid(w . h_i / tau + b),  m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
+
+Differences from the paper: spans per key/value head, a reach that heads learn, a hard cap and the L1 form of the loss are
+options; dropout acts on the layer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
+"""
+
+from __future__ import annotations
+
+from expire_span.models.kit.expiring import ExpiringAttention, ExpiryRules
+from expire_span.models.lifetimes import Lifetimes, build_lifetimes
+from expire_span.models.systems.expire_span import ExpireSpanConfig
+
+
+class ExpireSpan(ExpiringAttention):
+    """`ExpireSpan(dim, heads, kv_heads=None, max_span=1024, ramp=32, ...)`: `y, state, aux = layer(x, state)`.
+
+    Keyword arguments are the fields of `ExpireSpanConfig`, and `positions`, `qk_norm`, `rotary_base`, `relative_window`. Add
+    `weight * aux.loss.mean()` to the training loss to keep spans short.
+    """
+
+    settings_class = ExpireSpanConfig
+    settings: ExpireSpanConfig
+
+    def build_lifetimes(self) -> Lifetimes:
+        return build_lifetimes(self.shape.dim, self.shape.num_kv_heads, self.settings)
+
+    def build_rules(self) -> ExpiryRules:
+        s, paper = self.settings, self.settings.paper
+        return ExpiryRules(s.cap, paper.include_self, paper.initial_memories, paper.normalizer_eps, s.impl)

@@ -1,0 +1,145 @@
+"""Forget-gate attention, as in the Forgetting Transformer: score(t, i) = q_t . k_i / sqrt(D) + sum of log f_j, i < j <= t.
+
+f = sigmoid(w . x + b), one gate per head and step. Nothing is deleted: the state grows with the stream. The running sum c of
+log f is kept in float64, so that differences of it stay exact on long streams.
+
+The sum is c_t - c_i, and c_t is the same for all memories of a query, so that softmax does not see it. What is left belongs to
+the memory alone: -c_i is written into a few further dimensions of its key, where queries hold ones, and torch's fused attention
+does the rest. Learned relative positions need the scores themselves: then queries are scored in chunks, recomputed in the
+backward pass. Either way memory stays linear in the length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from expire_span.models.kit.attention import AttentionMixer, bytes_of, relative_scores, share_heads
+from expire_span.models.kit.precision import split_digits
+from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.systems.forgetting import ForgettingConfig
+from expire_span.models.systems.full.layer import FOREVER
+from expire_span.store import NEVER, ExpiringMemory
+
+
+class Forgetting(AttentionMixer):
+    """State {"memory": store of k, v and the running sum at birth, "total": running sum [B, Hq], "position"}."""
+
+    settings_class = ForgettingConfig
+    settings: ForgettingConfig
+    recordable_alone = True
+
+    def __init__(self, *shape: Any, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        self.chunk = self.settings.chunk
+        self.gate = nn.Linear(self.shape.dim, self.shape.heads)
+        nn.init.constant_(self.gate.bias, math.log(self.settings.initial_gate / (1 - self.settings.initial_gate)))
+
+    def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
+        device = self.query.weight.device
+        total = torch.zeros(batch, self.shape.heads, dtype=torch.float64, device=device)
+        memory = ExpiringMemory.empty(batch, ramp=1, device=device)
+        return {"memory": memory, "total": total, "position": 0, "keep": keep}
+
+    def reset_rows(self, state: dict[str, Any], fresh: Tensor, *, empty: Tensor | None = None) -> dict[str, Any]:
+        return {**state, "memory": state["memory"].forget_rows(fresh)}
+
+    def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        start, memory = state["position"], state["memory"]
+        q, k, v, pos = self.project(x, start)
+        sums = state["total"].unsqueeze(2) + self._log_gate(x).double().cumsum(2)  # [B, H, T]
+        k_pos, k_sums, keys, values = pos.expand(len(x), -1), sums, k, v
+        if len(memory):
+            k_pos = torch.cat([memory.pos, k_pos], 1)
+            k_sums = torch.cat([memory["sums"].transpose(1, 2), sums], 2)
+            keys = torch.cat([memory["k"].transpose(1, 2).to(k.dtype), k], 2)
+            values = torch.cat([memory["v"].transpose(1, 2).to(v.dtype), v], 2)
+        y = self._read(q, share_heads(keys, q.shape[1]), share_heads(values, q.shape[1]), sums, k_sums, pos, k_pos)
+        if state["keep"] != "nothing":
+            span = torch.full((len(x), x.shape[1]), float(FOREVER), device=x.device)
+            fields = {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "sums": sums.transpose(1, 2)}
+            memory = memory.append(pos, span, **fields)
+        after = {"memory": memory, "total": sums[:, :, -1].detach().clone(), "position": start + x.shape[1]}
+        after["keep"] = state["keep"]
+        live = (k_pos != NEVER).sum(1).float().mean() - (x.shape[1] - 1) / 2
+        return MixerOutput(self.join_heads(y), after, MixerAux(live=live, bytes_held=bytes_of(after)))
+
+    def _log_gate(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [B, H, T], in float32 or better."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.logsigmoid(self.gate(x.to(self.gate.weight.dtype))).transpose(1, 2)
+
+    def _read(self, q, k, v, sums, k_sums, pos, k_pos) -> Tensor:
+        if self.relative_keys is None:
+            return self._read_fused(q, k, v, sums, k_sums, k_pos)
+        parts = []
+        for rows, end in self._chunks(q.shape[2], k.shape[2]):
+            given = (q[:, :, rows], k[:, :, :end], v[:, :, :end], sums[..., rows], k_sums[..., :end])
+            given = (*given, pos[rows], k_pos[:, :end], self.relative_keys)
+            parts.append(checkpoint(_score, *given, use_reentrant=False) if torch.is_grad_enabled() else _score(*given))
+        return torch.cat(parts, 2)
+
+    def _chunks(self, queries: int, keys: int) -> list[tuple[slice, int]]:
+        """Chunks of queries, and how many keys each can see at most."""
+        starts = range(0, queries, self.chunk)
+        return [(slice(n, n + self.chunk), keys - queries + min(n + self.chunk, queries)) for n in starts]
+
+    def _read_fused(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, k_sums: Tensor, k_pos: Tensor) -> Tensor:
+        """Fused attention over heads that are wider by the running sums [B, H, T] and [B, H, S]."""
+        dim, device = q.shape[3], q.device
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else q.dtype
+        k_sums = (k_sums - sums[..., -1:].detach()).masked_fill((k_pos == NEVER).unsqueeze(1), UNSEEN)
+        q = torch.cat([q.to(dtype), _query_columns(sums * dim**0.5, dtype)], 3)
+        k = torch.cat([k.to(dtype), _key_columns(-k_sums * dim**0.5, dtype)], 3)
+        v = F.pad(v.to(dtype), (0, EXTRA))
+        if q.shape[2] == k.shape[2]:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=dim**-0.5)
+            return y[..., :dim]
+        parts = []
+        for rows, end in self._chunks(q.shape[2], k.shape[2]):
+            part = q[:, :, rows]
+            seen = torch.ones(part.shape[2], end, dtype=torch.bool, device=device).tril(end - part.shape[2])
+            mask = None if part.shape[2] == 1 else seen
+            y = F.scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=dim**-0.5)
+            parts.append(y[..., :dim])
+        return torch.cat(parts, 2)
+
+
+EXTRA = 8
+"""Columns added to every head: fused kernels want multiples of eight."""
+DIGITS = 3
+"""How many of them hold a memory's bias: three bfloat16 numbers have the digits of one float32."""
+UNSEEN = 1e30
+"""Running sum of an empty slot: its bias leaves it no weight."""
+
+
+def _query_columns(own: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns [B, H, T, EXTRA] beside the queries: ones, which read the keys' bias, and the query's own bias [B, H, T].
+
+    Softmax does not depend on a query's own bias, so its value here is zero. It is present for its gradient alone: that
+    gradient is zero except for rounding errors, which also sit in the gradients of the keys' biases and must cancel in the
+    long sum that a gate receives.
+    """
+    ones, zero_with_gradient = own.new_ones(*own.shape, DIGITS), own - own.detach()
+    columns = torch.cat([ones, zero_with_gradient.unsqueeze(-1)], -1)
+    return F.pad(columns, (0, EXTRA - DIGITS - 1)).to(dtype)
+
+
+def _key_columns(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns [B, H, S, EXTRA] beside the keys: the bias [B, H, S] as a sum of numbers of `dtype`, and a one."""
+    first, *rest = split_digits(bias.detach().clamp_min(torch.finfo(dtype).min), dtype, DIGITS)
+    first = first + (bias - bias.detach()).to(dtype)  # adds zero, and the gradient
+    columns = torch.stack([first, *rest, torch.ones_like(first)], -1)
+    return F.pad(columns, (0, EXTRA - DIGITS - 1))
+
+
+def _score(q, k, v, sums, k_sums, pos, k_pos, relative_keys) -> Tensor:
+    age = pos.unsqueeze(1) - k_pos[:, None, None, :]  # [B, 1, T, S]
+    bias = (sums.unsqueeze(3) - k_sums.unsqueeze(2)).to(q.dtype) + relative_scores(q, relative_keys, age)
+    seen = (age >= 0) & (k_pos != NEVER)[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf))

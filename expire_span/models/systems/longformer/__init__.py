@@ -1,0 +1,69 @@
+"""Longformer, causal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expire_span.checks import require
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize, at_least
+
+
+@dataclass(frozen=True)
+class LongformerConfig:
+    """A window that grows with depth, some heads dilated, and global first tokens that all queries read."""
+
+    kind: Literal["longformer"] = "longformer"
+    window: int = 128
+    """Tokens a query reads in the first layer, itself included."""
+    growth: float = 1.5
+    """Each layer's window is the one below times this."""
+    max_window: int = 1024
+    """No layer's window is larger."""
+    dilation: int = 4
+    """Dilated heads read every so-many-th token, and so reach as many times further."""
+    dilated_heads: int = 0
+    """How many key/value heads are dilated."""
+    global_tokens: int = 1
+    """The first tokens of a row that every later query reads."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "window", "max_window", "dilation")
+        at_least(self, 0, "dilated_heads", "global_tokens")
+        require(self.growth >= 1, f"growth must be at least 1, got {self.growth}")
+
+
+def window_at(settings: LongformerConfig, depth: int) -> int:
+    """Tokens that a query reads in the layer above `depth` others."""
+    return min(round(settings.window * settings.growth**depth), settings.max_window)
+
+
+def _reach(s: StateSize) -> int | None:
+    m = s.settings
+    return None if m.global_tokens else (window_at(m, s.shape.depth) - 1) * (m.dilation if m.dilated_heads else 1)
+
+
+def _held(s: StateSize, n: int) -> int:
+    m, window = s.settings, window_at(s.settings, s.shape.depth)
+    near, far = s.shape.num_kv_heads - m.dilated_heads, m.dilated_heads
+    rings = sum(reach * (heads * s.head + 8) for heads, reach in ((near, window), (far, window * m.dilation)) if heads)
+    return rings + m.global_tokens * (s.pair + 8) + 8
+
+
+def _with_budget(recipe: Recipe, memories: int) -> LongformerConfig:
+    """Windows grow fourfold from the first layer to the last, and are `memories` in the mean."""
+    growth = 4 ** (1 / (recipe.layers - 1)) if recipe.layers > 1 else 1.0
+    window = round((memories - 1) * recipe.layers / sum(growth**n for n in range(recipe.layers)))
+    return LongformerConfig(window=max(1, window), growth=growth, max_window=4 * memories, global_tokens=1)
+
+
+SYSTEM = MemorySystem(
+    LongformerConfig,
+    "expire_span.models.systems.longformer.layer:Longformer",
+    state="per head: window x dilation x 2 D e, and global_tokens x 2 Hkv D e",
+    held=_held,
+    cost="O(T x (window + global_tokens))",
+    budget=Budget("window, the mean over layers", _with_budget),
+    reach=_reach,
+    example={"window": 5, "dilation": 3, "dilated_heads": 1, "global_tokens": 3},
+)

@@ -1,0 +1,23 @@
+"""Longformer, causal: a window that grows with depth, some dilated heads, and global first tokens.
+
+A global token is read by every later query. That it also reads everything before it needs no rule of its own here: before
+the first tokens there is nothing else.
+"""
+
+from __future__ import annotations
+
+from expire_span.models.kit.window import Band, WindowMixer
+from expire_span.models.systems.longformer import LongformerConfig, window_at
+
+
+class Longformer(WindowMixer):
+    settings_class = LongformerConfig
+    settings: LongformerConfig
+
+    def rules(self) -> tuple[list[Band], int]:
+        m, heads = self.settings, self.shape.num_kv_heads
+        if m.dilated_heads > heads:
+            raise ValueError(f"dilated_heads must be at most the {heads} key/value heads, got {m.dilated_heads}")
+        window = window_at(m, self.shape.depth)
+        bands = [Band(heads - m.dilated_heads, window), Band(m.dilated_heads, window, m.dilation)]
+        return [band for band in bands if band.heads], m.global_tokens

@@ -1,0 +1,37 @@
+"""Performer: linear attention with random features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+from expire_span.models.systems.linear import sums_held
+
+
+@dataclass(frozen=True)
+class PerformerConfig:
+    """Linear attention whose positive random features estimate softmax attention without bias."""
+
+    kind: Literal["performer"] = "performer"
+    features: int = 128
+    """Random features per head; more give a better estimate."""
+    seed: int = 0
+    """Draws the features; they are saved with the weights."""
+    chunk: int = 64
+    """Tokens that training handles at once; it does not change the result."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "features", "chunk")
+
+
+SYSTEM = MemorySystem(
+    PerformerConfig,
+    "expire_span.models.systems.performer.layer:Performer",
+    state="Hkv features (D + 1) e",
+    held=lambda s, n: sums_held(s, s.settings.features),
+    cost="O(T D features)",
+    budget=Budget("features: the bytes of so many memories", lambda recipe, n: PerformerConfig(features=2 * n)),
+    scores_pairs=False,
+    example={"features": 20, "chunk": 16},
+)

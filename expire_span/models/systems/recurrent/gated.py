@@ -1,0 +1,46 @@
+"""The gated recurrent unit as the post on recurrent memory writes it.
+
+    z = sigmoid(Wz x + Uz h' + bz),  r = sigmoid(Wr x + Ur h' + br)
+    c = tanh(Wc x + Uc (r * h') + bc),  h = (1 - z) h' + z c
+
+torch.nn.GRU differs in two places: there z is the share that is kept, and r acts after Uc (with a bias of its own inside).
+The recurrence is not linear, so time is a loop; what depends on x alone is computed for all steps at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.models.systems.recurrent import GRUConfig
+from expire_span.models.systems.recurrent.layer import Recurrent
+
+
+class GatedCell(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(dim, 3 * hidden)
+        self.gates = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.candidate = nn.Linear(hidden, hidden, bias=False)
+
+    @torch.compiler.disable  # the compiler would write out every step of the loop: minutes for a hundred
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last."""
+        hidden, steps = h.shape[-1], []
+        for step in self.input(x).unbind(1):
+            z, r = torch.sigmoid(step[:, : 2 * hidden] + self.gates(h)).chunk(2, -1)
+            c = torch.tanh(step[:, 2 * hidden :] + self.candidate(r * h))
+            h = (1 - z) * h + z * c
+            steps.append(h)
+        return torch.stack(steps, 1), h
+
+
+class GRU(Recurrent):
+    settings_class = GRUConfig
+
+    def build_cell(self, dim: int) -> nn.Module:
+        return GatedCell(dim, self.hidden)
+
+    def run(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        y, h = self.rnn(x, state["h"])
+        return y, {"h": h}

@@ -1,0 +1,32 @@
+"""A sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+
+
+@dataclass(frozen=True)
+class SlidingWindowConfig:
+    """Every query reads the last `window` tokens, held in a ring of exactly that size."""
+
+    kind: Literal["sliding_window"] = "sliding_window"
+    window: int = 512
+    """Tokens a query reads, itself included."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "window")
+
+
+SYSTEM = MemorySystem(
+    SlidingWindowConfig,
+    "expire_span.models.systems.sliding_window.layer:SlidingWindow",
+    state="window x (2 Hkv D e + 8)",
+    held=lambda s, n: s.settings.window * (s.pair + 8) + 8,
+    cost="O(T x window)",
+    budget=Budget("window", lambda recipe, n: SlidingWindowConfig(window=n)),
+    reach=lambda s: s.settings.window - 1,
+    example={"window": 11},
+)

@@ -1,0 +1,33 @@
+"""A fixed span, as in Transformer-XL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+
+
+@dataclass(frozen=True)
+class TransformerXLConfig:
+    """Fixed span: every query reads the last `span` steps, itself included; older memories are deleted."""
+
+    kind: Literal["transformer_xl"] = "transformer_xl"
+    span: int = 512
+    """How many steps a memory lives, its own included (L)."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "span")
+
+
+SYSTEM = MemorySystem(
+    TransformerXLConfig,
+    "expire_span.models.systems.transformer_xl.layer:TransformerXL",
+    state="min(n, span) x (2 Hkv D e + 12)",
+    held=lambda s, n: min(n, s.settings.span) * (s.pair + 12),
+    cost="O(T x span)",
+    budget=Budget("span", lambda recipe, n: TransformerXLConfig(span=n)),
+    reach=lambda s: s.settings.span - 1,
+    operator=True,
+    example={"span": 11},
+)

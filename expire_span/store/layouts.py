@@ -1,0 +1,224 @@
+"""How a store lays its memories out: as a rectangle, or as segments of unequal length.
+
+In a **rectangle** all rows have the same number of slots, so reading a field is a view; a row with fewer memories than the
+widest has empty slots in front. In **segments** (segments.py) each row has as many slots as it needs, in flat buffers, and
+reading gathers a rectangle. `compact` deletes the dead and chooses the layout: segments where the rectangle would be more
+than a quarter padding.
+
+Appending writes into spare slots of shared buffers. Only the layout whose `tail` says that it ends where the buffers end may
+do so in place; an older layout that shares them copies first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .rule import NEVER, blank, order_living_last, take_slots, wipe
+from .segments import Segments
+
+LEAST_SPARE = 32
+"""Fewest memories appended between two compactions."""
+MOST_PADDING = 1.25
+"""A rectangle may have at most so many times the slots of what lives."""
+
+
+def spare_room(used: int, block: int) -> int:
+    """Free slots to keep beside `used` ones where `block` memories are appended at a time.
+
+    A block that would not fit into them gets none: there, every block is followed by a compaction.
+    """
+    spare = max(used // 2, LEAST_SPARE)
+    return spare if block <= spare else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Layout(ABC):
+    """Named buffers with one slot per memory: `pos`, `span` and any further fields."""
+
+    rows: tuple[int, ...]
+    buffers: dict[str, Tensor]
+    used: int = 0
+    """Number of slots of the widest row in use."""
+    packed: int = 0
+    """Number of slots in use right after the last compaction."""
+    tail: list[int] = field(default_factory=lambda: [0])
+    """Slots taken in the shared buffers: one number for all layouts that share them."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Slots of the widest row, free ones included."""
+
+    @property
+    def typical(self) -> int:
+        """Number of slots of the average row right after the last compaction."""
+        return self.packed
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """One field of the slots in use, [*rows, used, ..]."""
+
+    @abstractmethod
+    def write(self, new: dict[str, Tensor], used: int, count: int) -> None:
+        """Put `count` memories of every row behind its `used` slots."""
+
+    @abstractmethod
+    def with_room(self, new: dict[str, Tensor], count: int) -> Layout:
+        """A copy with room for `count` more memories of every row; `new` says which fields there are."""
+
+    @abstractmethod
+    def flat_places(self, kept: Tensor) -> Tensor:
+        """Indices into the rectangle [rows, used], flattened, as indices into the buffers, flattened to slots."""
+
+    @abstractmethod
+    def as_rectangle(self) -> Rectangle:
+        """The same memories as a rectangle, for operations on whole rows."""
+
+    def append(self, new: dict[str, Tensor], count: int) -> Layout:
+        fits = self.tail[0] == self.used and self.used + count <= self.capacity
+        layout = self if set(new) == set(self.buffers) and fits else self.with_room(new, count)
+        layout.write(new, self.used, count)
+        layout.tail[0] = self.used + count
+        return replace(layout, used=self.used + count)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Layout:
+        return replace(self, buffers={name: fn(x) for name, x in self.buffers.items()}, tail=[self.used])
+
+    def index_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors beside the buffers that say where rows lie."""
+        return ()
+
+    def compact(self, alive: Tensor, block: int) -> Layout:
+        """Keep the memories marked in `alive` [*rows, used]. Waits for the device, to learn how many they are."""
+        counts = alive.sum(-1).flatten()
+        total, width = torch.stack([counts.sum(), counts.amax()]).tolist() if alive.numel() else (0, 0)
+        if len(counts) * width > MOST_PADDING * total:
+            return _compact_to_segments(self, alive, counts, total, width, block)
+        return _compact_to_rectangle(self, alive, width, block)
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle(Layout):
+    """Buffers [*rows, capacity, ..]."""
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers["pos"].shape[len(self.rows)]
+
+    def read(self, name: str) -> Tensor:
+        return self.buffers[name].narrow(len(self.rows), 0, self.used)
+
+    def write(self, new: dict[str, Tensor], used: int, count: int) -> None:
+        for name, x in new.items():
+            self.buffers[name].narrow(len(self.rows), used, count).copy_(x.detach())
+
+    def with_room(self, new: dict[str, Tensor], count: int) -> Rectangle:
+        room, dim = count + spare_room(self.used + count, count), len(self.rows)
+        buffers = {}
+        for name, x in new.items():
+            old = self.read(name) if self.used else x.new_empty(*self.rows, 0, *x.shape[dim + 1 :])
+            buffers[name] = widen(old, room, dim)
+        return replace(self, buffers=buffers, tail=[self.used])
+
+    def flat_places(self, kept: Tensor) -> Tensor:
+        return kept // self.used * self.capacity + kept % self.used
+
+    def as_rectangle(self) -> Rectangle:
+        return self
+
+    def order_living_last(self) -> Rectangle:
+        """Empty slots belong in front: bring them there, keeping the order of the others."""
+        order, room = order_living_last(self.read("pos") != NEVER), self.capacity - self.used
+        buffers = {n: widen(take_slots(self.read(n), order), room, len(self.rows)) for n in self.buffers}
+        return replace(self, buffers=buffers, tail=[self.used])
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentLayout(Layout):
+    """Flat buffers [slots, ..]; `segments` says where each row lies."""
+
+    segments: Segments = field(kw_only=True)
+    mean_packed: int = 0
+
+    @property
+    def typical(self) -> int:
+        return self.mean_packed
+
+    @property
+    def capacity(self) -> int:
+        return self.segments.base + self.segments.room
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return self.segments.places(self.used)
+
+    def read(self, name: str) -> Tensor:
+        return self.buffers[name].index_select(0, self._places).unflatten(0, (*self.rows, self.used))
+
+    def write(self, new: dict[str, Tensor], used: int, count: int) -> None:
+        ends = self.segments.ends(used)
+        place = (ends.unsqueeze(1) + torch.arange(count, device=ends.device)).flatten()
+        for name, x in new.items():
+            buffer = self.buffers[name]
+            buffer.index_copy_(0, place, x.detach().to(buffer.dtype).flatten(0, len(self.rows)))
+
+    def with_room(self, new: dict[str, Tensor], count: int) -> SegmentLayout:
+        old = self.segments
+        added = self.used - old.base
+        room = count + spare_room(self.typical + self.used - self.packed + count, count)
+        counts, total = old.counts + added, old.total + added * len(old.counts)
+        moved = Segments.lay_out(counts, total, self.used, room)
+        source, target = replace(moved, starts=old.starts).slots(), moved.slots()
+        buffers = {n: moved.fill(x.index_select(0, source), target, blank(n)) for n, x in self.buffers.items()}
+        return replace(self, buffers=buffers, segments=moved, tail=[self.used])
+
+    def flat_places(self, kept: Tensor) -> Tensor:
+        return self._places[kept]
+
+    def as_rectangle(self) -> Rectangle:
+        buffers = {name: self.read(name) for name in self.buffers}
+        return Rectangle(self.rows, buffers, self.used, self.packed, [self.used])
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SegmentLayout:
+        moved = replace(self.segments, starts=fn(self.segments.starts), counts=fn(self.segments.counts))
+        buffers = {name: fn(x) for name, x in self.buffers.items()}
+        return replace(self, buffers=buffers, segments=moved, tail=[self.used])
+
+    def index_tensors(self) -> tuple[Tensor, ...]:
+        return self.segments.starts, self.segments.counts
+
+
+def _compact_to_rectangle(layout: Layout, alive: Tensor, width: int, block: int) -> Rectangle:
+    order = order_living_last(alive)[..., layout.used - width :]
+    alive = alive.gather(-1, order)
+    spare, dim = spare_room(width, block), len(layout.rows)
+    buffers = {n: widen(wipe(take_slots(layout.read(n), order), alive, blank(n)), spare, dim) for n in layout.buffers}
+    return Rectangle(layout.rows, buffers, width, width, [width])
+
+
+def _compact_to_segments(layout: Layout, alive: Tensor, counts: Tensor, total: int, width: int, block: int):
+    """Keep each row's living memories in their order, without padding."""
+    typical = -(-total // len(counts))
+    segments = Segments.lay_out(counts, total, width, spare_room(typical, block))
+    source, target = layout.flat_places(alive.flatten().nonzero().squeeze(1)), segments.slots()
+    lead = len(layout.rows) + 1 if isinstance(layout, Rectangle) else 1
+    buffers = {}
+    for name, x in layout.buffers.items():
+        flat = x.flatten(0, lead - 1)
+        buffers[name] = segments.fill(flat.index_select(0, source), target, blank(name))
+    return SegmentLayout(layout.rows, buffers, width, width, [width], segments=segments, mean_packed=typical)
+
+
+def widen(x: Tensor, room: int, dim: int) -> Tensor:
+    """A copy of x with `room` more slots along `dim`, zero until they are written."""
+    shape = list(x.shape)
+    shape[dim] += room
+    out = x.new_zeros(shape)
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out

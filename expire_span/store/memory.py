@@ -1,0 +1,253 @@
+"""ExpiringMemory: keys and values (or any named fields) that are deleted for good when their span is over.
+
+A store holds, for each of its rows, memories sorted by birth: a position, a span, and the fields. Rows are independent: each
+keeps its own memories. Appending costs the size of what is appended; expired memories are squeezed out once they could fill
+half of the room, so the cost of copying is amortised, and what is held stays within a constant factor of what lives. Who is
+dead is decided by rule.py, where memories lie by layouts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .face import Store
+from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
+from .rule import NEVER, blank, exact_span, find_living, steps_left
+from .segments import Segments
+
+
+@dataclass(frozen=True, eq=False)
+class ExpiringMemory(Store):
+    """Memories of `rows` = (B,) or (B, Hkv) independent rows. Build one with `ExpiringMemory.empty`."""
+
+    layout_name = "expiring"
+
+    ramp: float
+    cap: int | None
+    layout: Layout
+    block: int = 0
+    """Number of memories that the last append added to each row."""
+    now: int = NEVER
+    """Position of the next query, as last told to `expire`: memories dead at it may already be gone."""
+    evicted: Tensor | None = None
+    """Number of living memories that the cap removed, per row: each is a departure from exactness."""
+
+    @classmethod
+    def empty(
+        cls, rows: int | tuple[int, ...], *, ramp: float, cap: int | None = None, device: torch.device | str = "cpu"
+    ) -> ExpiringMemory:
+        if not ramp > 0:
+            raise ValueError(f"ramp must be greater than 0, got {ramp}")
+        if cap is not None and cap < 1:
+            raise ValueError(f"cap must be at least 1, got {cap}")
+        rows = (rows,) if isinstance(rows, int) else tuple(rows)
+        pos = torch.empty(*rows, 0, dtype=torch.int64, device=device)
+        span = torch.empty(*rows, 0, device=device)
+        evicted = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(ramp, cap, Rectangle(rows, {"pos": pos, "span": span}), evicted=evicted)
+
+    # Reading
+
+    def __len__(self) -> int:
+        """Slots in use by the widest row, empty ones included."""
+        return self.layout.used
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.layout.rows
+
+    @property
+    def used(self) -> int:
+        return self.layout.used
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the widest row, free ones included."""
+        return self.layout.capacity
+
+    @property
+    def slots(self) -> dict[str, Tensor]:
+        """The buffers as they lie: [*rows, capacity, ..] in a rectangle, [slots, ..] in segments."""
+        return self.layout.buffers
+
+    @property
+    def segments(self) -> Segments | None:
+        """Where rows of unequal length lie, or None in a rectangle."""
+        return self.layout.segments if isinstance(self.layout, SegmentLayout) else None
+
+    @property
+    def pos(self) -> Tensor:
+        return self["pos"]
+
+    @property
+    def span(self) -> Tensor:
+        return self["span"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One field of the slots in use, [*rows, used, ..]: a view of a rectangle, or gathered from segments."""
+        return self.layout.read(name)
+
+    def row_places(self) -> tuple[Tensor, Tensor, int, int]:
+        """For segments: first slot and number of slots of each row, slots added to each since, slots of the widest row."""
+        assert self.segments is not None
+        return self.segments.starts, self.segments.counts, self.used - self.segments.base, self.used
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        return {name: self[name] for name in self.slots if name not in ("pos", "span")}
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.slots.values(), *self.layout.index_tensors()))
+
+    def remaining(self, now: int) -> Tensor:
+        """Steps until each memory is dead, counted from a query at `now`; dead where <= 0. [*rows, used]."""
+        return steps_left(self.span, self.pos, now, self.ramp)
+
+    def live(self, now: int | None = None) -> Tensor:
+        """How many memories of each row are alive for a query at `now`, [*rows]."""
+        return (self.remaining(self.now if now is None else now) > 0).sum(-1)
+
+    # Changing
+
+    def append(self, pos: Tensor, span: Tensor, *, check_values: bool = True, **fields: Tensor) -> ExpiringMemory:
+        """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...].
+
+        check_values: refuse positions that fall and spans that are not numbers. It reads the values, so on a GPU it waits
+        for the device; switch it off where they are known to be good.
+        """
+        count = span.shape[-1]
+        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact_span(span), **fields}
+        self._check_shapes(new, count)
+        if check_values:
+            self._check_values(new["pos"], span)
+        return replace(self, layout=self.layout.append(new, count), block=count)
+
+    def expire(self, now: int) -> ExpiringMemory:
+        """Delete what is dead for every query from position `now` on, and what the cap does not allow."""
+        store = replace(self, now=now)._evict() if self.cap is not None else replace(self, now=now)
+        added = store.used - store.layout.packed
+        return store.compact() if added >= max(store.layout.typical // 2, LEAST_SPARE) else store
+
+    def compact(self) -> ExpiringMemory:
+        """Squeeze out the dead now. Waits for the device: how much lives decides how many slots remain."""
+        return replace(self, layout=self.layout.compact(self.remaining(self.now) > 0, self.block))
+
+    def as_rectangle(self) -> ExpiringMemory:
+        """The same store with rows side by side, for what works on whole rows."""
+        return replace(self, layout=self.layout.as_rectangle())
+
+    def with_span(self, span: Tensor) -> ExpiringMemory:
+        """The same memories with newly predicted spans [*rows, used]; empty slots stay empty."""
+        layout = self.layout.as_rectangle()
+        fresh = torch.where(layout.read("pos") == NEVER, 0, span.detach()).to(layout.buffers["span"].dtype)
+        room = layout.buffers["span"].new_zeros(*self.rows, layout.capacity - layout.used)
+        buffers = layout.buffers | {"span": torch.cat([fresh, room], -1)}
+        return replace(self, layout=replace(layout, buffers=buffers))
+
+    def forget_rows(self, rows: Tensor) -> ExpiringMemory:
+        """Empty the batch rows marked in `rows` [B] (bool)."""
+        layout = self.layout.as_rectangle()
+        gone = rows.to(layout.buffers["pos"].device)
+        buffers = {}
+        for name, x in layout.buffers.items():
+            buffers[name] = x.masked_fill(gone.reshape(-1, *(1,) * (x.dim() - 1)), blank(name))
+        return replace(self, layout=replace(layout, buffers=buffers, tail=[layout.used]))
+
+    def join(self, later: ExpiringMemory) -> ExpiringMemory:
+        """Add all memories of another store with the same rows, born after this one's in every row."""
+        joined = self.as_rectangle().append(later.pos, later.span, check_values=False, **later.fields)
+        return replace(joined, layout=joined.layout.as_rectangle().order_living_last())
+
+    def rebase(self, offset: int) -> ExpiringMemory:
+        """Count positions from `offset` on, so that an endless stream keeps small numbers."""
+        pos = self.slots["pos"]
+        buffers = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
+        return replace(self, layout=replace(self.layout, buffers=buffers), now=self.now - offset)
+
+    def replace_field(self, name: str, x: Tensor) -> ExpiringMemory:
+        """The store with another buffer for one field, of the same shape as `slots[name]`."""
+        return replace(self, layout=replace(self.layout, buffers=self.slots | {name: x}))
+
+    def fork(self) -> ExpiringMemory:
+        """An independent copy."""
+        return self.map_tensors(torch.Tensor.clone)
+
+    def select(self, rows: Tensor) -> ExpiringMemory:
+        layout = self.layout.as_rectangle().map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
+        evicted = None if self.evicted is None else self.evicted.index_select(0, rows.to(self.evicted.device))
+        return replace(self, layout=replace(layout, rows=(len(rows), *self.rows[1:])), evicted=evicted)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> ExpiringMemory:
+        evicted = None if self.evicted is None else fn(self.evicted)
+        return replace(self, layout=self.layout.map_tensors(fn), evicted=evicted)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors (of a rectangle, the part in use) and plain numbers; `from_state_dict` restores the same store."""
+        numbers = dict(rows=list(self.rows), ramp=self.ramp, cap=self.cap, used=self.used, packed=self.layout.packed)
+        numbers.update(now=self.now, capacity=self.capacity, block=self.block, typical=self.layout.typical)
+        segments = None if self.segments is None else dict(vars(self.segments))
+        slots = {name: (self[name] if segments is None else x).clone() for name, x in self.slots.items()}
+        return {**numbers, "evicted": self.evicted, "segments": segments, "slots": slots}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> ExpiringMemory:
+        rows, used = tuple(state["rows"]), state["used"]
+        segments = Segments(**state["segments"]) if state.get("segments") is not None else None
+        expected = (*rows, used) if segments is None else (segments.capacity,)
+        buffers = {}
+        for name, x in state["slots"].items():
+            if tuple(x.shape[: len(expected)]) != expected:
+                raise ValueError(f"{name} of a saved memory must begin with shape {expected}, got {tuple(x.shape)}")
+            buffers[name] = widen(x, state["capacity"] - used, len(rows)) if segments is None else x.clone()
+        layout: Layout = Rectangle(rows, buffers, used, state["packed"], [used])
+        if segments is not None:
+            mean = state.get("typical", state["packed"])
+            layout = SegmentLayout(rows, buffers, used, state["packed"], [used], segments=segments, mean_packed=mean)
+        given = {key: state[key] for key in ("ramp", "cap", "now", "evicted")}
+        return cls(layout=layout, block=state.get("block", 0), **given)
+
+    # Inside
+
+    def _check_shapes(self, new: dict[str, Tensor], count: int) -> None:
+        if self.used and set(new) != set(self.slots):
+            raise ValueError(f"this memory holds the fields {sorted(self.slots)}, got {sorted(new)}")
+        for name, x in new.items():
+            expected = (*self.rows, count)
+            if tuple(x.shape[: len(expected)]) != expected:
+                raise ValueError(f"{name} must begin with shape {expected}, got {tuple(x.shape)}")
+
+    def _check_values(self, pos: Tensor, span: Tensor) -> None:
+        if bool(span.isnan().any()):
+            raise ValueError(f"spans must be numbers, got {int(span.isnan().sum())} NaN among {span.numel()}")
+        last = (
+            self.slots["pos"][..., self.used - 1 : self.used] if self.used and self.segments is None else pos[..., :0]
+        )
+        steps = torch.cat([last, pos], -1).diff(dim=-1)
+        if bool((steps < 0).any()):
+            raise ValueError(
+                f"positions must not fall from one memory to the next, got a step of {int(steps.min())}; "
+                "append memories in order of birth, or rebase the store first"
+            )
+
+    def _evict(self) -> ExpiringMemory:
+        """Hold every row to `cap` living memories."""
+        if self.cap is None or self.used <= self.cap:
+            return self
+        layout = self.layout.as_rectangle()
+        left = steps_left(layout.read("span"), layout.read("pos"), self.now, self.ramp)
+        alive, lost = find_living(left, self.cap)
+        assert lost is not None
+        buffers = dict(layout.buffers)
+        for name in ("pos", "span"):
+            buffers[name] = buffers[name].clone()
+            buffers[name].narrow(-1, 0, layout.used).masked_fill_(~alive, blank(name))
+        evicted = lost if self.evicted is None else self.evicted + lost
+        return replace(self, layout=replace(layout, buffers=buffers).order_living_last(), evicted=evicted)

@@ -1,0 +1,68 @@
+"""The one rule for who is dead, who is evicted, and in which order slots lie. Every layout of the store uses it.
+
+Memory i, born at position p_i with span e_i, is dead for a query at t once `e_i + ramp - (t - p_i) <= 0`. Spans and ages are
+compared in float32 (float64 where spans are float64), whatever the dtype of the model: positions are subtracted as integers
+first. An empty slot has position `NEVER` and is dead for every query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEVER = -(2**40)
+"""Position of an empty slot: a memory born so long ago that it is dead for every query."""
+
+
+def exact_span(span: Tensor) -> Tensor:
+    """Spans in the dtype in which they are compared with ages: float64 stays, everything else becomes float32."""
+    return span if span.dtype == torch.float64 else span.float()
+
+
+def steps_left(span: Tensor, pos: Tensor, now: int, ramp: float) -> Tensor:
+    """Steps until each memory is dead, counted from a query at `now`; dead where <= 0. span, pos [.., S] -> [.., S]."""
+    span = exact_span(span)
+    left = span + ramp - (now - pos).to(span.dtype)
+    return left.masked_fill(pos == NEVER, -torch.inf)
+
+
+def find_living(left: Tensor, cap: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Which memories stay, given the steps that each has `left` [.., S], and how many living ones the cap evicts [..].
+
+    Under a cap, the memories with the fewest steps left go first, and the older of equals. Without one, or where no row
+    can exceed it, nothing is evicted and the count is None.
+    """
+    alive = left > 0
+    if cap is None or cap >= left.shape[-1]:
+        return alive, None
+    ranked = left.masked_fill(~alive, -torch.inf).argsort(dim=-1, stable=True)[..., : left.shape[-1] - cap]
+    evicted = torch.zeros_like(alive).scatter(-1, ranked, True)
+    return alive & ~evicted, (alive & evicted).sum(-1)
+
+
+def order_living_last(alive: Tensor) -> Tensor:
+    """A permutation [.., S] that moves living slots to the end in their order of birth, and all others to the front.
+
+    It is built from one running count instead of a sort, so its shape and cost do not depend on who died.
+    """
+    count = alive.shape[-1]
+    index = torch.arange(count, device=alive.device)
+    rank = alive.cumsum(-1)  # for a living slot: its number among the living, from 1
+    target = torch.where(alive, count - rank[..., -1:] + rank - 1, index - rank)
+    return torch.zeros_like(target).scatter(-1, target, index.expand_as(target))
+
+
+def take_slots(x: Tensor, order: Tensor) -> Tensor:
+    """Gather slots: x [*rows, S, ..], order [*rows, n] -> [*rows, n, ..]."""
+    index = order.reshape(order.shape + (1,) * (x.dim() - order.dim()))
+    return x.gather(order.dim() - 1, index.expand(*order.shape, *x.shape[order.dim() :]))
+
+
+def wipe(x: Tensor, keep: Tensor, value: int = 0) -> Tensor:
+    """x [*rows, S, ..] with `value` in every slot that `keep` [*rows, S] does not mark."""
+    return x.masked_fill(~keep.reshape(keep.shape + (1,) * (x.dim() - keep.dim())), value)
+
+
+def blank(name: str) -> int:
+    """What an empty slot of the field `name` holds."""
+    return NEVER if name == "pos" else 0

@@ -1,0 +1,60 @@
+"""Rows of unequal length in flat buffers, one behind the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where each row lies in the flat buffers. Every row has free slots after its last one.
+
+    Slot 0 belongs to no row and stays empty: padding is read from there.
+    """
+
+    starts: Tensor
+    """First slot of each row, [rows]."""
+    counts: Tensor
+    """Slots that each row had in use when the widest row had `base` slots, [rows]."""
+    base: int
+    """Slots of the widest row when these segments were laid out."""
+    total: int
+    """Sum of `counts`, known to the host without waiting for the device."""
+    room: int
+    """Free slots that each row had when these segments were laid out."""
+
+    def ends(self, used: int) -> Tensor:
+        """The slot after each row's last one, once the widest row has `used` slots."""
+        return self.starts + self.counts + (used - self.base)
+
+    @classmethod
+    def lay_out(cls, counts: Tensor, total: int, base: int, room: int) -> Segments:
+        widths = counts + room
+        return cls(1 + widths.cumsum(0) - widths, counts, base, total, room)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the flat buffers."""
+        return 1 + self.total + len(self.counts) * self.room
+
+    def slots(self) -> Tensor:
+        """Every slot in use, row after row, [total]."""
+        device = self.counts.device
+        row = torch.repeat_interleave(
+            torch.arange(len(self.counts), device=device), self.counts, output_size=self.total
+        )
+        before = self.counts.cumsum(0) - self.counts
+        return (self.starts - before)[row] + torch.arange(self.total, device=device)
+
+    def places(self, used: int) -> Tensor:
+        """The slots of a rectangle [rows, used] in which every row is aligned at its end, flattened; 0 for padding."""
+        slot = torch.arange(-used, 0, device=self.starts.device) + self.ends(used).unsqueeze(1)
+        return torch.where(slot >= self.starts.unsqueeze(1), slot, 0).flatten()
+
+    def fill(self, taken: Tensor, target: Tensor, empty: int) -> Tensor:
+        """A flat buffer that holds `taken` at the slots `target`, and `empty` everywhere else."""
+        out = taken.new_full((self.capacity, *taken.shape[1:]), empty)
+        return out.index_copy_(0, target, taken)

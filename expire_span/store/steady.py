@@ -1,0 +1,129 @@
+"""SteadyMemory: the hidden states of living memories, as learning carries them from block to block.
+
+Positions count from the start of the block to come: a stored memory's position is negative, and none grows without bound. At
+the end of a block the dead are wiped and moved to the front; the living stay behind them in order of birth. The result is
+equally wide whoever died, so a block never waits for the device and can be compiled, or recorded as a CUDA graph. `settle`
+then cuts empty slots off: it waits for the device once per step, for all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .face import Store
+from .rule import NEVER, find_living, order_living_last, steps_left, take_slots, wipe
+
+
+@dataclass(frozen=True, eq=False)
+class SteadyMemory(Store):
+    """Hidden states [B, S, C] and their positions [B, S]."""
+
+    layout_name = "steady"
+
+    hidden: Tensor
+    pos: Tensor
+    evicted: Tensor
+    """Number of living memories that the cap removed, per row [B]."""
+    living: Tensor | None = None
+    """Number of living memories of each row [B] until empty slots are cut off, then None."""
+    block: int = 0
+    """Number of tokens in the last block."""
+
+    @classmethod
+    def empty(cls, batch: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> SteadyMemory:
+        hidden = torch.zeros(batch, 0, dim, dtype=dtype, device=device)
+        pos = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return cls(hidden, pos, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    @property
+    def bytes_held(self) -> int:
+        parts = [self.hidden, self.pos, *([] if self.living is None else [self.living])]
+        return sum(x.numel() * x.element_size() for x in parts)
+
+    def extended(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, S + T, C] and positions [B, S + T] of what is stored and of the block x [B, T, C] after it."""
+        hidden = torch.cat([self.hidden.to(x.dtype), x], 1)
+        return hidden, torch.cat([self.pos, pos.expand(x.shape[0], -1)], 1)
+
+    def after(
+        self, hidden: Tensor, pos: Tensor, span: Tensor, *, block: int, ramp: float, cap: int | None
+    ) -> SteadyMemory:
+        """The store after a block of `block` tokens, given what `extended` returned and the spans [B, S + T] of it all."""
+        alive, lost = find_living(steps_left(span, pos, block, ramp), cap)
+        evicted = self.evicted if lost is None else self.evicted + lost
+        kept = _living_last(hidden.detach(), pos - block, alive)
+        return SteadyMemory(*kept, evicted, alive.sum(-1), block)
+
+    def forget_rows(self, rows: Tensor, start: SteadyMemory) -> SteadyMemory:
+        """The rows marked in `rows` [B] (bool) hold what `start` holds, and nothing else."""
+        gone = rows.to(self.pos.device)[:, None]
+        alive = torch.cat([(self.pos != NEVER) & ~gone, (start.pos != NEVER) & gone], 1)
+        hidden = torch.cat([self.hidden, start.hidden.to(self.hidden.dtype)], 1)
+        kept = _living_last(hidden, torch.cat([self.pos, start.pos], 1), alive)
+        return SteadyMemory(*kept, self.evicted, alive.sum(-1), self.block)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SteadyMemory:
+        living = None if self.living is None else fn(self.living)
+        return SteadyMemory(fn(self.hidden), fn(self.pos), fn(self.evicted), living, self.block)
+
+    def select(self, rows: Tensor) -> SteadyMemory:
+        return self.map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> SteadyMemory:
+        return cls(**state)
+
+
+def settle(states: list[Any], *, copy: bool = True) -> list[Any]:
+    """Cut off the slots that no row needs, in all layers' states at once. States of other systems pass through.
+
+    copy: give the memory of the cut-off slots free; without it, the states are views for a caller who copies them anyway.
+    """
+    pending = [n for n, state in enumerate(states) if _is_pending(state)]
+    if not pending:
+        return states
+    counts = torch.stack([states[n]["memory"].living for n in pending]).amax(-1).tolist()
+    settled = list(states)
+    for n, count in zip(pending, counts):
+        settled[n] = {**states[n], "memory": _cut(states[n]["memory"], count, copy)}
+    return settled
+
+
+def _is_pending(state: Any) -> bool:
+    memory = state.get("memory") if isinstance(state, dict) else None
+    return isinstance(memory, SteadyMemory) and memory.living is not None
+
+
+def _cut(memory: SteadyMemory, count: int, copy: bool) -> SteadyMemory:
+    hidden, pos = memory.hidden, memory.pos
+    width = choose_width(count, pos.shape[1] - memory.block, pos.shape[1])
+    if width < pos.shape[1]:
+        hidden, pos = (x[:, pos.shape[1] - width :] for x in (hidden, pos))
+        hidden, pos = (hidden.contiguous(), pos.contiguous()) if copy else (hidden, pos)
+    return replace(memory, hidden=hidden, pos=pos, living=None)
+
+
+def choose_width(count: int, before: int, most: int) -> int:
+    """Slots for `count` living memories: few different numbers, and slow to shrink, since each is a shape to compile for.
+
+    before: the slots there were before the block was added; most: those there are now.
+    """
+    step = max(8, 1 << max(count.bit_length() - 4, 0))
+    want = -(-count // step) * step
+    kept = before if want <= before <= want + want // 2 else want
+    return min(kept, most)
+
+
+def _living_last(hidden: Tensor, pos: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+    """Living slots at the end in their order; the others wiped, in front."""
+    order = order_living_last(alive)
+    alive = alive.gather(-1, order)
+    return wipe(take_slots(hidden, order), alive), wipe(pos.gather(-1, order), alive, NEVER)

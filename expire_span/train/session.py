@@ -1,0 +1,126 @@
+"""A learner in a run folder: begin a run, or go on with one. The same for every kind of trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from expire_span import checkpoint
+from expire_span.checkpoint import Snapshot
+from expire_span.config import RunConfig
+from expire_span.runs import RunError, RunFolder, UserError, check_new
+
+from .devices import describe_environment
+from .fingerprint import check_fingerprint
+from .loop import Learner, TrainingLoop
+from .progress import Display
+from .trackers import build_tracker
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Weights that a run starts from in place of random ones."""
+
+    weights: dict[str, Tensor]
+    about: dict[str, Any]
+    """Where they come from, for config.json."""
+
+
+def begin(
+    learner: Learner,
+    config: RunConfig,
+    path: Path,
+    *,
+    recipe: str = "",
+    origin: Origin | None = None,
+    shown: bool = True,
+) -> RunFolder:
+    """Make a new run folder and train the learner in it to the end. The learner is built, so everything has been checked."""
+    accelerator = learner.accelerator
+    if accelerator.is_main_process:
+        make_folder(learner, config, path, recipe=recipe, origin=origin)
+    accelerator.wait_for_everyone()
+    run = RunFolder.open(path)
+    with _hold(run, accelerator):
+        if origin is not None:
+            learner.load(Snapshot(0, {}, None, origin.weights))
+        _build_loop(learner, run, _build_display(learner, run, shown), first=0).run()
+    return run
+
+
+def make_folder(
+    learner: Learner, config: RunConfig, path: Path, *, recipe: str, origin: Origin | None = None
+) -> RunFolder:
+    """The folder of a run that has not been trained yet; given weights lie in it as the checkpoint of step 0."""
+    check_new(path)
+
+    def fill(folder: Path) -> None:
+        if origin is not None:
+            checkpoint.write_weights(folder, origin.weights)
+
+    return RunFolder.create(
+        path,
+        config,
+        recipe=recipe,
+        environment=describe_environment(config, learner.accelerator),
+        data=learner.fingerprint(),
+        origin=origin.about if origin is not None else None,
+        fill=fill,
+    )
+
+
+def go_on(
+    build: Callable[[RunConfig], Learner], run: RunFolder, *, allow_changed_data: bool = False, shown: bool = True
+) -> RunFolder:
+    """Go on with an interrupted run from its newest sound checkpoint, or from its beginning where there is none."""
+    if run.finished:
+        raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
+    learner = build(run.config)
+    accelerator = learner.accelerator
+    if run.data and accelerator.is_main_process and not allow_changed_data:
+        check_fingerprint(run, learner.fingerprint())
+    with _hold(run, accelerator):
+        display = _build_display(learner, run, shown)
+        snapshot = checkpoint.load(run, rank=accelerator.process_index, warn=display.say)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            checkpoint.remove_unfinished(run)
+            checkpoint.remove_damaged(run)
+            run.truncate(snapshot.step if snapshot else 0)
+        if snapshot is not None:
+            _load(learner, snapshot, run)
+        accelerator.wait_for_everyone()
+        _build_loop(learner, run, display, first=snapshot.step if snapshot else 0).run()
+    return run
+
+
+def _load(learner: Learner, snapshot: Snapshot, run: RunFolder) -> None:
+    """Give a learner what a checkpoint holds; one that fits the checksums and not the learner is refused in a sentence."""
+    try:
+        learner.load(snapshot)
+    except (KeyError, TypeError, RuntimeError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(
+            f"the checkpoint of step {snapshot.step} of run {run.path} does not fit the run's config ({cause}); "
+            f"move it away from {run.checkpoints}"
+        ) from error
+
+
+def _hold(run: RunFolder, accelerator: Accelerator) -> AbstractContextManager[None]:
+    """One of the processes that train a run holds its folder for all of them."""
+    return run.hold() if accelerator.is_main_process else nullcontext()
+
+
+def _build_display(learner: Learner, run: RunFolder, shown: bool) -> Display:
+    return Display(run.config.train.steps, shown=shown and learner.accelerator.is_main_process)
+
+
+def _build_loop(learner: Learner, run: RunFolder, display: Display, *, first: int) -> TrainingLoop:
+    tracker = build_tracker(run, first, writes=learner.accelerator.is_main_process)
+    return TrainingLoop(learner, run, run.config.train, display=display, tracker=tracker, first=first)

@@ -1,0 +1,44 @@
+"""The page put together: markup, style and scripts of the folder `page` inline, and a trace within, if there is one."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from .trace import Trace, encode
+
+SCRIPTS = ("trace", "colours", "timeline", "tokens", "charts", "whatif", "server", "download", "main")
+"""Scripts in the order in which they are put together; each defines names that later ones use."""
+FOLDER = Path(__file__).parent / "page"
+
+
+@cache
+def environment() -> Environment:
+    loader = PackageLoader("expire_span", "view")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
+@cache
+def parts() -> dict[str, str]:
+    """Markup, style and script of the view, to be put into any page."""
+    script = "\n".join((FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    body, style = ((FOLDER / name).read_text(encoding="utf-8") for name in ("body.html", "page.css"))
+    return {"view_body": body, "view_style": style, "view_script": f'(() => {{\n"use strict";\n{script}\n}})();'}
+
+
+def pack_trace(trace: Trace) -> str:
+    """The trace's lines, compressed, as text that can stand in a page: no character of it means anything to HTML."""
+    data = b"".join(encode(line) for line in trace.lines())
+    return base64.b64encode(gzip.compress(data, mtime=0)).decode()
+
+
+def render_page(trace: Trace | None = None, *, live: bool = False, nonce: str = "") -> str:
+    """The whole view as one page. `live` tells it that a server answers; a frozen page never asks for anything."""
+    values: dict[str, Any] = {**parts(), "live": live, "nonce": nonce, "packed": pack_trace(trace) if trace else ""}
+    values["name"] = trace.header["name"] if trace else "view"
+    return environment().get_template("page/index.html").render(values)

@@ -1,0 +1,71 @@
+// Colours whose lightness alone tells the order, so that no kind of colour blindness hides it; and small helpers for the page.
+
+const find = (id) => document.getElementById("es-" + id);
+const SCALES = {
+  light: [[236, 242, 250], [158, 200, 236], [70, 140, 205], [22, 84, 160], [8, 40, 92]],
+  dark: [[34, 46, 64], [36, 84, 124], [52, 140, 176], [150, 200, 150], [255, 226, 140]],
+};
+// Okabe and Ito's colours, told apart by all; layers take them in turn and differ in their dashes beyond eight.
+const LINES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
+const MARGIN = 18;
+const darkMode = matchMedia("(prefers-color-scheme: dark)");
+
+function scaleColours() { return SCALES[darkMode.matches ? "dark" : "light"]; }
+
+function colourAt(share) {
+  const stops = scaleColours(), place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const low = Math.min(Math.floor(place), stops.length - 2), part = place - low;
+  return stops[low].map((x, n) => Math.round(x + (stops[low + 1][n] - x) * part));
+}
+
+function css(colour) { return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`; }
+
+// Black or white, whichever is read more easily on a colour.
+function inkOn(colour) { return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140 ? "#10141a" : "#ffffff"; }
+
+// Where a span lies between the shortest and the longest of a range, on a logarithmic scale.
+function shareOf(span, range) {
+  const [low, high] = range.map((x) => Math.log1p(Math.max(x, 0))), at = Math.log1p(Math.max(span, 0));
+  return high - low < 1e-6 ? 0.6 : Math.min(Math.max((at - low) / (high - low), 0), 1);
+}
+
+// The range of spans without the rarest at both ends, so that a single odd one does not pale all others.
+function rangeOf(spans) {
+  const sorted = Float32Array.from(spans).sort(), last = sorted.length - 1;
+  return last < 0 ? [0, 1] : [sorted[Math.floor(0.01 * last)], sorted[Math.ceil(0.995 * last)]];
+}
+
+function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim(); }
+
+function show(number) {
+  if (number == null || Number.isNaN(number)) return "—";
+  if (Number.isInteger(number)) return number.toLocaleString("en");
+  return Math.abs(number) >= 100 ? number.toFixed(0) : number.toPrecision(3);
+}
+
+function showBytes(count) {
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (count < 1000 || unit === "GB") return `${count < 10 && unit !== "B" ? count.toFixed(1) : Math.round(count)} ${unit}`;
+    count /= 1000;
+  }
+}
+
+// A canvas as large as it is shown, in device pixels, at most two for each of the page's.
+function fitCanvas(canvas, height) {
+  const ratio = Math.min(window.devicePixelRatio || 1, 2);
+  if (height) canvas.style.height = height + "px";
+  const box = canvas.getBoundingClientRect();
+  const wide = Math.max(Math.round(box.width * ratio), 1), high = Math.max(Math.round((height || box.height) * ratio), 1);
+  if (canvas.width !== wide || canvas.height !== high) { canvas.width = wide; canvas.height = high; }
+  return { ratio, wide: wide / ratio, high: high / ratio };
+}
+
+function element(name, text, className) {
+  const node = document.createElement(name);
+  if (text != null) node.textContent = text;
+  if (className) node.className = className;
+  return node;
+}
+
+// Spaces and line ends that stand alone would not be seen.
+function visible(text) { return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/g, (x) => "␣".repeat(x.length)); }

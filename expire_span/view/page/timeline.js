@@ -1,0 +1,260 @@
+// The timeline: quads drawn by the graphics card from one buffer, moved by a few numbers; density where lines are thinner than
+// a pixel; plain rectangles where there is no WebGL2. Text, axes and the cursor lie on a second canvas above.
+
+const MOST_QUADS = 20000;
+const AXIS = 16;  // pixels below the rows, for the names of steps
+const VERTEX = `#version 300 es
+layout(location = 0) in vec4 life;  // birth, death, row, colour
+uniform vec4 area;                  // first and last step, first and last row
+uniform vec3 now;                   // cursor, pixels high, end of time
+out vec4 seen;                      // step, death, colour, alive at the cursor
+void main() {
+  float step = gl_VertexID % 2 == 0 ? life.x : min(life.y, now.z);
+  float rows = area.w - area.z, thick = rows * 3.0 > now.y ? max(1.0, rows / now.y) : 0.84;
+  float row = life.z + (gl_VertexID < 2 ? 0.0 : thick);
+  float alive = life.x <= now.x && now.x < life.y ? 1.0 : 0.0;
+  seen = vec4(step, life.y, life.w, alive);
+  gl_Position = vec4((step - area.x) / (area.y - area.x) * 2.0 - 1.0, 1.0 - (row - area.z) / rows * 2.0, 0.0, 1.0);
+}`;
+const FRAGMENT = `#version 300 es
+precision highp float;
+in vec4 seen;
+uniform sampler2D scale;
+uniform float ramp;
+out vec4 colour;
+void main() {
+  float fading = clamp((seen.y - seen.x) / ramp, 0.0, 1.0);
+  float strength = mix(0.15, 1.0, fading) * mix(0.6, 1.0, seen.w);
+  colour = vec4(texture(scale, vec2(seen.z * 0.996 + 0.002, 0.5)).rgb * strength, strength);
+}`;
+
+class Quads {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.gl = canvas.getContext("webgl2", { antialias: false, premultipliedAlpha: true, preserveDrawingBuffer: true });
+    if (this.gl) this.prepare();
+  }
+
+  prepare() {
+    const gl = this.gl, program = gl.createProgram();
+    for (const [kind, source] of [[gl.VERTEX_SHADER, VERTEX], [gl.FRAGMENT_SHADER, FRAGMENT]]) {
+      const shader = gl.createShader(kind);
+      gl.shaderSource(shader, source);
+      gl.compileShader(shader);
+      gl.attachShader(program, shader);
+    }
+    gl.linkProgram(program);
+    if (!gl.getProgramParameter(program, gl.LINK_STATUS)) { this.gl = null; return; }
+    gl.useProgram(program);
+    this.places = Object.fromEntries(["area", "now", "ramp"].map((name) => [name, gl.getUniformLocation(program, name)]));
+    this.buffer = gl.createBuffer();
+    gl.bindBuffer(gl.ARRAY_BUFFER, this.buffer);
+    gl.enableVertexAttribArray(0);
+    gl.vertexAttribDivisor(0, 1);
+    gl.bindTexture(gl.TEXTURE_2D, gl.createTexture());
+    gl.texParameteri(gl.TEXTURE_2D, gl.TEXTURE_MIN_FILTER, gl.LINEAR);
+    gl.texParameteri(gl.TEXTURE_2D, gl.TEXTURE_WRAP_S, gl.CLAMP_TO_EDGE);
+    gl.enable(gl.BLEND);
+    gl.blendFunc(gl.ONE, gl.ONE_MINUS_SRC_ALPHA);
+    this.paint();
+  }
+
+  paint() {
+    if (!this.gl) return;
+    const row = new Uint8Array(256 * 4);
+    for (let n = 0; n < 256; n++) row.set([...colourAt(0.12 + 0.88 * n / 255), 255], 4 * n);
+    this.gl.texImage2D(this.gl.TEXTURE_2D, 0, this.gl.RGBA, 256, 1, 0, this.gl.RGBA, this.gl.UNSIGNED_BYTE, row);
+  }
+
+  load(lives) { if (this.gl) this.gl.bufferData(this.gl.ARRAY_BUFFER, lives, this.gl.DYNAMIC_DRAW); }
+
+  clear(below) {
+    if (!this.gl) return;
+    this.gl.viewport(0, below, this.canvas.width, Math.max(this.canvas.height - below, 1));
+    this.gl.clearColor(0, 0, 0, 0);
+    this.gl.clear(this.gl.COLOR_BUFFER_BIT);
+  }
+
+  draw(first, count, area, now, ramp, below) {
+    const gl = this.gl;
+    this.clear(below);
+    gl.uniform4fv(this.places.area, area);
+    gl.uniform3fv(this.places.now, now);
+    gl.uniform1f(this.places.ramp, Math.max(ramp, 1e-3));
+    gl.vertexAttribPointer(0, 4, gl.FLOAT, false, 16, 16 * first);
+    gl.drawArraysInstanced(gl.TRIANGLE_STRIP, 0, 4, count);
+  }
+}
+
+class Timeline {
+  constructor(stage, glCanvas, inkCanvas, noGl) {
+    this.stage = stage;
+    this.glCanvas = glCanvas;
+    this.ink = inkCanvas;
+    this.quads = noGl ? { gl: null, load() {}, clear() {}, paint() {} } : new Quads(glCanvas);
+    this.scratch = document.createElement("canvas");
+    this.from = 0; this.to = 1; this.cursor = 0; this.count = 0;
+    this.mode = "";
+  }
+
+  // span and death of each memory, and how rows are given.
+  load({ span, death }, layout, range, ramp, end) {
+    const n = death.length;
+    Object.assign(this, { count: n, death, layout, ramp, end });
+    const packed = layout === "packed" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
+    this.rows = packed.rows; this.height = packed.height;
+    this.lives = new Float32Array(4 * n);
+    this.latest = new Int32Array(n);  // the last death among all memories up to here: says where to begin drawing
+    for (let i = 0, last = 0; i < n; i++) {
+      last = Math.max(last, death[i]);
+      this.latest[i] = last;
+      this.lives.set([i, death[i], this.rows[i], shareOf(span[i], range)], 4 * i);
+    }
+    this.quads.load(this.lives);
+  }
+
+  // Memories that may be seen between two steps: born before the end, and not all dead before the beginning.
+  range() {
+    const last = Math.min(Math.max(Math.ceil(this.to), 0), this.count);
+    let low = 0, high = last;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.latest[middle] < this.from) low = middle + 1; else high = middle;
+    }
+    return [low, last];
+  }
+
+  area(first, last) {
+    if (this.layout === "packed") return [this.from, this.to, 0, this.height];
+    return [this.from, this.to, first, Math.max(last, first + 1)];
+  }
+
+  draw() {
+    const { ratio, wide, high: whole } = fitCanvas(this.ink), high = whole - AXIS, below = Math.round(AXIS * ratio);
+    fitCanvas(this.glCanvas);
+    const context = this.ink.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, wide, whole);
+    if (!this.count) { this.quads.clear(0); return; }
+    const [first, last] = this.range(), area = this.area(first, last);
+    this.shown = { first, last, area, wide, high };
+    const dense = last - first > MOST_QUADS;
+    this.mode = dense ? "density" : this.quads.gl ? "webgl2" : "2d";
+    if (this.mode === "webgl2") {
+      this.quads.draw(first, last - first, area, [this.cursor, this.glCanvas.height - below, this.end], this.ramp, below);
+    } else {
+      this.quads.clear(0);
+      if (dense) this.drawDensity(context, first, last, area, wide, high);
+      else this.drawPlain(context, first, last, area, wide, high);
+    }
+    this.drawAxes(context, area, wide, high);
+  }
+
+  drawPlain(context, first, last, area, wide, high) {
+    const scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
+    for (const bar of this.bars(first, last)) {
+      const x = Math.max((bar.birth - area[0]) * scaleX, -1), y = (bar.row - area[2]) * scaleY;
+      const tall = scaleY < 3 ? Math.max(scaleY, 1) : 0.84 * scaleY, end = Math.min((bar.end - area[0]) * scaleX, wide + 1);
+      const solid = Math.min(Math.max((bar.death - this.ramp - area[0]) * scaleX, x), end);
+      context.globalAlpha = bar.alive ? 1 : 0.6;
+      context.fillStyle = css(bar.colour);
+      context.fillRect(x, y, solid - x, tall);
+      context.globalAlpha *= 0.5;
+      context.fillRect(solid, y, end - solid, tall);
+    }
+    context.globalAlpha = 1;
+  }
+
+  *bars(first, last) {
+    for (let i = first; i < last; i++) {
+      const death = this.death[i];
+      if (death < this.from) continue;
+      const share = 0.12 + 0.88 * this.lives[4 * i + 3];
+      yield { birth: i, death, end: Math.min(death, this.end), row: this.rows[i], colour: colourAt(share), alive: i <= this.cursor && this.cursor < death };
+    }
+  }
+
+  // How much of each pixel is covered: +1 where a memory begins, -1 where it ends, then running sums. The cost does not
+  // depend on how long memories live.
+  drawDensity(context, first, last, area, wide, high) {
+    const w = Math.ceil(wide), h = Math.ceil(high), [t0, t1, r0, r1] = area, lives = this.lives, end = this.end;
+    if (!this.sums || this.sums.length !== (w + 1) * h) { this.sums = new Float32Array((w + 1) * h); this.tints = new Float32Array((w + 1) * h); }
+    const sums = this.sums.fill(0), tints = this.tints.fill(0), scaleX = w / (t1 - t0), scaleY = h / (r1 - r0);
+    for (let i = first; i < last; i++) {
+      const at = 4 * i, death = Math.min(lives[at + 1], end);
+      if (death < t0) continue;
+      const y = Math.min(h - 1, ((lives[at + 2] - r0) * scaleY) | 0) * (w + 1);
+      const x0 = lives[at] <= t0 ? 0 : ((lives[at] - t0) * scaleX) | 0;
+      const x1 = Math.min(w, Math.max(x0 + 1, Math.ceil((death - t0) * scaleX))), tint = lives[at + 3];
+      sums[y + x0] += 1; sums[y + x1] -= 1;
+      tints[y + x0] += tint; tints[y + x1] -= tint;
+    }
+    if (!this.pixels || this.pixels.width !== w || this.pixels.height !== h) {
+      this.pixels = new ImageData(w, h);
+      this.scratch.width = w; this.scratch.height = h;
+    }
+    const out = new Uint32Array(this.pixels.data.buffer), full = Math.max((r1 - r0) / h, 1), table = this.table();
+    for (let y = 0, p = 0; y < h; y++) {
+      let sum = 0, tint = 0;
+      for (let x = 0, at = y * (w + 1); x < w; x++, at++, p++) {
+        sum += sums[at]; tint += tints[at];
+        if (sum < 0.5) { out[p] = 0; continue; }
+        const strength = 70 + 185 * Math.min(sum / full, 1), colour = table[Math.min(255, (255 * tint / sum) | 0)];
+        out[p] = (strength << 24 | colour) >>> 0;
+      }
+    }
+    this.scratch.getContext("2d").putImageData(this.pixels, 0, 0);
+    context.drawImage(this.scratch, 0, 0, wide, high);
+  }
+
+  table() {
+    if (this.dark !== darkMode.matches || !this.colours) {
+      this.dark = darkMode.matches;
+      this.colours = Uint32Array.from({ length: 256 }, (_, n) => { const [r, g, b] = colourAt(0.12 + 0.88 * n / 255); return b << 16 | g << 8 | r; });
+    }
+    return this.colours;
+  }
+
+  drawAxes(context, area, wide, high) {
+    const x = (step) => (step - area[0]) / (area[1] - area[0]) * wide;
+    context.font = "11px system-ui, sans-serif";
+    context.fillStyle = ink("soft");
+    context.strokeStyle = ink("line");
+    const gap = niceStep((area[1] - area[0]) / Math.max(wide / 110, 2));
+    for (let t = Math.ceil(Math.max(area[0], 0) / gap) * gap; t <= area[1]; t += gap) {
+      context.fillRect(x(t), high, 1, 5);
+      if (x(t) < wide - 90) context.fillText(t.toLocaleString("en"), x(t) + 3, high + 12);
+    }
+    context.fillText("step →", Math.max(wide - 40, 0), high + 12);
+    context.fillStyle = ink("accent");
+    context.fillRect(x(this.cursor + 0.5) - 1, 0, 2, high);
+  }
+
+  timeAt(x) { return this.from + x / this.stage.clientWidth * (this.to - this.from); }
+
+  memoryAt(x, y) {
+    if (!this.shown) return -1;
+    const { first, last, area, high } = this.shown, t = this.timeAt(x);
+    const row = area[2] + y / high * (area[3] - area[2]), reach = Math.max(1, 3 * (area[3] - area[2]) / high);
+    let best = -1, nearest = reach;
+    for (let i = first; i < last; i++) {
+      if (i > t || this.death[i] <= t) continue;
+      const away = Math.abs(this.rows[i] + 0.5 - row);
+      if (away < nearest) { nearest = away; best = i; }
+    }
+    return best;
+  }
+
+  move(from, to) {
+    const least = Math.min(8, Math.max(this.end, 1)), wide = Math.min(Math.max(to - from, least), Math.max(this.end, 1) * 1.02);
+    from = Math.min(Math.max(from, 0), Math.max(this.end * 1.02 - wide, 0));
+    this.from = from; this.to = from + wide;
+  }
+
+  zoom(factor, around) { this.move(around - (around - this.from) * factor, around + (this.to - around) * factor); }
+}
+
+function niceStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));
+  return [1, 2, 5, 10].map((x) => x * power).find((x) => x >= rough) || 10 * power;
+}

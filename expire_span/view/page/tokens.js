@@ -1,0 +1,93 @@
+// Tokens as text coloured by span, a window of them at a time, and one strip of colour for each layer.
+
+const WINDOW = 3000;
+const STRIP = 14;
+
+function paintToken(node, share) {
+  const colour = colourAt(share);
+  node.style.backgroundColor = css(colour);
+  node.style.color = inkOn(colour);
+}
+
+function fillTokens(box, trace, span, range, from, to, changed) {
+  const nodes = cellsOf(trace, from, to).map((cell) => {
+    let widest = -Infinity;
+    for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
+    const text = cell.text === "\n" ? "⏎\n" : cell.text;
+    const node = element("span", text);
+    node.dataset.i = cell.start;
+    node.dataset.end = cell.end;
+    if (span) paintToken(node, shareOf(widest, range));
+    if (changed && changed(cell.start)) node.className = "es-changed";
+    return node;
+  });
+  box.classList.toggle("es-words", trace.header.vocabulary !== "bytes");
+  box.replaceChildren(...nodes);
+}
+
+// Marks the cursor's token, and underlines what is alive at it.
+function markTokens(box, death, cursor) {
+  for (const node of box.children) {
+    const i = Number(node.dataset.i), end = Number(node.dataset.end);
+    let alive = false;
+    for (let k = i; death && k < end; k++) alive = alive || (k <= cursor && cursor < death[k]);
+    node.classList.toggle("es-alive", alive);
+    const here = i <= cursor && cursor < end;
+    node.classList.toggle("es-cursor", here);
+    if (here) keepInView(box, node);
+  }
+}
+
+// Scrolls the box, never the page.
+function keepInView(box, node) {
+  const frame = box.getBoundingClientRect(), place = node.getBoundingClientRect();
+  if (place.top < frame.top || place.bottom > frame.bottom) box.scrollTop += place.top - frame.top - box.clientHeight / 2;
+}
+
+function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
+  const { layers, heads } = trace.header;
+  const { ratio, wide } = fitCanvas(canvas, layers * (STRIP + 3) + 2);
+  const context = canvas.getContext("2d"), count = Math.max(to - from, 1), columns = Math.max(Math.floor(wide * ratio) - MARGIN * ratio, 1);
+  context.setTransform(1, 0, 0, 1, 0, 0);
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  const pixels = context.createImageData(columns, 1);
+  for (let layer = 0; layer < layers; layer++) {
+    for (let x = 0; x < columns; x++) {
+      const low = from + Math.floor(x / columns * count), high = Math.max(low + 1, from + Math.floor((x + 1) / columns * count));
+      let widest = 0;
+      for (let i = low; i < high && i < trace.size; i++) for (let h = 0; h < heads; h++) widest = Math.max(widest, trace.spans[layer * heads + h].data[i]);
+      pixels.data.set([...colourAt(shareOf(widest, ranges[layer])), 255], 4 * x);
+    }
+    const top = Math.round(layer * (STRIP + 3) * ratio);
+    for (let y = 0; y < STRIP * ratio; y++) context.putImageData(pixels, MARGIN * ratio, top + y);
+  }
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.font = "11px system-ui, sans-serif";
+  for (let layer = 0; layer < layers; layer++) {
+    context.fillStyle = ink(layer === chosen ? "accent" : "soft");
+    context.fillText(String(layer + 1), 1, layer * (STRIP + 3) + 11);
+  }
+  context.fillStyle = ink("accent");
+  context.fillRect(MARGIN + (cursor + 0.5 - from) / count * (wide - MARGIN) - 1, 0, 2, layers * (STRIP + 3));
+}
+
+// Blue below zero, orange above; with `still`, only what hardly changes from one step to the next.
+function drawHidden(canvas, trace, layer, from, to, still) {
+  const states = [];
+  for (let i = from; i < to; i++) states.push(trace.step(i).hidden[layer]);
+  const units = states.length ? states[0].length : 1, columns = Math.max(states.length, 1);
+  fitCanvas(canvas, Math.max(120, Math.min(6 * units, 320)));
+  const small = document.createElement("canvas");
+  small.width = columns; small.height = units;
+  const context = small.getContext("2d"), pixels = context.createImageData(columns, units);
+  states.forEach((state, x) => state.forEach((value, unit) => {
+    const moved = x ? Math.abs(value - states[x - 1][unit]) : 0, strength = Math.min(Math.abs(value), 1);
+    const colour = value < 0 ? [0, 114, 178] : [230, 159, 0];
+    pixels.data.set([...colour, still && moved > 0.02 ? 0 : Math.round(255 * strength)], 4 * (unit * columns + x));
+  }));
+  context.putImageData(pixels, 0, 0);
+  const out = canvas.getContext("2d");
+  out.imageSmoothingEnabled = false;
+  out.clearRect(0, 0, canvas.width, canvas.height);
+  out.drawImage(small, 0, 0, canvas.width, canvas.height);
+}

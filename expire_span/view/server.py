@@ -1,0 +1,195 @@
+"""`expire-span view`: a local server for the page. It answers this machine only, and keeps nothing between requests."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+
+from expire_span.generate import Sampling
+from expire_span.runs import RunError, RunFolder, UserError
+from expire_span.train.checkpoint import list_checkpoints
+
+from .assets import render_page
+from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
+from .sessions import Session, Sessions
+from .source import Reader, open_reader
+from .trace import Line, encode, read_lines
+
+NEXT_PORTS = 50
+"""Ports tried after the wanted one."""
+SAMPLE_TOKENS = 2048
+"""Tokens of the task's sample that the page begins with."""
+MOST_WRITTEN = 100_000
+"""Tokens that one live text may have."""
+
+
+class Source:
+    """What the page shows: a run, whose newest checkpoint is taken whenever a page is opened, or a trace."""
+
+    def __init__(self, run: RunFolder | None = None, trace: Path | None = None) -> None:
+        self.run, self.trace = run, trace
+        self._reader: Reader | None = None
+        self._step = ""
+        self._lock = threading.Lock()
+
+    def reader(self) -> Reader:
+        """The model of the newest checkpoint. One that is still training moves on, and so does this."""
+        if self.run is None:
+            raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
+        with self._lock:
+            newest = next((path.name for path in list_checkpoints(self.run)), "")
+            if self._reader is None or newest != self._step:
+                self._reader, self._step = open_reader(self.run), newest
+            return self._reader
+
+    def describe(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
+        info["name"] = self.run.name if self.run else self.trace.name if self.trace else ""
+        info["training"] = self.run is not None and not self.run.finished
+        if self.run is not None:
+            try:
+                reader = self.reader()
+                info |= {"model": True, "text": reader.reads_text, "checkpoint": self._step}
+                info["generate"] = reader.config.model.vocab == 256 and reader.reads_text
+                info["vocabulary"] = reader.config.task.kind
+            except (RunError, ValueError) as error:
+                info["error"] = str(error)
+        return info
+
+    def sample(self, limit: float | None) -> Iterator[Line]:
+        if self.trace is not None:
+            return read_lines(self.trace)
+        return self.reader().trace_sample(SAMPLE_TOKENS, limit)
+
+
+def build_app(source: Source, port: int) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(OwnPagesOnly, port=port)
+    sessions = Sessions()
+    app.state.sessions = sessions
+    app.exception_handler(ValueError)(_refuse)
+    app.exception_handler(RunError)(_refuse)
+
+    @app.get("/")
+    def page() -> HTMLResponse:
+        nonce = secrets.token_urlsafe(16)
+        rules = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
+        rules += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        headers = {"content-security-policy": rules, "x-content-type-options": "nosniff", "cache-control": "no-store"}
+        return HTMLResponse(render_page(live=True, nonce=nonce), headers=headers)
+
+    @app.get("/api/info")
+    def info() -> dict[str, Any]:
+        return source.describe()
+
+    @app.post("/api/sample")
+    async def sample(request: Request) -> StreamingResponse:
+        limit = number(await read_fields(request), "max_span", None, 0, 2**31)
+        return await _stream_lines(lambda: source.sample(limit))
+
+    @app.post("/api/trace")
+    async def trace(request: Request) -> StreamingResponse:
+        fields = await read_fields(request)
+        limit = number(fields, "max_span", None, 0, 2**31)
+        return await _stream_lines(lambda: source.reader().trace_text(fields["text"], limit))
+
+    @app.post("/api/generate")
+    async def generate(request: Request) -> StreamingResponse:
+        fields = await read_fields(request)
+        seed, temperature = number(fields, "seed", 0, 0, 2**62), number(fields, "temperature", 1.0, 0, 100)
+        top_k, count = number(fields, "top_k", None, 1, 2**31), number(fields, "max_tokens", 1000, 1, MOST_WRITTEN)
+        sampling = Sampling(temperature, None if top_k is None else int(top_k), None, seed)
+        reader = await run_in_threadpool(source.reader)
+        prompt = len(reader.encode(fields["text"] or b"\n"))
+        session = Session(reader.generate(fields["text"], sampling, count), prompt + 1)
+        session.left = request.is_disconnected
+        session.running = not fields.get("paused", False)
+        return _json_lines(_announce(sessions, sessions.add(session)))
+
+    @app.post("/api/generate/{name}/{action}")
+    async def act(name: str, action: str) -> dict[str, bool]:
+        sessions.act(name, action)
+        return {"done": True}
+
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """Errors of the user are one sentence."""
+    return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
+
+
+async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[Line]:
+    yield {"kind": "session", "name": session.name}
+    async for line in sessions.stream(session):
+        yield line
+
+
+async def _stream_lines(start: Any) -> StreamingResponse:
+    """A trace as it is made. What is wrong at once is an answer of its own; what goes wrong later is the last line."""
+    lines = await run_in_threadpool(start)
+    first = await run_in_threadpool(next, lines)
+
+    async def rest() -> AsyncIterator[Line]:
+        yield first
+        async for line in iterate_in_threadpool(_batches(lines)):
+            for step in line:
+                yield step
+
+    return _json_lines(rest())
+
+
+def _batches(lines: Iterator[Line], size: int = 64) -> Iterator[list[Line]]:
+    """Several lines at a time: a change of thread for each would take longer than to make it."""
+    batch: list[Line] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _json_lines(lines: AsyncIterator[Line]) -> StreamingResponse:
+    async def encoded() -> AsyncIterator[bytes]:
+        try:
+            async for line in lines:
+                yield encode(line)
+        except (ValueError, RunError) as error:
+            yield encode({"kind": "error", "error": " ".join(str(error).split())})
+
+    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return StreamingResponse(encoded(), media_type="application/x-ndjson", headers=headers)
+
+
+def bind_port(wanted: int) -> socket.socket:
+    """A socket on this machine's own address: the wanted port, or the next free one."""
+    for port in range(wanted, min(wanted + NEXT_PORTS, 65536)):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return sock
+        sock.close()
+    raise UserError(f"no port from {wanted} to {wanted + NEXT_PORTS - 1} is free; give another with --port")
+
+
+def serve(source: Source, sock: socket.socket, *, ready: Any = None) -> None:
+    """Answer until interrupted. `ready` is called with the server before it starts, so that a test can stop it."""
+    import uvicorn
+
+    port = sock.getsockname()[1]
+    config = uvicorn.Config(build_app(source, port), log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    if ready is not None:
+        ready(server)
+    server.run(sockets=[sock])

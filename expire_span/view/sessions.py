@@ -1,0 +1,92 @@
+"""Texts being written live: each can be paused, stepped and resumed, and ends when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from starlette.concurrency import run_in_threadpool
+
+from expire_span.runs import UserError
+
+from .trace import Line
+
+MOST_SESSIONS = 8
+"""Texts written at the same time."""
+LISTEN_EVERY = 0.5
+"""Seconds between two looks at whether a paused text still has a listener."""
+Action = Literal["pause", "step", "resume", "stop"]
+
+
+@dataclass
+class Session:
+    lines: Iterator[Line]
+    prompt: int
+    """Lines that come at once, before what the model writes itself."""
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    running: bool = True
+    steps: int = 0
+    """Steps allowed while paused."""
+    stopped: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    left: Callable[[], Awaitable[bool]] | None = None
+    """Whether the listener has gone away."""
+
+    def act(self, action: Action) -> None:
+        self.running = {"pause": False, "step": False, "resume": True}.get(action, self.running)
+        self.steps += action == "step"
+        self.stopped |= action == "stop"
+        self.wake.set()
+
+    async def may_go(self) -> bool:
+        """Wait until the next line is wanted; False once the session was stopped."""
+        while not self.stopped:
+            if self.running or self.steps:
+                self.steps = 0 if self.running else self.steps - 1
+                return True
+            self.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wake.wait(), LISTEN_EVERY)
+            self.stopped |= self.left is not None and await self.left()
+        return False
+
+    async def stream(self) -> AsyncIterator[Line]:
+        count = 0
+        while not self.stopped and (count < self.prompt or await self.may_go()):
+            line = await run_in_threadpool(next, self.lines, None)
+            if line is None:
+                return
+            count += 1
+            self.stopped |= self.left is not None and await self.left()
+            yield line
+
+
+class Sessions:
+    def __init__(self) -> None:
+        self.open: dict[str, Session] = {}
+
+    def add(self, session: Session) -> Session:
+        if len(self.open) >= MOST_SESSIONS:
+            raise UserError(f"{MOST_SESSIONS} texts are being written already; stop one, or close its tab")
+        self.open[session.name] = session
+        return session
+
+    def act(self, name: str, action: str) -> None:
+        if action not in ("pause", "step", "resume", "stop"):
+            raise UserError(f"unknown action {action!r}; known are: pause, step, resume, stop")
+        if name not in self.open:
+            raise UserError(f"no text {name!r} is being written; it has ended or was stopped")
+        self.open[name].act(action)
+
+    async def stream(self, session: Session) -> AsyncIterator[Line]:
+        """The session's lines. A closed tab cancels this, and the session is gone with it."""
+        try:
+            async for line in session.stream():
+                yield line
+        finally:
+            self.open.pop(session.name, None)
+            session.stopped = True

@@ -1,0 +1,116 @@
+"""The trace: what a model read or wrote, and which memories were born and died meanwhile, as lines of JSON.
+
+The first line is the header, each further line one step; docs/trace.md says what the fields mean. Every picture of memory
+reads a trace and nothing else. This file knows the format; `tracer.py` makes traces from a decoder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expire_span.runs import UserError, write_atomic
+
+VERSION = 1
+"""Version of the format; a reader refuses every other."""
+NEEDED = {"header": ("version", "name", "task", "layers", "heads", "ramp"), "step": ("i", "text", "live", "bytes")}
+"""Fields without which a line cannot be read."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole trace in memory. Streams are read line by line instead, with `read_lines`."""
+
+    header: Line
+    steps: list[Line]
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Trace:
+        header, *steps = lines
+        return cls(header, steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def has_spans(self) -> bool:
+        return bool(self.steps) and self.steps[0].get("spans") is not None
+
+    @property
+    def spans(self) -> np.ndarray:
+        """[layers, heads, T], in steps; a system without spans is refused."""
+        if not self.has_spans:
+            raise ValueError(f"the memory system {self.header['system']} gives tokens no spans")
+        return np.array([step["spans"] for step in self.steps], np.float64).transpose(1, 2, 0)
+
+    @property
+    def bits(self) -> np.ndarray:
+        """[T]: what each token cost, in bits; NaN where nothing had predicted it."""
+        return np.array([math.nan if step.get("bits") is None else step["bits"] for step in self.steps])
+
+    def lines(self) -> Iterator[Line]:
+        yield self.header
+        yield from self.steps
+
+    def save(self, path: Path) -> None:
+        write_atomic(Path(path), b"".join(encode(line) for line in self.lines()))
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        return cls.of(read_lines(path))
+
+    def _repr_html_(self) -> str:
+        from .frame import show
+
+        return show(self)._repr_html_()
+
+
+def encode(line: Line) -> bytes:
+    """One line of the file. Numbers that JSON does not know (NaN) are a mistake of the writer."""
+    return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace") + b"\n"
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Header, then steps; what is not a trace of this version is refused in one sentence."""
+    try:
+        with open(path, "rb") as file:
+            yield from check_lines(file, str(path))
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error.strerror or error}") from error
+
+
+def check_lines(lines: Iterable[bytes], where: str) -> Iterator[Line]:
+    number = -1
+    for number, raw in enumerate(lines):
+        kind = "step" if number else "header"
+        line = _decode(raw, where, number + 1)
+        if not number and line.get("version") != VERSION and "version" in line:
+            got = line["version"]
+            raise UserError(
+                f"the trace {where} has version {got!r}, this version of expire-span reads version {VERSION}; "
+                "write it again with: expire-span trace RUN --text FILE"
+            )
+        missing = [name for name in NEEDED[kind] if name not in line]
+        if missing or line.get("kind") != kind:
+            raise UserError(
+                f"{where} is not a trace: line {number + 1} should be a {kind} with {', '.join(NEEDED[kind])}"
+            )
+        yield line
+    if number < 0:
+        raise UserError(f"{where} is not a trace: it is empty, and a trace begins with a header line")
+
+
+def _decode(raw: bytes, where: str, number: int) -> Line:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not a trace: line {number} is not JSON ({error})") from error
+    return line if isinstance(line, dict) else {}

@@ -1,0 +1,47 @@
+"""Tolerances from an error budget: a result may be as far from float64 as the definition is when computed with fewer digits.
+
+The budget is measured where the test runs, from a second computation of the same result, so that it holds on any
+processor: a sum taken in another order changes both sides alike.
+"""
+
+import torch
+from torch import Tensor
+
+FACTOR = 4.0
+"""How many times larger than the measured rounding error an error may be. Two computations of the same sum in different
+orders have errors of the same size but not the same errors; norms over many values differ by far less than this."""
+
+
+def budget(got: Tensor, exact: Tensor, rounded: Tensor, factor: float = FACTOR) -> float:
+    """The largest allowed norm of `got - exact`.
+
+    Args:
+        exact: the result from float64 arithmetic.
+        rounded: the same result from the definition in fewer digits: those of `got`, or of float32 where `got` is float64.
+            Rounding errors are proportional to the distance between neighbouring numbers, so float32's are scaled down.
+    """
+    exact = exact.detach()
+    measured = float((rounded.detach().double() - exact).norm()) * _eps(got.dtype) / _eps(rounded.dtype)
+    # Inputs and the terms of every sum are of size 1. Where such terms cancel, as in the score gradient of a query that sees
+    # a single memory, one computation may round to exactly 0 and another to one unit in the last digit.
+    least = _eps(torch.promote_types(got.dtype, torch.float32)) * max(float(exact.norm()), exact.numel() ** 0.5)
+    return factor * (measured + least)
+
+
+def assert_within_budget(got: Tensor, exact: Tensor, rounded: Tensor, factor: float = FACTOR, name: str = "y") -> None:
+    exact = exact.detach()
+    error, allowed = float((got.detach().double() - exact).norm()), budget(got, exact, rounded, factor)
+    size = float(exact.norm())
+    assert error <= allowed, f"{name}: error {error:.3g}, budget {allowed:.3g}, size {size:.3g}"  # fails for NaN too
+
+
+def assert_all_within_budget(
+    got: dict[str, Tensor], exact: dict[str, Tensor], rounded: dict[str, Tensor], factor: float = FACTOR
+) -> None:
+    assert got.keys() == exact.keys() == rounded.keys()
+    for name, want in exact.items():
+        assert_within_budget(got[name], want, rounded[name], factor, name)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

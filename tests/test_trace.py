@@ -1,0 +1,235 @@
+"""The trace: it says of each memory exactly what the definition says, agrees with the store, and is refused when foreign."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from expire_span.cli import main
+from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.generate import Sampling
+from expire_span.mixer_configs import FullConfig, GRUConfig, SlidingWindowConfig
+from expire_span.models.decoder import Decoder
+from expire_span.runs import UserError
+from expire_span.train.supervised import train
+from expire_span.view.limit import limit_spans
+from expire_span.view.source import Reader
+from expire_span.view.trace import Trace, check_lines, encode, read_lines
+from expire_span.view.tracer import Tracer
+from tests.tiny import tiny_config, write_text
+
+SHARED = ExpireSpanConfig(max_span=40, ramp=5, initial_span=0.3)
+BY_HEAD = replace(SHARED, span_per="kv_head", initial_spread=4.0, min_span=-4.0)
+LENGTH = 333
+
+
+def decoder_of(mixer, **fields) -> Decoder:
+    """An untrained decoder whose spans differ from token to token."""
+    torch.manual_seed(3)
+    decoder = Decoder(DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=mixer, **fields)).eval()
+    for name, weight in decoder.named_parameters():
+        if "span_predictor" in name and weight.dim() > 1:
+            torch.nn.init.normal_(weight)
+    return decoder
+
+
+def tokens_of(length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(5))
+
+
+def trace_of(decoder: Decoder, tokens: torch.Tensor, pieces: int | None = None) -> Trace:
+    tracer = Tracer(decoder, name="tiny", task="text")
+    parts = [tokens] if pieces is None else tokens.split(pieces)
+    return Trace.of([tracer.header(), *(step for part in parts for step in tracer.read(part))])
+
+
+def deaths_of(trace: Trace) -> dict[tuple[int, int, int], int]:
+    named = [((layer, head, birth), step["i"]) for step in trace.steps for layer, head, birth in step["deaths"]]
+    assert len(named) == len(dict(named)), "a memory dies once"
+    return dict(named)
+
+
+@pytest.mark.parametrize("mixer", [SHARED, BY_HEAD], ids=["layer", "kv_head"])
+def test_births_and_deaths_follow_the_definition(mixer):
+    decoder, tokens = decoder_of(mixer), tokens_of()
+    with torch.inference_mode():
+        logits, _, aux = decoder(tokens[None], None)
+    trace = trace_of(decoder, tokens)
+    spans = torch.stack([x.span.reshape(-1, LENGTH) for x in aux.layers])  # [layers, heads, T]
+    assert spans.std() > 1, "all the same would prove little"
+    torch.testing.assert_close(torch.tensor(trace.spans, dtype=torch.float32), spans, atol=2e-4, rtol=0)
+    age = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)  # [query, memory]
+    alive = (spans[..., None, :] + mixer.ramp - age > 0) & (age >= 0)
+    expected = {}
+    for layer, head, birth in np.ndindex(*spans.shape):
+        dead = [t for t in range(birth, LENGTH) if not alive[layer, head, t, birth]]
+        expected |= {(layer, head, birth): dead[0]} if dead else {}
+    assert deaths_of(trace) == expected
+    live = alive.sum(-1).float().mean(1).T  # [T, layers]
+    assert [step["live"] for step in trace.steps] == live.tolist()
+    each = trace.header["memory_bytes"]
+    assert [sum(step["bytes"]) for step in trace.steps] == (alive.sum((0, 1, 3)) * each).tolist()
+    cost = -logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1) / math.log(2)
+    assert math.isnan(trace.bits[0])
+    np.testing.assert_allclose(trace.bits[1:], cost.numpy(), atol=1e-3)
+
+
+def test_agrees_with_the_store():
+    """The store's own count of what lives for the next query."""
+    decoder, tokens = decoder_of(SHARED), tokens_of()
+    tracer = Tracer(decoder, name="", task="text")
+    list(tracer.read(tokens))
+    lives = [int(part["memory"].live(LENGTH)[0]) for part in tracer.state]
+    (step,) = tracer.read(tokens[:1])
+    assert step["live"] == [count + 1 for count in lives] and min(lives) > 5
+
+
+@pytest.mark.parametrize("mixer", [SHARED, BY_HEAD, FullConfig(), GRUConfig()], ids=lambda m: m.kind)
+def test_pieces_give_the_same_trace(mixer):
+    decoder, tokens = decoder_of(mixer), tokens_of(70)
+    whole, pieces = trace_of(decoder, tokens), trace_of(decoder, tokens, pieces=1)
+    assert [s["deaths"] for s in whole.steps] == [s["deaths"] for s in pieces.steps]
+    assert [s["text"] for s in whole.steps] == [s["text"] for s in pieces.steps]
+    np.testing.assert_allclose(whole.bits, pieces.bits, atol=1e-3)
+
+
+def test_a_cap_ends_memories_early():
+    decoder, tokens = decoder_of(replace(SHARED, cap=6)), tokens_of(60)
+    trace, free = trace_of(decoder, tokens), trace_of(decoder_of(SHARED), tokens)
+    assert max(max(step["live"]) for step in trace.steps) <= 7, "six in the store, and the newest"
+    assert max(max(step["live"]) for step in free.steps) > 7
+    early, due = deaths_of(trace), deaths_of(free)
+    assert any(early[key] < due.get(key, 60) for key in early)
+
+
+def test_systems_without_spans():
+    trace = trace_of(decoder_of(SlidingWindowConfig(window=8)), tokens_of(64))
+    assert not trace.has_spans and trace.header["max_span"] is None
+    assert trace.steps[-1]["live"] == [8.0, 8.0] and all(x > 0 for x in trace.steps[-1]["bytes"])
+    with pytest.raises(ValueError, match="sliding_window gives tokens no spans"):
+        trace.spans  # noqa: B018
+    full = trace_of(decoder_of(FullConfig()), tokens_of(64))
+    assert full.steps[-1]["live"][0] > 40, "the mean over the last block"
+
+
+def test_recurrent_states_are_shown():
+    decoder, tokens = decoder_of(GRUConfig()), tokens_of(5)
+    trace = trace_of(decoder, tokens)
+    _, state, _ = decoder(tokens[None], None)
+    for layer, part in enumerate(state):
+        np.testing.assert_allclose(trace.steps[-1]["hidden"][layer], part["h"][0].detach().numpy(), atol=1e-3)
+
+
+def test_generation_goes_on_from_what_was_read():
+    tracer = Tracer(decoder_of(SHARED), name="", task="text")
+    with pytest.raises(ValueError, match="read a prompt first"):
+        next(tracer.generate(Sampling(), 1))
+    read = list(tracer.read(tokens_of(9)))
+    written = list(tracer.generate(Sampling(temperature=0), 4))
+    assert [step["i"] for step in read + written] == list(range(13))
+    assert [step["text"] for step in written] == [step["top"][0][0] for step in [read[-1], *written[:-1]]]
+
+
+def test_cutting_spans_lasts_no_longer_than_it_should():
+    decoder, tokens = decoder_of(SHARED), tokens_of(80)
+    before = trace_of(decoder, tokens)
+    with limit_spans(decoder, 2.0):
+        cut = trace_of(decoder, tokens)
+    assert before.spans.max() > 10 and cut.spans.max() == 2.0
+    assert (cut.bits[1:] != before.bits[1:]).any()
+    with pytest.raises(RuntimeError, match="stop"), limit_spans(decoder, 2.0):
+        raise RuntimeError("stop")
+    assert trace_of(decoder, tokens) == before
+    for limit, words in ((-1.0, "0 or more, got -1"), (math.nan, "got nan")):
+        with pytest.raises(ValueError, match=words), limit_spans(decoder, limit):
+            pass
+    with (
+        pytest.raises(ValueError, match="sliding_window gives tokens no spans"),
+        limit_spans(decoder_of(SlidingWindowConfig(window=8)), 2.0),
+    ):
+        pass
+
+
+# The file
+
+
+def test_file_round_trip_and_streaming(tmp_path):
+    trace = trace_of(decoder_of(SHARED), tokens_of(20))
+    trace.save(tmp_path / "a.jsonl")
+    assert Trace.load(tmp_path / "a.jsonl") == trace
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 21 and all(json.loads(line) for line in lines)
+    assert next(check_lines(iter(lines[:1]), "x"))["version"] == 1, "a header alone is a beginning"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is empty"),
+        (b"\xff\xfe", "line 1 is not JSON"),
+        (b"[1]\n", "line 1 should be a header"),
+        (b"{}\n", "line 1 should be a header"),
+        (b'{"kind":"header","version":7}\n', "has version 7, this version of expire-span reads version 1"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+    ],
+    ids=["empty", "bytes", "list", "nothing", "version", "deep"],
+)
+def test_foreign_files_are_refused_in_a_sentence(tmp_path, content, words):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        list(read_lines(path))
+
+
+def test_a_broken_step_is_named(tmp_path):
+    trace = trace_of(decoder_of(SHARED), tokens_of(3))
+    lines = [encode(line) for line in trace.lines()]
+    with pytest.raises(UserError, match="line 3 should be a step"):
+        list(check_lines([*lines[:2], b'{"kind":"step"}\n'], "x"))
+    with pytest.raises(UserError, match="cannot read the trace"):
+        list(read_lines(tmp_path / "missing"))
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    return train(tiny_config(write_text(folder), steps=2), folder / "runs" / "a", shown=False)
+
+
+def test_command_writes_a_trace(run, tmp_path, capsys):
+    (tmp_path / "t.txt").write_bytes("héllo <script> \U0001f600 ".encode() + b"\xff\x00")
+    name = str(run.path)
+    assert main(["trace", name, "--text", str(tmp_path / "t.txt"), "--out", str(tmp_path / "a.jsonl")]) == 0
+    trace = Trace.load(tmp_path / "a.jsonl")
+    assert bytes(step["token"] for step in trace.steps) == (tmp_path / "t.txt").read_bytes()
+    capsys.readouterr()
+    assert main(["trace", name, "--tokens", "7", "--max-span", "3"]) == 0
+    header, *steps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert header["max_span"] == 3.0 and len(steps) == 7
+    assert max(x for step in steps for layer in step["spans"] for x in layer) <= 3
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--text", "missing.txt"], "cannot read --text missing.txt"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--max-span", "-3"], "must be 0 or more, got -3"),
+    ],
+)
+def test_command_refuses(run, capsys, args, words):
+    assert main(["trace", str(run.path), *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_empty_text_is_refused(run):
+    with pytest.raises(UserError, match="the text is empty"):
+        list(Reader.open(run).trace_text(b""))
