@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from expire_span import __version__
 from expire_span.errors import UserError, explain
+from expire_span.models.systems import load_plugins
 
 from .compare import run_compare
 from .lists import run_memories, run_recipes
@@ -48,6 +49,7 @@ def _dispatch(argv: list[str]) -> int:
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
+    load_plugins()
     return VERBS[verb][1](rest)
 
 
