@@ -10,8 +10,10 @@ from expire_span.errors import UserError, explain
 from expire_span.models.systems import load_plugins
 
 from .compare import run_compare
+from .data import run_data
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
+from .play import run_play
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
 from .study import run_study
 from .trace import run_trace
@@ -74,6 +76,8 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
+    "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
+    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
