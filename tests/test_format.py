@@ -1,4 +1,4 @@
-"""What a run depends on is verified when it is read: config.json, types and words of every field, the data; old formats load."""
+"""What a run depends on is verified when it is read: config.json, types and words of each field, the data. Old formats load."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from expire_span import __version__
 from expire_span.errors import UserError, explain
 
 from .compare import run_compare
+from .importing import run_import
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
@@ -68,6 +69,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", run_report),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
+    "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),

@@ -15,10 +15,10 @@ from expire_span.config import RunConfig
 from expire_span.memories import find_limits
 from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
-from expire_span.runs import UserError, check_name, check_new, find_run
+from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
 
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, warn
+from .parsing import PROGRAM, parse, spell_out, warn
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Train:
     """Folder that holds the run folders."""
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
+    init_from: str | None = None
+    """A run whose newest weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class OnRun:
 class Resume(OnRun):
     """Go on with an interrupted run from its newest sound checkpoint."""
 
+    allow_changed_data: bool = False
+    """Go on even if the data is not what the run began with."""
+
 
 @dataclass(frozen=True)
 class Eval(OnRun):
@@ -59,6 +64,8 @@ class Eval(OnRun):
     """Rows side by side; None takes the training's. One row carries its memory through the whole split."""
     block: int | None = None
     """Tokens per row and forward pass; None takes the training's."""
+    path: str | None = None
+    """A file or folder to score in place of the one that the run learned from; for runs of text and words."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 
@@ -114,9 +121,10 @@ def run_train(args: list[str]) -> int:
         check_new(path)
         for limit in find_limits(command.config):
             warn(limit)
+    source = find_run(command.init_from, command.runs_dir) if command.init_from is not None else None
     from expire_span.train.supervised import train
 
-    return _finish(train(command.config, path, recipe=recipe))
+    return _finish(train(command.config, path, recipe=recipe, init_from=source))
 
 
 def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
@@ -147,13 +155,13 @@ def _finish(run: Any) -> int:
 
 
 def run_resume(args: list[str]) -> int:
-    command = parse(Resume, args, f"{PROGRAM} resume")
+    command = parse(Resume, spell_out(args, "--allow-changed-data"), f"{PROGRAM} resume")
     run = find_run(command.run, command.runs_dir)
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
     from expire_span.train.supervised import resume
 
-    return _finish(resume(run))
+    return _finish(resume(run, allow_changed_data=command.allow_changed_data))
 
 
 def run_eval(args: list[str]) -> int:
@@ -163,6 +171,7 @@ def run_eval(args: list[str]) -> int:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} must be at least 1, got {value}")
+    run = _with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
@@ -182,6 +191,16 @@ def run_eval(args: list[str]) -> int:
     )
     print(json.dumps(result.to_dict(), indent=2))
     return 0
+
+
+def _with_data(run: RunFolder, path: str | None) -> RunFolder:
+    """The run with other data to read, where its task reads any."""
+    task: Any = run.config.task
+    if path is None:
+        return run
+    if not hasattr(task, "path"):
+        raise UserError(f"--path needs a run whose task reads a file, got task {task.kind}")
+    return replace(run, config=replace(run.config, task=replace(task, path=path)))
 
 
 def run_generate(args: list[str]) -> int:
