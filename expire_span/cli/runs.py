@@ -105,6 +105,22 @@ class Demo:
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
+USUAL = (
+    "name",
+    "task.path",
+    "mixer",
+    "train.steps",
+    "train.batch",
+    "train.block",
+    "train.lr",
+    "train.budget.live",
+    "train.device",
+    "seed",
+    "init-from",
+)
+"""Options of train that most people need; the others have defaults that fit the recipe."""
+
+
 def run_train(args: list[str]) -> int:
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -113,7 +129,7 @@ def run_train(args: list[str]) -> int:
         raise UserError(f"train needs a recipe before its options; known are: {', '.join(RECIPES)}")
     recipe, rest = args[0], args[1:]
     config = _with_mixer(get_recipe(recipe)(), rest)
-    command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config))
+    command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config), USUAL)
     name = command.name or recipe
     check_name(name)
     path = command.runs_dir / name
@@ -256,9 +272,7 @@ def run_demo(args: list[str]) -> int:
     live, share = ", ".join(f"{x:.1f}" for x in result["live"]), result["mean_bytes"] / result["full_bytes"]
     print(f"success rate    {result['score']:.1%} of the colours recalled")
     print(f"live memories   {live} per layer: {result['live_share']:.1%} of those seen")
-    print(
-        f"bytes held      {show_bytes(result['mean_bytes'])}, {share:.1%} of the {show_bytes(result['full_bytes'])} "
-        "that never forgetting would hold"
-    )
+    held, full = (show_bytes(result[name] / result["rows"]) for name in ("mean_bytes", "full_bytes"))
+    print(f"memory per row  {held}, {share:.1%} of the {full} that never forgetting would hold")
     print(f"report          {write_report(run)}")
     return 0
