@@ -272,11 +272,11 @@ class SupervisedLearner:
 
     def load(self, snapshot: Snapshot) -> None:
         """Weights, optimizers, memories, place in the data, generators; or weights alone, where the run starts from them."""
-        if snapshot.state:
+        if not snapshot.weights_only:
             self._check_processes(snapshot.state["processes"])
         options = StateDictOptions(full_state_dict=True)
         weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
-        if not snapshot.state:
+        if snapshot.weights_only:
             set_model_state_dict(self.model, weights, options=options)
             return
         set_state_dict(

@@ -21,7 +21,11 @@ class Tracker(Protocol):
 def check_tracker(name: str) -> None:
     """Refuse a tracker whose library is not installed, before anything is written."""
     library = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}.get(name)
-    if library is not None and find_spec(library) is None:
+    try:
+        missing = library is not None and find_spec(library) is None
+    except ValueError:  # a module of that name without a specification is not the library
+        missing = True
+    if missing:
         raise UserError(
             f"--train.tracker {name} needs the library {library}, which is not installed; "
             f"install it with: pip install {library}, or give --train.tracker none"
@@ -80,11 +84,16 @@ class Remote:
             self.tracker: Any = tracking.WandBTracker("expire-span", name=run.name, dir=str(run.path))
         else:
             self.tracker = tracking.MLflowTracker("expire-span", run_name=run.name)
-        start = getattr(self.tracker, "start", None)  # newer releases of accelerate begin a run apart from building it
-        if start is not None:
-            start()
-        config = to_dict(run.config) if name == "wandb" else dict(walk(run.config))
-        self.tracker.store_init_configuration(config)
+        try:
+            start = getattr(self.tracker, "start", None)  # newer releases of accelerate begin apart from building
+            if start is not None:
+                start()
+            config = to_dict(run.config) if name == "wandb" else dict(walk(run.config))
+            self.tracker.store_init_configuration(config)
+        except Exception as error:  # a service that is down or wants a login fails with errors of its own library
+            cause = " ".join(str(error).split())[:120] or type(error).__name__
+            advice = f"mend that, then go on with: expire-span resume {run.path}"
+            raise UserError(f"--train.tracker {name} could not be started ({cause}); {advice}") from error
 
     def add(self, line: dict[str, Any]) -> None:
         self.tracker.log(dict(scalars_of(line)), step=line["step"])
