@@ -98,8 +98,8 @@ def other_verbs() -> Iterator[list[str]]:
             yield ["eval", "sound", f"--{option}", value]
         for option in ("temperature", "top-k", "top-p", "seed", "samples"):
             yield ["generate", "sound", "--max-tokens", "2", f"--{option}", value]
-        yield ["compare", "recall", "--mixers", "gru", "--budgets", value]
-        yield ["compare", "recall", "--mixers", "gru,nothing", "--seeds", value]
+        for option in ("budgets", "seeds", "train-seconds"):  # a runs folder that is a file: nothing is trained
+            yield ["compare", "recall", "--mixers", "expire_span", f"--{option}", value, "--runs-dir", "text.txt"]
         yield ["study", "entrances", "--jobs", value, "--seeds", "0"]
         yield ["import", "text.txt", "--out", "b", "--ramp", value]
 
