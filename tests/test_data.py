@@ -212,7 +212,7 @@ def test_pg19_is_fetched_book_by_book_from_its_listing(server, tmp_path):
     server.files |= {**texts, "o": listing}
     make = lambda limit: datasets.make_books(
         tmp_path / "pg", None, lambda *_: None, limit=limit, listing=f"{server.url}/all/o"
-    )  # noqa: E731
+    )
     make(1)
     assert len(list((tmp_path / "pg").rglob("*.txt"))) == 3
     make(None)

@@ -11,6 +11,7 @@ from expire_span.models.systems import load_plugins
 
 from .compare import run_compare
 from .data import run_data
+from .importing import run_import
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .play import run_play
@@ -78,6 +79,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
     "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
+    "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
