@@ -10,6 +10,7 @@ teach. Writes benchmarks/out/smollm2.json, and model, run and adapter under --ou
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import statistics
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.record import save
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
@@ -85,7 +86,11 @@ def saved_model(asked: argparse.Namespace) -> Path:
     folder = asked.out / "model"
     if not (folder / "config.json").exists():
         model, tokenizer = open_model(asked.gguf or find_gguf(), "fp32", "cpu")
-        model.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        del config.quantization_config  # a model that remembers its GGUF file refuses to be saved
+        plain = AutoModelForCausalLM.from_config(config)
+        plain.load_state_dict(model.state_dict())
+        plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 

@@ -16,7 +16,7 @@ import pytest
 from expire_span.view.server import Source, bind_port, serve
 from expire_span.view.trace import Trace
 
-FLAGS = ["--no-sandbox", "--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+FLAGS = ["--no-sandbox", "--enable-unsafe-swiftshader"]
 """Drawing by the processor alone, so that every machine draws the same."""
 
 
@@ -73,8 +73,9 @@ class Watched:
         self.page.set_default_timeout(20_000)
 
     def _hear(self, message: Any) -> None:
-        # An answer that refuses is written to the console by the browser itself.
-        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+        # The browser itself writes down answers that refuse, and what it thinks of drawing without a graphics card.
+        own = ("Failed to load resource", "GL Driver Message")
+        if message.type in ("error", "warning") and not any(words in message.text for words in own):
             self.complaints.append(message.text)
 
     def open(self, address: str) -> Any:
@@ -86,9 +87,14 @@ class Watched:
     def rest(self) -> None:
         """Until what was asked for is drawn."""
         self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        wait_until(lambda: self.view("view.resting()"))
 
     def view(self, expression: str) -> Any:
         return self.page.evaluate(f"() => {{ const view = document.getElementById('es-view'); return {expression}; }}")
+
+    def wait(self, expression: str) -> None:
+        """From outside: the page's rules forbid to evaluate strings inside it."""
+        wait_until(lambda: self.view(expression), 60)
 
     def text(self, name: str) -> str:
         return self.page.inner_text(f"#es-{name}")
@@ -100,7 +106,7 @@ class Watched:
     def close(self, home: str) -> None:
         """Nothing went wrong, and nothing outside `home` was asked for."""
         self.context.close()
-        assert self.complaints == []
+        assert self.complaints == [], self.complaints
         assert [url for url in self.asked if not url.startswith((home, "data:", "blob:"))] == []
 
 

@@ -155,7 +155,7 @@ BAD = [
     (["recall", "--mixers", "full", "--budgets", "8,8"], "got 8 2 times"),
     (["recall", "--mixers", "full", "--budgets", "8;9"], "got '8;9'"),
     (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-    (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0, got -1"),
+    (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0 and finite, got -1"),
     (
         ["recall", "--mixers", "expire_span", "--budgets", "2"],
         "its shortest spans and the ramp of 3 keep 3 alive",
