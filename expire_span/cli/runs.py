@@ -105,6 +105,8 @@ class Demo:
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
+MOST_SAMPLES = 100_000
+"""Continuations that generate writes side by side at most."""
 USUAL = (
     "name",
     "task.path",
@@ -191,15 +193,20 @@ def run_eval(args: list[str]) -> int:
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
+    from expire_span.train.estimate import TOKEN_BYTES, check_fits
     from expire_span.train.evaluate import evaluate
 
+    train = run.config.train
+    rows = command.batch or train.eval_batch or train.batch
+    tokens = rows * (command.block or train.eval_block or train.block)
+    check_fits(tokens * TOKEN_BYTES, f"a batch of {tokens:,} tokens", f"--batch {rows:,}", check_device("cpu"))
     decoder, config = load_model(run, check_device(command.device), warn)
     batches = command.batches or (config.train.eval_batches if command.split == "train" else None)
     result = evaluate(
         decoder,
         build_task(config.task),
         command.split,
-        batch=command.batch or config.train.eval_batch or config.train.batch,
+        batch=rows,
         block=command.block or config.train.eval_block or config.train.block,
         batches=batches,
         seed=config.seed,
@@ -224,6 +231,12 @@ def run_generate(args: list[str]) -> int:
     run = find_run(command.run, command.runs_dir)
     if run.config.model.vocab != 256:
         raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
+    if not 1 <= command.samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
+    if not 0 <= command.temperature < float("inf"):
+        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
+    if not 0 <= command.seed < 2**63:
+        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
     from expire_span.checkpoint import load_model
