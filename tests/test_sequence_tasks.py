@@ -119,7 +119,7 @@ def test_collision_answers_are_as_old_as_published():
     assert abs(old - 0.886) < 0.02 and abs(older - 0.576) < 0.04
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collision_answers_are_as_old_as_published_far_back():
     published = {1024: 0.886, 8192: 0.576, 16384: 0.491, 32768: 0.398, 65536: 0.264}
     found = shares(256, 60_000, 4000, tuple(published))
