@@ -116,7 +116,7 @@ def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -
 
 
 def copy() -> RunConfig:
-    """Count a few tokens, then carry the count through 2,048 steps of filler; minutes on a CPU."""
+    """Count a few tokens, then carry the count through 2,048 steps of filler; tens of minutes on a CPU."""
     # Lengths grow over the first 300 steps: the count is learned on short episodes. Spans are pressed only after that, since
     # they shrink to what the lengths so far have needed. Unnormalised keys can outweigh thousands of fillers.
     task = CopyTask(min_length=16, growth=1600)
