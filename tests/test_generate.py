@@ -95,23 +95,22 @@ def test_only_byte_models():
         next(generate_bytes(Decoder(replace(CONFIG, vocab=12)), b"x"))
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_streams_do_not_end_at_large_positions(decoder, monkeypatch, mode):
-    """Counting positions anew every few steps changes nothing, in either cache."""
-    decoder.train(mode == "train")
+@pytest.mark.parametrize("keep", ["hidden", "kv"])
+def test_streams_do_not_end_at_large_positions(decoder, monkeypatch, keep):
+    """Counting positions anew every few steps changes nothing, whatever the state keeps."""
     tokens = torch.randint(256, (2, 120))
 
     def stream():
         state, parts = None, []
         with torch.no_grad():
             for block in tokens.split(7, dim=1):
-                logits, state, _ = decoder(block, state)
+                logits, state, _ = decoder(block, state, keep=keep)
                 parts.append(logits)
         return torch.cat(parts, 1), state
 
     expected, state = stream()
-    assert state[0]["position"] == (0 if mode == "train" else 120)
-    monkeypatch.setattr("expire_span.models.expire_span.REBASE_AFTER", 20)
+    assert state[0]["position"] == (0 if keep == "hidden" else 120)
+    monkeypatch.setattr("expire_span.models.kit.expiring.REBASE_AFTER", 20)
     actual, state = stream()
     assert state[0]["position"] < 27
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
