@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -61,8 +62,11 @@ class Decoder(nn.Module):
         return DecoderOutput(self.head(h), after, aux)
 
 
+def upgrade_name(name: str) -> str:
+    """A weight's name as it is today: in checkpoints from before there was a backbone, blocks lie one level higher."""
+    return re.sub(r"^((?:decoder\.)?)(blocks\.|norm\.|relative_keys)", r"\1backbone.\2", name)
+
+
 def _rename_old_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Weights of checkpoints from before there was a backbone lie one level higher."""
-    for name in list(weights):
-        if name.startswith((f"{prefix}blocks.", f"{prefix}norm.", f"{prefix}relative_keys")):
-            weights[f"{prefix}backbone.{name.removeprefix(prefix)}"] = weights.pop(name)
+    for name in [name for name in weights if name.startswith(prefix)]:
+        weights[prefix + upgrade_name(name.removeprefix(prefix))] = weights.pop(name)
