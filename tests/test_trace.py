@@ -233,3 +233,29 @@ def test_command_refuses(run, capsys, args, words):
 def test_empty_text_is_refused(run):
     with pytest.raises(UserError, match="the text is empty"):
         list(Reader.open(run).trace_text(b""))
+
+
+# Figures
+
+
+def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
+    from expire_span.cli.figure import NAMES
+    from expire_span.view.figures import FIGURES
+
+    assert tuple(FIGURES) == NAMES
+    monkeypatch.chdir(tmp_path)
+    trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
+    begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
+    for name, kind in zip(NAMES, ("pdf", "png", "svg", "pdf")):
+        assert main(["figure", name, "a.jsonl", "--out", f"{name}.{kind}"]) == 0
+        data = (tmp_path / f"{name}.{kind}").read_bytes()
+        assert data.startswith(begins[kind]) and len(data) > 2000
+    assert main(["figure", "growth", str(run.path)]) == 0 and (tmp_path / "growth.pdf").exists()
+    capsys.readouterr()
+    for args, words in (
+        (["spam", "a.jsonl"], "unknown figure 'spam'"),
+        (["spans", "nothing"], "'nothing'"),
+        (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
+    ):
+        assert main(["figure", *args]) == 2
+        assert words in capsys.readouterr().err

@@ -9,6 +9,7 @@ from expire_span import __version__
 from expire_span.runs import RunError, UserError
 
 from .compare import run_compare
+from .figure import run_figure
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
@@ -70,6 +71,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
+    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth RUN", run_figure),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "recipes": ("list the recipes", run_recipes),
