@@ -118,6 +118,15 @@ def test_systems_without_spans():
     assert full.steps[-1]["live"][0] > 40, "the mean over the last block"
 
 
+def test_a_task_that_asks_has_answers_instead_of_bits():
+    decoder, tokens = decoder_of(SHARED), tokens_of(5)
+    steps = list(Tracer(decoder, name="", task="recall").read(tokens, {4: 7}))
+    logits, _, _ = decoder(tokens[None], None)
+    cost = -float(logits[0, 4].detach().log_softmax(-1)[7]) / math.log(2)
+    assert [step["bits"] for step in steps] == [None] * 5 and steps[4]["answer"]["text"] == "7"
+    assert abs(steps[4]["answer"]["bits"] - cost) < 1e-3 and "answer" not in steps[3]
+
+
 def test_recurrent_states_are_shown():
     decoder, tokens = decoder_of(GRUConfig()), tokens_of(5)
     trace = trace_of(decoder, tokens)
