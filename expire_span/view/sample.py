@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
     batches = [batch for batch, _ in zip(stream, range(EPISODES))]
     with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
     best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
-    choose = getattr(task, "sample", None)
+    choose: Any = getattr(task, "sample", None)
     if callable(choose):  # a task that picks its own sample; its answers are known if it is one of these batches
         tokens = choose(seed=config.seed).tokens
         best = next((batch for batch in batches if torch.equal(batch.x[0], tokens)), None)
