@@ -58,7 +58,7 @@ def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
     with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
     best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
     choose: Any = getattr(task, "sample", None)
-    if callable(choose):  # a task that picks its own sample; its answers are known if it is one of these batches
+    if choose is not None:  # a task that picks its own sample; its answers are known if it is one of these batches
         tokens = choose(seed=config.seed).tokens
         best = next((batch for batch in batches if torch.equal(batch.x[0], tokens)), None)
         if best is None:
