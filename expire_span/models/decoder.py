@@ -58,8 +58,16 @@ class Decoder(nn.Module):
         self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> DecoderOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        h, after, aux = self.backbone(self.embed(tokens), state, fresh=fresh, keep=keep)
+        h, after, aux = self.backbone(self._embed(tokens), state, fresh=fresh, keep=keep)
         return DecoderOutput(self.head(h), after, aux)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, C]. On a CPU, tokens outside the vocabulary are named; a GPU reports them by itself, later."""
+        try:
+            return self.embed(tokens)
+        except IndexError:
+            low, high, last = int(tokens.min()), int(tokens.max()), self.config.vocab - 1
+            raise ValueError(f"tokens must lie between 0 and {last}, got {low} to {high}") from None
 
 
 def upgrade_name(name: str) -> str:
