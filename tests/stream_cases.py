@@ -25,7 +25,9 @@ CASES = {
     "paper preset": DecoderConfig.paper(
         **SHAPE,
         relative_window=16,
-        mixer=ExpireSpanConfig(**SPANS, paper=PaperDetails(include_self=False, normalizer_eps=1e-8, initial_memories=5)),
+        mixer=ExpireSpanConfig(
+            **SPANS, paper=PaperDetails(include_self=False, normalizer_eps=1e-8, initial_memories=5)
+        ),
     ),
 }
 

@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 
-from tests.triton_interpreter import DEVICE, ON_GPU  # before any kernel is defined
-
 from expire_span.models.decoder import Decoder
 from expire_span.models.stepping import SlotStep, Stepper
-from expire_span.ops.triton.slots import Fields, SpanRule, square_relu_, triton_step
 from expire_span.store.slots import FRESH
-from tests.stream_cases import CASES, build
+
+from .stream_cases import CASES, build
+from .triton_interpreter import DEVICE, ON_GPU, slots
 
 LEAST = 1e-5 if not ON_GPU else 5e-5
 """Sums of some hundred float32 products in another order."""
@@ -49,9 +48,9 @@ def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
     r, shared = layer.rules, dict(group=layer.group, fresh=FRESH, scale=layer.scale, qk_norm=layer.normed)
     weight = layer.weight[: (layer.heads + 2 * layer.kv_heads) * layer.head_dim]
     angles = (layer.clock.cos, layer.clock.sin) if layer.turned else None
-    return triton_step(
-        h @ weight.T, h, SpanRule(*layer.form), Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp, angles=angles,
-        include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps, splits=splits, **shared,
+    return slots.triton_step(
+        h @ weight.T, h, slots.SpanRule(*layer.form), slots.Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp,
+        angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps, splits=splits, **shared,
     )  # fmt: skip
 
 
@@ -77,7 +76,7 @@ def test_the_fused_step_equals_the_plain_one(name, splits):
 def test_squared_relu():
     x = torch.randn(3, 700, device=DEVICE)
     wanted = x.relu().square()
-    torch.testing.assert_close(square_relu_(x), wanted)
+    torch.testing.assert_close(slots.square_relu_(x), wanted)
 
 
 CODE = """

@@ -33,7 +33,7 @@ MOST_LOGIT = 30.0
 
 
 class SpanForm(NamedTuple):
-    """Spans as low + room x sigmoid(weight . h + bias), one entry for each key/value head: how a decoding step computes them."""
+    """Spans as low + room x sigmoid(weight . h + bias), one entry per key/value head: how a decoding step computes them."""
 
     weight: Tensor
     """[Hkv, C] in float32; zero where a head gives every token the same span."""
@@ -226,7 +226,6 @@ class ReachLifetimes(Lifetimes):
         )  # a ratio of 0, without a logit, works too
         of_heads = (self.shortest_shared + shared).clamp_max(self.max_span)
         return torch.cat([of_tokens, of_heads.expand(len(product), -1, product.shape[1])], 1)
-
 
     @torch.no_grad()
     def span_form(self, dim: int) -> SpanForm:

@@ -1,8 +1,8 @@
 """One token of every row through a decoder, in fixed shapes and in place: what a stream repeats for ever.
 
 A `Stepper` holds a decoder's blocks as steps: weights joined where one product can serve several projections, and the memory
-of each layer in buffers that are never replaced while their capacity lasts. Nothing in a step waits for the device or depends on
-a number that only the host knows, so that all of it can be recorded as one CUDA graph.
+of each layer in buffers that are never replaced while their capacity lasts. On a GPU nothing in a step waits for the device or
+depends on a number that only the host knows, so that all of it can be recorded as one CUDA graph.
 
 Layers of expiring attention and of a sliding window keep `Slots`; systems with a `fixed_state` keep that. Others have no steps.
 """
@@ -31,7 +31,7 @@ from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
 
 
 class Memories(NamedTuple):
-    """What a layer's state holds, as `Slots.load` takes it: k, v [n, Hkv, S, D], span and pos [n, 1 or Hkv, S], next position."""
+    """A layer's memories as `Slots.load` takes them: k, v [n, Hkv, S, D], span and pos [n, 1 or Hkv, S], next position."""
 
     k: Tensor
     v: Tensor
@@ -124,7 +124,7 @@ class SlotStep:
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.num_kv_heads, shape.head_dim
         self.group, self.scale = self.heads // self.kv_heads, self.head_dim**-0.5
         self.form = SpanForm(*(x.to(weight.device).contiguous() for x in rules.form))
-        self.fused = slot_kernel_serves(rules.impl, weight.device, self.head_dim)
+        self.fused = slot_kernel_serves(rules.impl, weight)
         self.constant = not bool(self.form.weight.any()) and not bool(self.form.room.any())
         parts = [weight, mixer.key.weight, mixer.value.weight]
         self.joins_span = not (self.fused or self.constant) and weight.dtype == torch.float32
@@ -141,12 +141,13 @@ class SlotStep:
 
     # Memory
 
-    def allocate(self, rows: int, needed: list[int] | None = None) -> None:
-        """Empty slots, with room for `needed` memories of each head."""
-        needed = needed or [0] * self.kv_heads
-        capacity = self.capacity_for(needed)
+    def allocate(self, rows: int, capacity: list[int] | None = None) -> None:
+        """Empty slots: `capacity` of them for older memories of each head, or the fewest."""
+        capacity = capacity or self.capacity_for([0] * self.kv_heads)
         weight, r = self.mixer.query.weight, self.rules
-        self.slots = Slots(rows, self.head_dim, capacity, ramp=r.ramp, cap=r.cap, dtype=weight.dtype, device=weight.device)
+        self.slots = Slots(
+            rows, self.head_dim, capacity, ramp=r.ramp, cap=r.cap, dtype=weight.dtype, device=weight.device
+        )
         self._adopt()
 
     def capacity_for(self, needed: list[int]) -> list[int]:
@@ -168,22 +169,25 @@ class SlotStep:
         """Views of the slots that every step uses, made once."""
         s = self.slots
         self.fields = (s.k, s.v, s.pos, s.edge, s.counts, s.bounds)
-        if not self.fused:
-            assert s.uniform
-            shape = (s.rows, s.heads, FRESH + s.capacity[0])
-            self.k, self.v = s.k.view(*shape, -1), s.v.view(*shape, -1)
-            self.edges, self.births = s.edge.view(shape), s.pos.view(shape)
-            self.narrow_to(FRESH + max(self.most) if s.k.device.type == "cpu" else shape[2])
+        if self.fused:
+            return
+        assert s.uniform
+        shape = (s.rows, s.heads, FRESH + s.capacity[0])
+        self.k, self.v = s.k.view(*shape, -1), s.v.view(*shape, -1)
+        self.edges, self.births = s.edge.view(shape), s.pos.view(shape)
+        self.refresh()
 
-    def narrow_to(self, width: int) -> None:
-        """Read this many slots of each head: the host knows that the others are empty."""
+    def refresh(self) -> None:
+        """Read no more slots of each head than are in use, as far as the host knows."""
+        if self.fused:
+            return
+        width = FRESH + max(self.most) if self.slots.k.device.type == "cpu" else self.k.shape[2]
         self.reading = [x.narrow(2, 0, width) for x in (self.k, self.v, self.edges, self.births)]
 
     def note_counts(self, counts: Tensor) -> None:
         """`counts` [rows, Hkv] on the host, of older slots in use after a compaction."""
         self.most = counts.amax(0).tolist()
-        if not self.fused and self.slots.k.device.type == "cpu":
-            self.narrow_to(FRESH + max(self.most))
+        self.refresh()
 
     def memories(self, state: Any) -> Memories:
         """What a state that read a prompt remembers."""
@@ -206,8 +210,7 @@ class SlotStep:
         self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
         counts = self.slots.counts[rows].amax(0).tolist()
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
-        if not self.fused and self.slots.k.device.type == "cpu":
-            self.narrow_to(FRESH + max(self.most))
+        self.refresh()
 
     def count(self, found: Memories) -> list[int]:
         return count_living(found.span, found.pos, found.now, self.rules.ramp, self.kv_heads)

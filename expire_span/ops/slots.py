@@ -6,11 +6,15 @@ rotating the new query and key, predicting the span, appending.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .expire_attention import resolve_impl
+from .expire_attention import TRITON_DTYPES
+
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def attend_slots(
@@ -57,6 +61,8 @@ def _relative(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
     return torch.where(near, table.gather(-1, index), 0)
 
 
-def slot_kernel_serves(impl: str, device: torch.device, head_dim: int) -> bool:
-    """Whether the fused step runs where a layer with this `impl` lies."""
-    return device.type == "cuda" and resolve_impl(impl, device, head_dim=head_dim) == "triton"  # type: ignore[arg-type]
+def slot_kernel_serves(impl: str, like: Tensor) -> bool:
+    """Whether the fused step runs where a layer with this `impl` and weights like these lies. It takes heads of any size."""
+    return (
+        like.device.type == "cuda" and like.dtype in TRITON_DTYPES and TRITON_INSTALLED and impl in ("auto", "triton")
+    )

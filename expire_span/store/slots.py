@@ -166,7 +166,9 @@ class Slots:
         upto = alive.cumsum(1)
         before = torch.nn.functional.pad(upto, (1, 0))[:, self._first - FRESH]  # living in the heads before the slot's
         target = self._first + (upto - before - 1)
-        target = torch.where(alive & (target < self._end), target, self.total)  # the place behind the last slot is thrown away
+        target = torch.where(
+            alive & (target < self._end), target, self.total
+        )  # the place behind the last slot is thrown away
         source = torch.zeros(self.rows, self.total + 1, dtype=torch.int64, device=alive.device)
         source = source.scatter_(1, target, self._index.expand_as(target))[:, : self.total]
         counts = (upto - before)[:, self._last]
@@ -186,7 +188,7 @@ class Slots:
         self.evicted.index_fill_(0, rows, 0)
 
     def load(self, rows: Tensor, column: int, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, now: int) -> None:
-        """Put other stores' memories into the rows with these indices, in place of all they hold; the next query is at `column`.
+        """Put other stores' memories into rows, in place of all these hold; the next query is at `column`.
 
         k, v [n, heads, S, D], span [n, 1 or heads, S], pos the same with `NEVER` for empty; `now` is the position of the
         next query. Waits for the device. The caller has made room: see `count_living`.
@@ -212,7 +214,9 @@ class Slots:
 
     def grown(self, capacity: Sequence[int]) -> Slots:
         """The same memories with room for more of them; no head may get less room than it has."""
-        new = Slots(self.rows, self.head_dim, capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device)
+        new = Slots(
+            self.rows, self.head_dim, capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device
+        )
         place = self._index + (new.bounds[:-1] - self.bounds[:-1])[self._head]
         for name in ("k", "v", "pos", "edge"):
             getattr(new, name).index_copy_(1, place, getattr(self, name))
@@ -222,7 +226,13 @@ class Slots:
     def selected(self, rows: Tensor) -> Slots:
         """A copy with these rows, kept, repeated or reordered."""
         new = Slots(
-            len(rows), self.head_dim, self.capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device
+            len(rows),
+            self.head_dim,
+            self.capacity,
+            ramp=self.ramp,
+            cap=self.cap,
+            dtype=self.k.dtype,
+            device=self.k.device,
         )
         for name, x in self.tensors().items():
             getattr(new, name).copy_(x.index_select(0, rows))
