@@ -34,7 +34,7 @@ def narrow(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] of the next token after temperature, top_k and top_p."""
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return logits.softmax(-1)
     ordered, order = logits.sort(-1, descending=True)

@@ -218,11 +218,11 @@ class SlotStep:
     # The step
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
-        """x [B, C] and what this layer adds to it, given its input h [B, C]; the new memory is stored."""
+        """Add to x [B, C] what this layer makes of its input h [B, C]; the new memory is stored."""
         y = self._fused_step(h) if self.fused else self._plain_step(h)
         if self.rules.cap is not None:
             self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
-        return torch.addmm(x, y, self.out)
+        return x.addmm_(y, self.out)
 
     def _fused_step(self, h: Tensor) -> Tensor:
         from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
@@ -342,7 +342,7 @@ class BlockStep:
         x = self.memory.add(x, block.norm1(x))
         h = block.norm2(x)
         if self.squares:
-            return torch.addmm(x, self.square(F.linear(h, block.ff.up.weight)), self.down)  # type: ignore[arg-type]
+            return x.addmm_(self.square(F.linear(h, block.ff.up.weight)), self.down)  # type: ignore[arg-type]
         return x + block.ff(h)
 
 

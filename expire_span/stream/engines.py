@@ -101,7 +101,7 @@ class SteadyEngine(Engine):
                 continue
             found = memory.memories(part)
             if memory.make_room([max(a, b) for a, b in zip(memory.count(found), memory.most)]):
-                self._graphs.clear()
+                self._forget_graphs()
             memory.load(where, found)
         self.logits[where] = logits.float()
 
@@ -165,12 +165,18 @@ class SteadyEngine(Engine):
             work()
         return graph
 
+    def _forget_graphs(self) -> None:
+        """Buffers were replaced: what was recorded over the old ones must not be replayed."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs, self._pool = {}, None
+
     def _compact(self) -> None:
         self._note_counts()
         layers = self.stepper.slot_layers
         grown = [layer.make_room(layer.most) for layer in layers]
         if any(grown):
-            self._graphs.clear()
+            self._forget_graphs()
         self._run("compact", self.stepper.compact)
         self.clock.epoch, self.clock.column = self.clock.epoch + FRESH, 0
         if layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,8 +62,5 @@ def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator
 @torch.inference_mode()
 def read_prompt(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any]:
     """Feed tokens [B, T]; returns the logits after the last one [B, V] and the state."""
-    last: Any = None
-    for last in read_blocks(decoder, prompt):
-        pass
-    _, logits, state, _ = last
+    *_, (_, logits, state, _) = deque(read_blocks(decoder, prompt), maxlen=1)
     return logits[:, -1].float(), state

@@ -137,14 +137,7 @@ class Stream:
         engine = self._engine
         before = remember_living(engine) if events else None
         engine.advance(sampling, self._generator_of(sampling))
-        flight = Flight(engine.tokens.clone())
-        if engine.lookahead:
-            flight = Flight(torch.empty(self.rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
-            flight.tokens.copy_(engine.tokens, non_blocking=True)
-            assert flight.event is not None
-            flight.event.record()
-        else:
-            flight.tokens = flight.tokens.cpu()
+        flight = _send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
         flight.events = find_events(engine, before) if before is not None else None
         self._flights.append(flight)
 
@@ -222,3 +215,11 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # of another kind of device: the draws begin anew
                 stream._generator[1].set_state(tensors["generator"])
         return stream
+
+
+def _send_to_host(tokens: Tensor) -> Flight:
+    """Begin to copy tokens from a GPU, without waiting for it."""
+    host, event = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(tokens, non_blocking=True)
+    event.record()
+    return Flight(host, event)
