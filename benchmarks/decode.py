@@ -1,14 +1,14 @@
 """Tokens a second of endless streams beside plain decoders of the same size: `python -m benchmarks.decode`.
 
-On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach), with spans set so that heads differ as those
-of trained models do; on a CPU 6 layers of 256. In one run, at each batch size:
+On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach), with spans set so that heads differ as
+those of trained models do; on a CPU 6 layers of 256. In one run, at each batch size:
 
 - ours: `Stream`, a recorded step a token, the host reading tokens one step late;
-- ring: a plain decoder that holds as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled and recorded;
+- ring: a plain decoder that holds as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled too;
 - full: the same with 1k, 8k and 64k tokens of context, recorded.
 
-Before anything is timed, small models of every kind are streamed and compared with the computation in which nothing is deleted. Far
-into a stream (`--marks`), time and bytes a token are compared with those at its beginning.
+Before anything is timed, small models of every kind are streamed and compared with the computation in which nothing is
+deleted. Far into a stream, time and bytes a token are compared with those at its beginning.
 """
 
 from __future__ import annotations
@@ -207,9 +207,9 @@ def time_marks(decoder: Decoder, marks: tuple[int, ...], steps: int, deadline: D
         logits: Tensor | None = None
         start = time.perf_counter()
         while position < mark:
-            block = torch.randint(256, (1, min(262_144, mark - position)), generator=draw)
-            for part, logits, state, _ in read_blocks(decoder, block, state):
-                position += part.shape[1]
+            block = torch.randint(256, (1, min(65_536, mark - position)), generator=draw)
+            *_, (_, logits, state, _) = read_blocks(decoder, block, state)
+            position += block.shape[1]
             if deadline.left <= 0:
                 return rows
         synchronize()

@@ -9,11 +9,13 @@ from expire_span import __version__
 from expire_span.errors import UserError, explain
 
 from .compare import run_compare
+from .generate import run_generate
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
-from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+from .runs import run_demo, run_eval, run_report, run_resume, run_train
 from .study import run_study
 from .trace import run_trace
+from .verify import run_verify
 from .view import run_view
 
 
@@ -67,6 +69,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "resume": ("go on with an interrupted run", run_resume),
     "eval": ("score a run's newest checkpoint", run_eval),
     "generate": ("write text with a run's newest checkpoint", run_generate),
+    "verify": ("show that deletion changes nothing: expire-span verify RUN", run_verify),
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
