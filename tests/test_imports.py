@@ -32,6 +32,7 @@ ROWS = {
     "sampling": 4,
     "stream": 5,
     "generate": 6,
+    "testing": 5,
     "train": 6,
     "view": 7,
     "compare": 8,

@@ -8,6 +8,7 @@ from pathlib import Path
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
+from .retrofit import run_verify as verify_adapter
 from .runs import OnRun
 
 
@@ -24,6 +25,10 @@ class Verify(OnRun):
 
 
 def run_verify(args: list[str]) -> int:
+    """A run's model, or an adapter folder."""
+    named = next((Path(arg) for arg in args if not arg.startswith("-")), None)
+    if named is not None and named.is_dir() and not (named / "config.json").exists():
+        return verify_adapter(args)
     command = parse(Verify, args, f"{PROGRAM} verify")
     run = find_run(command.run, command.runs_dir)
     if command.tokens is not None and command.tokens < 2:

@@ -15,6 +15,12 @@ TASKS: dict[str, tuple[str, str]] = {
     "recall": ("recall", "Recall"),
     "entrances": ("entrances", "Entrances"),
     "words": ("words", "Words"),
+    "books": ("books", "Books"),
+    "collision": ("collision", "Collision"),
+    "copy": ("copying", "Copy"),
+    "corridor": ("twins", "CorridorTwin"),
+    "portal": ("twins", "PortalTwin"),
+    "instruction": ("twins", "InstructionTwin"),
 }
 """Module of this folder and class for each kind; a module is imported when its task is first built."""
 _outside: dict[str, Callable[[Any], Task]] = {}
