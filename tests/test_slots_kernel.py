@@ -9,9 +9,12 @@ import sys
 import pytest
 import torch
 
+from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.stepping import SlotStep, Stepper
+from expire_span.models.systems.expire_span import HeadReach
 from expire_span.store.slots import FRESH
+from expire_span.stream import Stream
 
 from .stream_cases import CASES, build
 from .triton_interpreter import DEVICE, ON_GPU, slots
@@ -55,8 +58,7 @@ def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, splits", [*zip(CASES, [1, 3] * 4), ("layer spans", 3), ("paper preset", 3)])
 @torch.inference_mode()
 def test_the_fused_step_equals_the_plain_one(name, splits):
     stepper = advance(build(name).to(DEVICE), 2, FRESH + 40)
@@ -72,6 +74,32 @@ def test_the_fused_step_equals_the_plain_one(name, splits):
     for key, x in layer.slots.tensors().items():
         torch.testing.assert_close(x, after[key], rtol=1e-5, atol=LEAST, msg=f"{name} {key}")
     assert not torch.equal(after["k"], before["k"])
+
+
+@torch.inference_mode()
+def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
+    """Heads of unequal capacity, growth, compaction, a row that comes later: all that a GPU does, but for recording it."""
+    monkeypatch.setattr("expire_span.models.stepping.slot_kernel_serves", lambda impl, like: True)
+    monkeypatch.setattr(slots, "MOST_SPLITS", 1)  # the interpreter takes its time for each
+    reach = HeadReach(learned=True, own_heads=1, spread=16.0)
+    mixer = ExpireSpanConfig(max_span=400, ramp=6, initial_span=0.2, span_per="kv_head", reach=reach)
+    decoder = build(DecoderConfig.modern(dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)).to(DEVICE)
+    tokens = torch.randint(256, (2, 161), device=DEVICE)
+    stream, found = Stream(decoder, 2), []
+    engine = stream._engine
+    engine.clock.set(0, FRESH - 4)
+    stream.read([tokens[0, :150], tokens[0, :9]])
+    for n, token in enumerate(tokens[:, 150:].unbind(1)):
+        if n == 2:
+            stream.replace(1, tokens[1, : 150 + n])
+        engine.tokens.copy_(token)
+        engine.advance(None)
+        found.append(stream.logits)
+    (layer,) = engine.stepper.slot_layers
+    assert layer.fused and not layer.slots.uniform and engine.clock.epoch == FRESH
+    wanted, logits = decoder(tokens)[0], torch.stack(found, 1)
+    torch.testing.assert_close(logits[0], wanted[0, 150:], rtol=0, atol=LEAST)
+    torch.testing.assert_close(logits[1, 2:], wanted[1, 152:], rtol=0, atol=LEAST)
 
 
 def test_squared_relu():

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .expire_attention import TRITON_DTYPES
-
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -64,5 +63,5 @@ def _relative(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
 def slot_kernel_serves(impl: str, like: Tensor) -> bool:
     """Whether the fused step runs where a layer with this `impl` and weights like these lies. It takes heads of any size."""
     return (
-        like.device.type == "cuda" and like.dtype in TRITON_DTYPES and TRITON_INSTALLED and impl in ("auto", "triton")
+        like.device.type == "cuda" and like.dtype in KERNEL_DTYPES and TRITON_INSTALLED and impl in ("auto", "triton")
     )

@@ -139,8 +139,7 @@ class SteadyEngine(Engine):
             if sampling is not None:
                 self._draw(sampling, generator)
             self.logits.copy_(self.stepper.logits(self.tokens))
-            if self._on_gpu:
-                self.clock.on_device += 1
+            self.clock.on_device += 1
 
         self._run(("step", sampling, id(generator)), step, generator)
         self.clock.column += 1
