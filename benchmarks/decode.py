@@ -340,37 +340,79 @@ def verdicts(
     return found
 
 
-def run_gpu(result: dict[str, Any], whole: Deadline, quick: bool) -> None:
+def tune(decoder: Decoder, fill: int) -> dict[str, Any]:
+    """Time of a step with other tiles of the kernel, at the smallest and the largest batch; the best are used from here on."""
+    from expire_span.ops.triton import slots
+
+    found: dict[str, Any] = {}
+    for rows in (1, 256):
+        stream = filled_stream(decoder, rows, fill)
+        engine: Any = stream._engine
+        for tiles in (slots.Tiles(), slots.Tiles(128, 4), slots.Tiles(128, 8), slots.Tiles(64, 2), slots.Tiles(32, 2)):
+            slots.override(tiles)
+            engine._forget_graphs()
+            steady = stream.generate(Sampling(seed=3))
+            for _ in range(5):
+                next(steady)
+            ms = wall_ms(lambda g=steady: next(g), 30, 3)["min"]
+            found[f"batch {rows}, {tiles.slots} slots, {tiles.warps} warps"] = ms
+            print(f"tiles of {tiles.slots} slots, {tiles.warps} warps, batch {rows}: {ms:.4f} ms", flush=True)
+    return found
+
+
+def best_tiles(found: dict[str, float]) -> tuple[int, int]:
+    """The tiles with the smallest product of times over batches."""
+    products: dict[tuple[int, int], float] = {}
+    for name, ms in found.items():
+        words = name.split()
+        key = int(words[2]), int(words[4])
+        products[key] = products.get(key, 1.0) * ms
+    return min(products, key=lambda key: products[key])
+
+
+def run_gpu(result: dict[str, Any], whole: Deadline, quick: bool, out: Path) -> None:
     config, device, errors = gpu_config(), torch.device("cuda"), result["errors"]
     steps, fill = (200 if quick else 1000), 4096
     decoder = build(config, device)
 
     def attempt(name: str, call: Callable[[], Any], into: str = "rows") -> Any:
         found = guarded(errors, name, call, whole)
+        if name in errors:
+            print(f"{name}: {errors[name][:300]}", flush=True)
         if found is not None:
             result[into] += found if isinstance(found, list) else [found]
+        save("decode", result, out)
         return found
 
+    def plain(batch: int, slots: int, mode: str, count: int = steps) -> None:
+        attempt(f"plain {batch} {slots} {mode}", lambda: time_plain(config, batch, slots, mode, device, count))
+
+    found = attempt("tiles", lambda: tune(decoder, 1024), "tiles")
+    if found:
+        from expire_span.ops.triton import slots
+
+        result["best_tiles"] = best_tiles(found)
+        slots.override(slots.Tiles(*result["best_tiles"]))
+        print(f"tiles used: {result['best_tiles']}", flush=True)
     rings = {}
     for batch in BATCHES:
         ours = attempt(f"ours {batch}", lambda b=batch: time_ours(decoder, b, fill=fill, steps=steps))
         rings[batch] = -(-int(ours["live"] + 1) // 64) * 64 if ours else 256
-        attempt(f"ring graph {batch}", lambda b=batch: time_plain(config, b, rings[b], "graph", device, steps))
-    attempt("full 16 64k", lambda: time_plain(config, 16, 65_536, "graph", device, 20))
+        plain(batch, rings[batch], "graph")
+    plain(16, 65_536, "graph", 20)
+    plain(1, rings[1], "compiled")
     marks = (10_000, 1_000_000) if quick else MARKS
     attempt("marks", lambda: time_marks(decoder, marks, steps if quick else 5000, whole), "marks")
     attempt("prompt", lambda: time_prompt(decoder, 262_144 if quick else 1_000_000, 8192), "prompts")
-    for batch in BATCHES:
-        attempt(f"ring compiled {batch}", lambda b=batch: time_plain(config, b, rings[b], "compiled", device, steps))
+    for batch in BATCHES[1:]:
+        plain(batch, rings[batch], "compiled")
     if quick:
         return
     for batch in BATCHES:
-        attempt(f"ring eager {batch}", lambda b=batch: time_plain(config, b, rings[b], "eager", device, 50))
+        plain(batch, rings[batch], "eager", 50)
         for context in CONTEXTS:
-            known = (batch, context) == (16, 65_536) or (batch == 256 and context > 8192)
-            if not known:
-                call = lambda b=batch, c=context: time_plain(config, b, c, "graph", device, 50)  # noqa: E731
-                attempt(f"full {batch} {context}", call)
+            if (batch, context) != (16, 65_536) and (batch < 256 or context <= 8192):
+                plain(batch, context, "graph", 50)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -383,12 +425,12 @@ def main(argv: list[str] | None = None) -> None:
     whole = Deadline(args.seconds or (130.0 if args.quick else 900.0))
     gpu = torch.cuda.is_available() and not args.smoke
     device = torch.device("cuda" if gpu else "cpu")
-    result: dict[str, Any] = {"smoke": args.smoke, "rows": [], "marks": [], "prompts": [], "errors": {}}
+    result: dict[str, Any] = {"smoke": args.smoke, "rows": [], "marks": [], "prompts": [], "tiles": [], "errors": {}}
     result["exact"] = guarded(result["errors"], "exact", lambda: largest_differences(device, short=args.smoke), whole)
     try:
         with torch.inference_mode():
             if gpu:
-                run_gpu(result, whole, args.quick)
+                run_gpu(result, whole, args.quick, args.out)
             else:
                 config, fill, rounds = (smoke_config(), 40, 2) if args.smoke else (cpu_config(), 1200, 12)
                 torch.set_num_threads(1)

@@ -168,7 +168,8 @@ class SteadyEngine(Engine):
         """Buffers were replaced: what was recorded over the old ones must not be replayed."""
         if self._graphs:
             torch.cuda.synchronize()
-            self._graphs, self._pool = {}, None
+        # The next run is a plain one again: other sizes may need other kernels, which cannot be loaded while recording.
+        self._graphs, self._pool, self._warm = {}, None, set()
 
     def _compact(self) -> None:
         self._note_counts()

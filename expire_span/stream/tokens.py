@@ -44,7 +44,8 @@ class Flight:
         if self.event is not None:
             self.event.synchronize()
         tokens = self.tokens.clone()
-        for row, is_active in enumerate(active):
-            if row in self.stale or not is_active:
-                tokens[row] = NOTHING
+        if self.stale or not all(active):
+            for row, is_active in enumerate(active):
+                if row in self.stale or not is_active:
+                    tokens[row] = NOTHING
         return Step(tokens, self.events)

@@ -24,7 +24,22 @@ from .layout import power_of_2
 PROGRAMS = 264
 """Programs that fill a GPU: two for each multiprocessor of a large one."""
 MOST_SPLITS = 16
-BLOCK_N = 64
+
+
+class Tiles(NamedTuple):
+    """How a program of the step is cut: slots that it reads at once, and its warps."""
+
+    slots: int = 64
+    warps: int = 4
+
+
+_tiles = Tiles()
+
+
+def override(tiles: Tiles) -> None:
+    """Use other tiles (benchmarks)."""
+    global _tiles
+    _tiles = tiles
 
 
 class Fields(NamedTuple):
@@ -175,7 +190,7 @@ def square_relu_(x: Tensor) -> Tensor:
 
 def choose_splits(rows: int, longest: int) -> int:
     """Programs for each of `rows` query heads, of which the longest has so many slots."""
-    return max(1, min(PROGRAMS // rows, triton.cdiv(longest, BLOCK_N), MOST_SPLITS))
+    return max(1, min(PROGRAMS // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
 
 
 def triton_step(
@@ -204,7 +219,7 @@ def triton_step(
         group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
         QK_NORM=qk_norm, ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
         WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
-        C_PAD=power_of_2(width), BLOCK_N=BLOCK_N, SPLITS=splits, num_warps=4, num_stages=2,
+        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, num_warps=_tiles.warps, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         constants = dict(D=dim, D_PAD=padded, SPLITS=splits, SPLITS_PAD=power_of_2(splits), num_warps=2)
