@@ -1,181 +1,189 @@
-"""Time per token and bytes held of a streaming decoder, 1k to 1M tokens into its stream: `python -m benchmarks.decode`.
+"""Tokens a second of endless streams beside plain decoders of the same size: `python -m benchmarks.decode`.
 
-The spans are fixed by the span predictor's weights: most memories live briefly, some long, so that equally many are alive at
-every mark the memory has had time to fill by. The stream is fed in blocks up to each mark; there, single tokens are timed
-one by one, each waited for, as a generator must. The GPU's own time for a token is kept apart, lest the host's hide growth.
+On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach), with spans set so that heads differ as
+those of trained models do; on a CPU 6 layers of 256. In one run, at each batch size:
+
+- ours: `Stream`, a recorded step a token, the host reading tokens one step late;
+- ring: a plain decoder that holds as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled too;
+- full: the same with 1k, 8k and 64k tokens of context, recorded.
+
+Before anything is timed, small models of every kind are streamed and compared with the computation in which nothing is
+deleted. Far into a stream, time and bytes a token are compared with those at its beginning.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
-from expire_span.models.decoder import Decoder
+from expire_span.recipes import enwik8
 
+from .exact_streams import largest_differences
 from .record import save
-from .timing import GIB, Deadline, device_times, guarded, spread, synchronize
+from .stream_timing import (
+    best_tiles,
+    build,
+    compare_on_cpu,
+    time_marks,
+    time_ours,
+    time_plain,
+    time_prompt,
+    tune,
+)
+from .timing import Deadline, guarded
 
-MARKS = (1_000, 10_000, 100_000, 1_000_000)
-GOAL = 1.1
-"""Most that a token at the last mark may take, against one at 10k tokens, when as many memories are alive."""
-SAME_LIVE = 0.05
-"""Live counts that differ by a larger share than this are not equal."""
-CHUNK = 8192
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    max_span: int
-    ramp: int = 64
-    dim: int = 512
-    layers: int = 12
-    heads: int = 8
-    marks: tuple[int, ...] = MARKS
-    tokens: int = 200
-    """Single tokens timed at each mark."""
-
-    @property
-    def filled_at(self) -> int:
-        """From this many tokens on, the memory is as full as it gets."""
-        return self.max_span + self.ramp
+BATCHES = (1, 16, 256)
+CONTEXTS = (1024, 8192, 65_536)
+MARKS = (10_000, 100_000, 1_000_000, 10_000_000)
+GOALS = {
+    "ring": 1.3,
+    "tokens_per_s_256": 400_000,
+    "full_64k_16": 10.0,
+    "bytes_64k_16": 0.01,
+    "flat": 1.05,
+    "prompt": 0.6,
+}
 
 
-CASES = [Case("short lives", 900), Case("long lives", 9000)]
-SMOKE = [Case("short lives", 24, 4, 16, 1, 2, (40, 80), 4)]
+def gpu_config() -> DecoderConfig:
+    return replace(enwik8().model, dropout=0.0)
 
 
-def build(case: Case, device: torch.device) -> Decoder:
-    """A decoder in bf16 on a GPU, whose spans spread over 0..max_span and lie mostly near its lower end."""
-    torch.manual_seed(0)
-    mixer = ExpireSpanConfig(max_span=case.max_span, ramp=case.ramp)
-    config = DecoderConfig.modern(dim=case.dim, ff_dim=4 * case.dim, layers=case.layers, heads=case.heads, mixer=mixer)
-    decoder = Decoder(config).to(device).eval()
-    if device.type == "cuda":
-        decoder = decoder.to(torch.bfloat16)
-    for block in decoder.layers():
-        predictor: Any = block.mixer.span_predictor
-        predictor.float()  # a span needs more digits than bf16 has
-        torch.nn.init.normal_(predictor.weight, std=2 / case.dim**0.5)
-        torch.nn.init.constant_(predictor.bias, -2.0)
-    return decoder
+def cpu_config() -> DecoderConfig:
+    return DecoderConfig.modern(dim=256, layers=6, heads=4, ff_dim=1024, mixer=ExpireSpanConfig(max_span=900, ramp=64))
 
 
-class Stream:
-    """A decoder in the middle of random bytes."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.decoder, self.device = build(case, device), device
-        self.draw = torch.Generator(device).manual_seed(1)
-        self.state: Any = None
-        self.position, self.bytes_held = 0, 0
-
-    def feed(self, count: int) -> None:
-        tokens = torch.randint(0, 256, (1, count), device=self.device, generator=self.draw)
-        _, self.state, aux = self.decoder(tokens, self.state)
-        self.position, self.bytes_held = self.position + count, aux.bytes_held
-
-    def advance(self, mark: int) -> None:
-        """Read on to the mark, then squeeze all stores, so that every mark begins alike."""
-        while self.position < mark:
-            self.feed(min(CHUNK, mark - self.position))
-        self.state = [{**part, "memory": part["memory"].compact()} for part in self.state]
-
-    def live(self) -> float:
-        """Memories alive for the next token, mean over the layers."""
-        counts = [part["memory"].live(part["position"]).float().mean() for part in self.state]
-        return torch.stack(counts).mean().item()
+def smoke_config() -> DecoderConfig:
+    return DecoderConfig.modern(dim=16, layers=1, heads=2, ff_dim=16, mixer=ExpireSpanConfig(max_span=24, ramp=4))
 
 
-def time_tokens(stream: Stream, count: int) -> list[float]:
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        stream.feed(1)
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
+def verdicts(
+    rows: list[dict[str, Any]], marks: list[dict[str, Any]], prompt: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Each figure beside its goal."""
+
+    def find(start: str, batch: int, slots: int | None = None) -> dict[str, Any] | None:
+        wanted = (r for r in rows if r["system"].startswith(start) and r["batch"] == batch)
+        return next((r for r in wanted if slots is None or r.get("slots") == slots), None)
+
+    found = []
+
+    def judge(name: str, value: float, goal: float, most: bool) -> None:
+        found.append({"figure": name, "value": value, "goal": goal, "won": value <= goal if most else value >= goal})
+
+    for batch in BATCHES:
+        ours, ring = find("ours", batch), find("ring, compiled", batch) or find("ring, graph", batch)
+        if ours and ring:
+            judge(
+                f"batch {batch}: time over {ring['system']}",
+                ours["ms"]["median"] / ring["ms"]["median"],
+                GOALS["ring"],
+                True,
+            )
+    if ours := find("ours", 256):
+        judge("batch 256: tokens/s", ours["tokens_per_s"], GOALS["tokens_per_s_256"], False)
+    ours, full = find("ours", 16), find("full", 16, 65_536)
+    if ours and full:
+        judge(
+            "batch 16, 64k: full over ours, time",
+            full["ms"]["median"] / ours["ms"]["median"],
+            GOALS["full_64k_16"],
+            False,
+        )
+        judge(
+            "batch 16, 64k: ours over full, bytes", ours["bytes_held"] / full["bytes_held"], GOALS["bytes_64k_16"], True
+        )
+    if len(marks) > 1:
+        first, last = marks[0], marks[-1]
+        where = f"{last['mark']:,} over {first['mark']:,} tokens"
+        judge(f"{where}: time", last["ms"]["median"] / first["ms"]["median"], GOALS["flat"], True)
+        judge(f"{where}: bytes", last["bytes_held"] / first["bytes_held"], GOALS["flat"], True)
+    if prompt:
+        judge("prompt over forward pass, tokens/s", prompt["share"], GOALS["prompt"], False)
+    return found
 
 
-@torch.inference_mode()
-def run_case(case: Case, device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
-    stream, rows = Stream(case, device), []
-    for mark in case.marks:
-        if deadline.left <= 0:
-            break
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        stream.advance(mark)
-        time_tokens(stream, 1 + case.tokens // 10)  # the first single tokens load the decode kernels
-        stream.advance(stream.position)
-        held, live = stream.bytes_held, stream.live()
-        times = time_tokens(stream, case.tokens)
-        peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
-        row = {"case": case.name, "mark": mark, "filled": mark >= case.filled_at, "live": live}
-        row |= {"ms": spread(times), "mean_ms": sum(times) / len(times), "peak_gib": peak}
-        row["bytes_held"] = max(held, stream.bytes_held)
-        row["device_us"] = sum(device_times(lambda: stream.feed(1)).values())
-        rows.append(row)
-        print(line(row), flush=True)
-    return rows
+def run_gpu(result: dict[str, Any], whole: Deadline, quick: bool, out: Path) -> None:
+    config, device, errors = gpu_config(), torch.device("cuda"), result["errors"]
+    steps, fill = (200 if quick else 1000), 4096
+    decoder = build(config, device)
 
+    def attempt(name: str, call: Callable[[], Any], into: str = "rows") -> Any:
+        found = guarded(errors, name, call, whole)
+        if name in errors:
+            print(f"{name}: {errors[name][:300]}", flush=True)
+        if found is not None:
+            result[into] += found if isinstance(found, list) else [found]
+        save("decode", result, out)
+        return found
 
-def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Time at the last mark against that at the first filled mark from 10k on (any filled mark in a smoke run)."""
-    filled = [row for row in rows if row["filled"]]
-    first = next((row for row in filled if row["mark"] >= 10_000), filled[0] if filled else None)
-    if first is None or first is filled[-1]:
-        return None
-    last = filled[-1]
-    ratio = last["ms"]["median"] / first["ms"]["median"]
-    found = {"case": last["case"], "from": first["mark"], "to": last["mark"], "ratio": ratio, "goal": GOAL}
-    found |= {"mean_ratio": last["mean_ms"] / first["mean_ms"], "live_ratio": last["live"] / max(first["live"], 1e-9)}
-    found["bytes_ratio"] = last["bytes_held"] / first["bytes_held"]
-    if last["device_us"]:
-        found["device_ratio"] = last["device_us"] / first["device_us"]
-    if abs(found["live_ratio"] - 1) > SAME_LIVE:
-        return found | {"verdict": f"not comparable: {last['live']:.0f} memories alive against {first['live']:.0f}"}
-    return found | {"verdict": "won" if max(ratio, found.get("device_ratio", 0)) <= GOAL else "missed"}
+    def plain(batch: int, slots: int, mode: str, count: int = steps) -> None:
+        attempt(f"plain {batch} {slots} {mode}", lambda: time_plain(config, batch, slots, mode, device, count))
 
+    found = attempt("tiles", lambda: tune(decoder, 1024), "tiles")
+    if found:
+        from expire_span.ops.triton import slots
 
-def line(row: dict[str, Any]) -> str:
-    note = "" if row["filled"] else "  (memory still filling)"
-    note = f", GPU {row['device_us']:.0f} us a token" * bool(row["device_us"]) + note
-    return (
-        f"{row['case']:12} at {row['mark']:>9,} tokens: {row['ms']['median']:7.3f} ms a token (mean {row['mean_ms']:.3f}), "
-        f"live {row['live']:7.1f} a layer, holds {row['bytes_held'] / 2**20:.1f} MiB{note}"
-    )
+        result["best_tiles"] = best_tiles(found)
+        slots.override(slots.Tiles(*result["best_tiles"]))
+        print(f"tiles used: {result['best_tiles']}", flush=True)
+    rings = {}
+    for batch in BATCHES:
+        ours = attempt(f"ours {batch}", lambda b=batch: time_ours(decoder, b, fill=fill, steps=steps))
+        rings[batch] = -(-int(ours["live"] + 1) // 64) * 64 if ours else 256
+        plain(batch, rings[batch], "graph")
+    plain(16, 65_536, "graph", 20)
+    plain(1, rings[1], "compiled")
+    marks = (10_000, 1_000_000) if quick else MARKS
+    attempt("marks", lambda: time_marks(decoder, marks, steps if quick else 5000, whole), "marks")
+    attempt("prompt", lambda: time_prompt(decoder, 262_144 if quick else 1_000_000, 8192), "prompts")
+    for batch in BATCHES[1:]:
+        plain(batch, rings[batch], "compiled")
+    if quick:
+        return
+    for batch in BATCHES:
+        plain(batch, rings[batch], "eager", 50)
+        for context in CONTEXTS:
+            if (batch, context) != (16, 65_536) and (batch < 256 or context <= 8192):
+                plain(batch, context, "graph", 50)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
-    parser.add_argument("--seconds", type=float, default=120.0, help="no further mark is begun after this")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny stream, on any machine: tests the benchmark itself"
-    )
+    parser.add_argument("--seconds", type=float, default=None, help="no further figure is begun after this")
+    parser.add_argument("--quick", action="store_true", help="the main figures only, in less than 150 seconds on a GPU")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine: tests the benchmark itself")
     args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    whole, errors = Deadline(args.seconds), {}
-    result: dict[str, Any] = {"smoke": args.smoke, "rows": [], "ratios": [], "errors": errors}
-    for case in SMOKE if args.smoke else CASES:
-        rows = guarded(errors, case.name, lambda c=case: run_case(c, device, whole), whole) or []
-        missing = [mark for mark in case.marks if mark not in [row["mark"] for row in rows]]
-        if missing:
-            errors.setdefault(case.name, f"no time left of {whole.seconds:.0f} s for the marks {missing}")
-        result["rows"] += rows
-        if (found := verdict(rows)) is not None:
-            result["ratios"].append(found)
-            print(f"{found['to']:,} against {found['from']:,}: {found['ratio']:.3f}x, goal {GOAL}x: {found['verdict']}")
-    for name, error in errors.items():
-        print(f"{name}: {error[:200]}")
-    print("written to", save("decode", result, args.out))
+    whole = Deadline(args.seconds or (130.0 if args.quick else 900.0))
+    gpu = torch.cuda.is_available() and not args.smoke
+    device = torch.device("cuda" if gpu else "cpu")
+    result: dict[str, Any] = {"smoke": args.smoke, "rows": [], "marks": [], "prompts": [], "tiles": [], "errors": {}}
+    result["exact"] = guarded(result["errors"], "exact", lambda: largest_differences(device, short=args.smoke), whole)
+    try:
+        with torch.inference_mode():
+            if gpu:
+                run_gpu(result, whole, args.quick, args.out)
+            else:
+                config, fill, rounds = (smoke_config(), 40, 2) if args.smoke else (cpu_config(), 1200, 12)
+                torch.set_num_threads(1)
+                result["cpu"] = guarded(result["errors"], "cpu", lambda: compare_on_cpu(config, fill, rounds), whole)
+    finally:
+        prompt = result["prompts"][0] if result["prompts"] else None
+        result["verdicts"] = verdicts(result["rows"], result["marks"], prompt)
+        for found in result["verdicts"]:
+            print(
+                f"{found['figure']:50} {found['value']:12,.4g}  goal {found['goal']:g}: {'won' if found['won'] else 'missed'}"
+            )
+        for name, error in result["errors"].items():
+            print(f"{name}: {error[:300]}")
+        print("written to", save("decode", result, args.out))
 
 
 if __name__ == "__main__":

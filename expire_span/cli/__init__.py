@@ -14,15 +14,17 @@ from .compare import run_compare
 from .data import run_data
 from .evaluate_cache import run_evaluate_cache
 from .figure import run_figure
+from .generate import run_generate
 from .importing import run_import
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
 from .play import run_play
-from .retrofit import run_retrofit, run_verify
-from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+from .retrofit import run_retrofit
+from .runs import run_demo, run_eval, run_report, run_resume, run_train
 from .serve import run_serve
 from .study import run_study
 from .trace import run_trace
+from .verify import run_verify
 from .view import run_view
 
 
@@ -77,6 +79,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "resume": ("go on with an interrupted run", run_resume),
     "eval": ("score a run's newest checkpoint", run_eval),
     "generate": ("write text with a run's newest checkpoint", run_generate),
+    "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", run_verify),
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
@@ -92,6 +95,5 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", run_evaluate_cache),
     "chat": ("chat with a retrofitted model in bounded memory", run_chat),
     "serve": ("serve a retrofitted model as OpenAI's API does", run_serve),
-    "verify": ("check an adapter folder", run_verify),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
 }

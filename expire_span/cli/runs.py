@@ -1,10 +1,9 @@
-"""Verbs that make a run or read one: train, resume, eval, generate, report, demo."""
+"""Verbs that make a run or read one: train, resume, eval, report, demo."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
 from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
 
+from .files import eval_file
 from .lists import recipe_lines
 from .parsing import PROGRAM, parse, spell_out, warn
 
@@ -68,28 +68,8 @@ class Eval(OnRun):
     """A file or folder to score in place of the one that the run learned from; for runs of text and words."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-
-
-@dataclass(frozen=True)
-class Generate(OnRun):
-    """Write text with a run's newest checkpoint, byte by byte, in bounded memory."""
-
-    prompt: str = ""
-    """Text to go on from."""
-    max_tokens: int | None = 256
-    """How many bytes to write; None never stops."""
-    samples: int = 1
-    """How many continuations to write; with more than one they are printed one after another at the end."""
-    temperature: float = 1.0
-    """Below 1 sharpens the distribution; 0 takes the likeliest byte."""
-    top_k: int | None = None
-    """Draw from the k likeliest bytes only."""
-    top_p: float | None = None
-    """Draw from the smallest set of bytes that holds this share of the probability."""
-    seed: int = 0
-    """Seed of the draws."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    file: Path | None = None
+    """Score this file instead, of any length, in bounded memory: bits per byte and living memories."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +85,6 @@ class Demo:
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
-MOST_SAMPLES = 100_000
-"""Continuations that generate writes side by side at most."""
 USUAL = (
     "name",
     "task.path",
@@ -185,6 +163,8 @@ def run_resume(args: list[str]) -> int:
 def run_eval(args: list[str]) -> int:
     command = parse(Eval, args, f"{PROGRAM} eval")
     run = find_run(command.run, command.runs_dir)
+    if command.file is not None:
+        return eval_file(run, command.file, command.device)
     for name in ("batches", "batch", "block"):
         value = getattr(command, name)
         if value is not None and value < 1:
@@ -224,43 +204,6 @@ def _with_data(run: RunFolder, path: str | None) -> RunFolder:
     if not hasattr(task, "path"):
         raise UserError(f"--path needs a run whose task reads a file, got task {task.kind}")
     return replace(run, config=replace(run.config, task=replace(task, path=path)))
-
-
-def run_generate(args: list[str]) -> int:
-    command = parse(Generate, args, f"{PROGRAM} generate")
-    run = find_run(command.run, command.runs_dir)
-    if run.config.model.vocab != 256:
-        raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
-    if not 1 <= command.samples <= MOST_SAMPLES:
-        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
-    if not 0 <= command.temperature < float("inf"):
-        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
-    if not 0 <= command.seed < 2**63:
-        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
-    if command.samples > 1 and command.max_tokens is None:
-        raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
-    from expire_span.checkpoint import load_model
-    from expire_span.generate import Sampling, generate_bytes
-    from expire_span.train.devices import check_device
-
-    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
-    decoder, _ = load_model(run, check_device(command.device), warn)
-    prompt = command.prompt.encode()
-    steps = generate_bytes(decoder, prompt, sampling, max_tokens=command.max_tokens, samples=command.samples)
-    if command.samples == 1:
-        _write(prompt)
-        for (byte,) in steps:
-            _write(byte)
-        _write(b"\n")
-        return 0
-    for text in zip(*steps):
-        _write(prompt + b"".join(text) + b"\n\n")
-    return 0
-
-
-def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
 
 
 def run_report(args: list[str]) -> int:

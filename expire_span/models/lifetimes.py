@@ -10,6 +10,7 @@ own (models/systems/adaptive_span).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,22 @@ REACH_RATE = 50.0
 """How fast a learned reach moves: an update of its parameter by 0.003 changes it by 15%."""
 MOST_LOGIT = 30.0
 """The most that a token's features can add to the logit of its span: enough for any span in any head."""
+
+
+class SpanForm(NamedTuple):
+    """Spans as low + room x sigmoid(weight . h + bias), one entry per key/value head: how a decoding step computes them."""
+
+    weight: Tensor
+    """[Hkv, C] in float32; zero where a head gives every token the same span."""
+    bias: Tensor
+    """[Hkv]; plus or minus infinity where the sigmoid is to be 1 or 0."""
+    low: Tensor
+    room: Tensor
+
+    @classmethod
+    def constant(cls, span: Tensor, dim: int) -> SpanForm:
+        """The same span for every token: `span` [Hkv]."""
+        return cls(span.new_zeros(len(span), dim), torch.zeros_like(span), span, torch.zeros_like(span))
 
 
 class LifetimeRule(nn.Module):
@@ -54,6 +71,10 @@ class LifetimeRule(nn.Module):
     def by_head(self, h: Tensor) -> Tensor:
         """Spans [B, Hkv, S] where heads differ, else [B, 1, S]."""
         return spans_of_heads(self(h), self.kv_heads)
+
+    def span_form(self, dim: int) -> SpanForm | None:
+        """The rule for hidden states of `dim` numbers as a `SpanForm`, or None where it has none."""
+        return None
 
     def limit_noisily(self, span: Tensor) -> Tensor:
         """Spans as attention sees them in this forward pass; deletion always uses those that `forward` gave."""
@@ -93,6 +114,9 @@ class ConstantLifetimes(LifetimeRule):
     def forward(self, h: Tensor) -> Tensor:
         dtype = torch.promote_types(h.dtype, torch.float32)
         return torch.full((h.shape[0], 1, h.shape[1]), float(self.span), dtype=dtype, device=h.device)
+
+    def span_form(self, dim: int) -> SpanForm:
+        return SpanForm.constant(torch.full((self.kv_heads,), float(self.span)), dim)
 
 
 class Lifetimes(LifetimeRule, nn.Linear):
@@ -143,6 +167,12 @@ class Lifetimes(LifetimeRule, nn.Linear):
     def _spans(self, product: Tensor) -> Tensor:
         shares = torch.sigmoid(product + self.bias.to(product.dtype)).transpose(1, 2)
         return self.min_span + (self.max_span - self.min_span) * shares
+
+    @torch.no_grad()
+    def span_form(self, dim: int) -> SpanForm | None:
+        row = torch.arange(self.kv_heads, device=self.weight.device).clamp(max=self.out_features - 1)
+        low = torch.full((self.kv_heads,), float(self.min_span), device=row.device)
+        return SpanForm(self._scaled_weight().float()[row], self.bias.float()[row], low, self.max_span - low)
 
     def limit_noisily(self, span: Tensor) -> Tensor:
         """In training with `noisy`, one random limit for all spans of a forward pass."""
@@ -196,6 +226,17 @@ class ReachLifetimes(Lifetimes):
         )  # a ratio of 0, without a logit, works too
         of_heads = (self.shortest_shared + shared).clamp_max(self.max_span)
         return torch.cat([of_tokens, of_heads.expand(len(product), -1, product.shape[1])], 1)
+
+    @torch.no_grad()
+    def span_form(self, dim: int) -> SpanForm:
+        steps = self.ramp * torch.expm1(REACH_RATE * self.reach.double().clamp(0.0, self.furthest))
+        own, room = self.out_features, float(self.max_span - self.min_span)
+        form = SpanForm.constant((self.shortest_shared + steps).clamp_max(self.max_span).float(), dim)
+        form.weight[:own] = self._scaled_weight().float()
+        form.bias[:own] = torch.logit((steps[:own] / room).clamp_max(1.0)).float()
+        form.low[:own] = self.min_span
+        form.room[:own] = room
+        return form
 
 
 def live_both_ways(span: Tensor, pos: Tensor, first: int, last: int, *, ramp: float) -> Tensor:

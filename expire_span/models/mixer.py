@@ -87,6 +87,8 @@ class Mixer(nn.Module, ABC):
     """
 
     settings_class: ClassVar[type]
+    fixed_state: ClassVar[bool] = False
+    """Whether decoding's state is tensors of fixed shapes and nothing else, so that a step can be repeated in place."""
     out: nn.Linear
 
     def __init__(

@@ -40,6 +40,17 @@ def find_living(left: Tensor, cap: int | None = None) -> tuple[Tensor, Tensor | 
     return alive & ~evicted, (alive & evicted).sum(-1)
 
 
+def find_weakest(left: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot that a cap evicts first, and how many memories live, both [..], given the steps that each has `left` [.., S].
+
+    The same choice as in `find_living`, for slots in any order: the fewest steps left, and of equals the oldest.
+    """
+    alive = left > 0
+    least = left.masked_fill(~alive, torch.inf)
+    tied = alive & (least == least.amin(-1, keepdim=True))
+    return pos.masked_fill(~tied, torch.inf).argmin(-1), alive.sum(-1)
+
+
 def order_living_last(alive: Tensor) -> Tensor:
     """A permutation [.., S] that moves living slots to the end in their order of birth, and all others to the front.
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .attention import attend
 from .decode import triton_decode
+from .slots import triton_step
 
-__all__ = ["triton_attention", "triton_decode"]
+__all__ = ["triton_attention", "triton_decode", "triton_step"]
 
 
 def triton_attention(

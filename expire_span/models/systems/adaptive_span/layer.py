@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from expire_span.models.kit.clamp import clamp_with_recovery
 from expire_span.models.kit.expiring import ExpiringAttention
-from expire_span.models.lifetimes import LifetimeRule
+from expire_span.models.lifetimes import LifetimeRule, SpanForm
 from expire_span.models.systems.adaptive_span import AdaptiveSpanConfig
 
 
@@ -36,6 +36,10 @@ class HeadLifetimes(LifetimeRule):
     def forward(self, h: Tensor) -> Tensor:
         ratio = clamp_with_recovery(self.ratio.to(torch.promote_types(self.ratio.dtype, torch.float32)), 0.0, 1.0)
         return (self.max_span * ratio)[None, :, None].repeat(h.shape[0], 1, h.shape[1])
+
+    @torch.no_grad()
+    def span_form(self, dim: int) -> SpanForm:
+        return SpanForm.constant(self.max_span * self.ratio.float().clamp(0.0, 1.0), dim)
 
     def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
         """L * mean(ratio), for each row."""

@@ -55,6 +55,7 @@ class Linear(AttentionMixer):
     """State {"sums": [B, Hkv, M, D + 1], "seen": tokens of each row [B]}."""
 
     settings_class: ClassVar[type] = LinearConfig
+    fixed_state = True
     recordable_alone = True
 
     @property

@@ -21,6 +21,7 @@ class Recurrent(Mixer):
     """State {"h": [B, hidden]} and whatever else `parts` names."""
 
     parts: ClassVar[tuple[str, ...]] = ("h",)
+    fixed_state = True
     cell: ClassVar[Any] = None
 
     def __init__(self, *shape: Any, **options: Any) -> None:

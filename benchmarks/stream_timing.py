@@ -1,0 +1,281 @@
+"""What `benchmarks.decode` times: streams, plain decoders, marks far into a stream, prompts, and a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.config import DecoderConfig
+from expire_span.models.decoder import Decoder
+from expire_span.stream import Sampling, Stream
+from expire_span.stream.prompts import read_blocks
+
+from .plain_decoder import PlainDecoder
+from .timing import Deadline, spread, synchronize
+
+CPU_GOAL = 1.3
+
+
+def build(config: DecoderConfig, device: torch.device) -> Decoder:
+    """A decoder with random weights, whose spans differ: between tokens, and between heads where they can."""
+    torch.manual_seed(0)
+    decoder = Decoder(config).to(device).eval()
+    if device.type == "cuda":
+        decoder = decoder.to(torch.bfloat16)
+    for block in decoder.layers():
+        predictor: Any = block.mixer.span_predictor
+        predictor.float()  # a span needs more digits than bfloat16 has
+        scale = config.mixer.temperature / config.dim**0.5
+        torch.nn.init.normal_(predictor.weight, std=1.5 * scale)
+        if not config.mixer.reach.learned:
+            torch.nn.init.constant_(predictor.bias, -1.3)
+            continue
+        reaches = [700.0, 500.0, *(2.0**n for n in range(3, 3 + len(predictor.reach) - 2))]
+        with torch.no_grad():
+            for n, steps in enumerate(reaches):
+                low = predictor.min_span if n < predictor.out_features else predictor.shortest_shared
+                predictor.reach[n] = predictor._scale(max(steps - low, 0.0))
+    return decoder
+
+
+def wall_ms(step: Callable[[], object], count: int, repeats: int = 5) -> dict[str, float]:
+    """Wall time of one step among `count`, which end with a wait for the device."""
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start) / count)
+    return spread(times)
+
+
+# Ours
+
+
+def filled_stream(decoder: Decoder, rows: int, tokens: int) -> Stream:
+    """A stream in the middle of random bytes."""
+    stream = Stream(decoder, rows)
+    stream.read(list(torch.randint(256, (rows, tokens), generator=torch.Generator().manual_seed(1))))
+    return stream
+
+
+def time_ours(decoder: Decoder, rows: int, *, fill: int, steps: int) -> dict[str, Any]:
+    stream = filled_stream(decoder, rows, fill)
+    steady = stream.generate(Sampling(seed=3))
+    for _ in range(200):  # grows what must grow, records, compacts
+        next(steady)
+    row = {"system": "ours", "batch": rows, "live": stream.live.mean().item()}
+    row |= {"ms": wall_ms(lambda: next(steady), steps)}
+    row |= {"bytes_held": stream.bytes_held, "launches": count_kernels(lambda: next(steady))}
+    return finish(row)
+
+
+def count_kernels(step: Callable[[], object]) -> dict[str, float] | None:
+    """Kernels of one step and their time on the GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(4):
+                step()
+            synchronize()
+        kernels = [e for e in found.events() or [] if e.device_type == DeviceType.CUDA]
+        return {"kernels": len(kernels) / 4, "device_us": sum(e.device_time for e in kernels) / 4}
+    except Exception as error:  # a profiler that fails must not cost the figures
+        print(f"kernels not counted: {error}")
+        return None
+
+
+def finish(row: dict[str, Any]) -> dict[str, Any]:
+    row["tokens_per_s"] = 1e3 * row["batch"] / row["ms"]["median"]
+    print(line(row), flush=True)
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    name = row["system"] + (f" {row['slots']}" if "slots" in row else f", {row['live']:.0f} live")
+    more = row.get("launches") or {}
+    more = f", {more['kernels']:.0f} kernels, GPU {more['device_us']:.0f} us" if more else ""
+    held = row["bytes_held"] / 2**20
+    return (
+        f"batch {row['batch']:>3} {name:28} {row['ms']['median']:8.4f} ms a token, {row['tokens_per_s']:>10,.0f} tokens/s, "
+        f"holds {held:9.1f} MiB{more}"
+    )
+
+
+# Plain decoders
+
+
+def recorded(step: Callable[[], object]) -> Callable[[], None]:
+    """A step as a CUDA graph, which is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def time_plain(
+    config: DecoderConfig, rows: int, slots: int, mode: str, device: torch.device, steps: int
+) -> dict[str, Any]:
+    """A plain decoder with `slots` tokens in its cache; mode eager, graph or compiled (and recorded)."""
+    decoder = PlainDecoder(config, rows, slots).to(device).eval()
+    if device.type == "cuda":
+        rates = decoder.rates
+        decoder = decoder.to(torch.bfloat16)
+        decoder.rates = rates
+    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    if mode == "compiled":
+        for layer in decoder.layers:
+            layer.compile()
+
+    def step() -> None:
+        """The next token is the likeliest: the cheapest way to choose one."""
+        tokens.copy_(decoder(tokens).argmax(-1))
+
+    run = step if mode == "eager" else recorded(step)
+    for _ in range(3):
+        run()
+    row = {"system": f"ring, {mode}" if slots < 1024 else f"full, {mode}", "batch": rows, "slots": slots}
+    row |= {"ms": wall_ms(run, steps), "bytes_held": decoder.bytes_held}
+    row["launches"] = count_kernels(run)
+    return finish(row)
+
+
+# Far into a stream
+
+
+def time_marks(decoder: Decoder, marks: tuple[int, ...], steps: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Read on to each mark in blocks, then time single tokens there."""
+    rows, state, position = [], None, 0
+    draw = torch.Generator().manual_seed(1)
+    for mark in marks:
+        logits: Tensor | None = None
+        start = time.perf_counter()
+        while position < mark:
+            block = torch.randint(256, (1, min(65_536, mark - position)), generator=draw)
+            *_, (_, logits, state, _) = read_blocks(decoder, block, state)
+            position += block.shape[1]
+            if deadline.left <= 0:
+                return rows
+        synchronize()
+        read = time.perf_counter() - start
+        stream = Stream(decoder, 1)
+        engine: Any = stream._engine
+        engine.clock.set(mark // 64 * 64, 0)
+        assert logits is not None and state is not None
+        engine.load([0], state, logits[:, -1])
+        stream._active = [True]
+        steady = stream.generate(Sampling(seed=4))
+        for _ in range(200):
+            next(steady)
+        row = {"system": f"ours at {mark:,}", "mark": mark, "batch": 1, "live": stream.live.mean().item()}
+        row |= {"ms": wall_ms(lambda g=steady: next(g), steps // 5), "bytes_held": stream.bytes_held, "read_s": read}
+        rows.append(finish(row))
+    return rows
+
+
+def time_prompt(decoder: Decoder, tokens: int, block: int) -> dict[str, Any]:
+    """Tokens a second of one long prompt, against those of a forward pass of training (windows that stand alone)."""
+    device = decoder.embed.weight.device
+    text = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(1))
+    stream = Stream(decoder, 1)
+    stream.read([text[0, : min(tokens, 4 * block)]])
+    synchronize()
+    start = time.perf_counter()
+    stream.read([text[0]])
+    synchronize()
+    prompt = tokens / (time.perf_counter() - start)
+    windows = text[:, : tokens // block * block].view(-1, block)[:8].to(device)
+    decoder(windows, keep="nothing")
+    ms = wall_ms(lambda: decoder(windows, keep="nothing"), 2, 3)["median"]
+    forward = 1e3 * windows.numel() / ms
+    row = {"tokens": tokens, "tokens_per_s": prompt, "forward_tokens_per_s": forward, "share": prompt / forward}
+    print(f"prompt of {tokens:,}: {prompt:,.0f} tokens/s, forward pass {forward:,.0f}: {row['share']:.2f}", flush=True)
+    return row
+
+
+# CPU
+
+
+def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, Any]:
+    """Process time a token, ours and an eager ring's, turn by turn, on one thread: a shared machine disturbs both alike."""
+    decoder = build(config, torch.device("cpu"))
+    stream = filled_stream(decoder, 1, fill)
+    steady = stream.generate(Sampling(seed=3))
+    ring = -(-int(stream.live.mean().item() + 1) // 64) * 64
+    plain, tokens = PlainDecoder(config, 1, ring).eval(), torch.zeros(1, dtype=torch.int64)
+
+    def ours() -> None:
+        next(steady)
+
+    def eager() -> None:
+        tokens.copy_(plain(tokens).argmax(-1))
+
+    times: dict[str, list[float]] = {"ours": [], "ring, eager": []}
+    for step in (ours, eager):
+        for _ in range(70):
+            step()
+    for _ in range(rounds):
+        for name, step in (("ours", ours), ("ring, eager", eager)):
+            start = time.process_time()
+            for _ in range(64):  # one whole round of the fresh slots, its compaction included
+                step()
+            times[name].append(1e3 * (time.process_time() - start) / 64)
+    found = {name: spread(values) for name, values in times.items()}
+    ratio = found["ours"]["median"] / found["ring, eager"]["median"]
+    print(
+        f"CPU, one row: ours {found['ours']['median']:.3f} ms ({stream.live.mean():.0f} live), "
+        f"eager ring of {ring} {found['ring, eager']['median']:.3f} ms of process time a token: {ratio:.3f}x, goal {CPU_GOAL}x"
+    )
+    return {
+        "ring": ring,
+        "live": stream.live.mean().item(),
+        "ms": found,
+        "ratio": ratio,
+        "bytes_held": stream.bytes_held,
+    }
+
+
+def tune(decoder: Decoder, fill: int) -> dict[str, Any]:
+    """Time of a step with other tiles of the kernel, at the smallest and the largest batch; the best are used from here on."""
+    from expire_span.ops.triton import slots
+
+    found: dict[str, Any] = {}
+    for rows in (1, 256):
+        stream = filled_stream(decoder, rows, fill)
+        engine: Any = stream._engine
+        for tiles in (slots.Tiles(), slots.Tiles(128, 4), slots.Tiles(128, 8), slots.Tiles(64, 2), slots.Tiles(32, 2)):
+            slots.override(tiles)
+            engine._forget_graphs()
+            steady = stream.generate(Sampling(seed=3))
+            for _ in range(5):
+                next(steady)
+            ms = wall_ms(lambda g=steady: next(g), 30, 3)["min"]
+            found[f"batch {rows}, {tiles.slots} slots, {tiles.warps} warps"] = ms
+            print(f"tiles of {tiles.slots} slots, {tiles.warps} warps, batch {rows}: {ms:.4f} ms", flush=True)
+    return found
+
+
+def best_tiles(found: dict[str, float]) -> tuple[int, int]:
+    """The tiles with the smallest product of times over batches."""
+    products: dict[tuple[int, int], float] = {}
+    for name, ms in found.items():
+        words = name.split()
+        key = int(words[2]), int(words[4])
+        products[key] = products.get(key, 1.0) * ms
+    return min(products, key=lambda key: products[key])

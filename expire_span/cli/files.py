@@ -1,0 +1,24 @@
+"""`expire-span eval RUN --file FILE`: any file, of any length, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from expire_span.runs import RunFolder, UserError
+
+from .parsing import warn
+
+
+def eval_file(run: RunFolder, path: Path, device: str) -> int:
+    """Print bits per byte of a file and how many memories lived, as JSON."""
+    if run.config.model.vocab != 256:
+        raise UserError(f"--file needs a run of bytes, got a run of task {run.config.task.kind}")
+    from expire_span.checkpoint import load_model
+    from expire_span.stream.scoring import score_bytes
+    from expire_span.train.devices import check_device
+
+    decoder, _ = load_model(run, check_device(device), warn)
+    with open(path, "rb") as file:
+        print(json.dumps({"file": str(path), **score_bytes(decoder, file)}, indent=2))
+    return 0

@@ -1,0 +1,87 @@
+"""`expire-span generate`: text that appears as it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from expire_span.runs import UserError, find_run
+
+from .parsing import PROGRAM, parse, warn
+from .runs import OnRun
+
+MOST_SAMPLES = 100_000
+"""Continuations that are written side by side at most."""
+
+
+@dataclass(frozen=True)
+class Generate(OnRun):
+    """Write text with a run's newest checkpoint, byte by byte, in bounded memory. Ctrl-C ends an endless one."""
+
+    prompt: str = ""
+    """Text to go on from; - reads it from standard input."""
+    file: Path | None = None
+    """File to go on from, of any length, in place of --prompt."""
+    max_tokens: int | None = 256
+    """How many bytes to write; None never stops."""
+    samples: int = 1
+    """How many continuations to write; with more than one they are printed one after another at the end."""
+    temperature: float = 1.0
+    """Below 1 sharpens the distribution; 0 takes the likeliest byte."""
+    top_k: int | None = None
+    """Draw from the k likeliest bytes only."""
+    top_p: float | None = None
+    """Draw from the smallest set of bytes that holds this share of the probability."""
+    seed: int = 0
+    """Seed of the draws."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+
+def run_generate(args: list[str]) -> int:
+    command = parse(Generate, args, f"{PROGRAM} generate")
+    run = find_run(command.run, command.runs_dir)
+    if run.config.model.vocab != 256:
+        raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
+    if not 1 <= command.samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
+    if not 0 <= command.temperature < float("inf"):
+        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
+    if not 0 <= command.seed < 2**63:
+        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
+    if command.samples > 1 and command.max_tokens is None:
+        raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
+    prompt = _read_prompt(command)
+    from expire_span.checkpoint import load_model
+    from expire_span.generate import Sampling, generate_bytes
+    from expire_span.train.devices import check_device
+
+    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    decoder, _ = load_model(run, check_device(command.device), warn)
+    steps = generate_bytes(decoder, prompt, sampling, max_tokens=command.max_tokens, samples=command.samples)
+    if command.samples > 1:
+        for text in zip(*steps):
+            _write(prompt + b"".join(text) + b"\n\n")
+        return 0
+    if command.file is None:  # a whole file before its continuation would bury it
+        _write(prompt)
+    with contextlib.suppress(KeyboardInterrupt) if command.max_tokens is None else contextlib.nullcontext():
+        for (byte,) in steps:
+            _write(byte)
+    _write(b"\n")
+    return 0
+
+
+def _read_prompt(command: Generate) -> bytes:
+    if command.file is not None and command.prompt:
+        raise UserError(f"give --prompt or --file, got both: {command.prompt!r} and {command.file}")
+    if command.file is not None:
+        return command.file.read_bytes()
+    return sys.stdin.buffer.read() if command.prompt == "-" else command.prompt.encode()
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()

@@ -1,0 +1,50 @@
+"""`expire-span verify`: a run's model streams with deletion and without, and the largest difference is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from expire_span.runs import UserError, find_run
+
+from .parsing import PROGRAM, parse, warn
+from .retrofit import run_verify as verify_adapter
+from .runs import OnRun
+
+
+@dataclass(frozen=True)
+class Verify(OnRun):
+    """Stream bytes with deletion and without it, and print the largest difference between the logits."""
+
+    file: Path | None = None
+    """Bytes to stream; random ones by default."""
+    tokens: int | None = None
+    """How many of them; None takes three times the model's longest memory, at most 4096."""
+    device: str = "cpu"
+    """auto, cpu, cuda or cuda:N. On a GPU float32 sums are taken in another order, and differ by more."""
+
+
+def run_verify(args: list[str]) -> int:
+    """A run's model, or an adapter folder."""
+    named = next((Path(arg) for arg in args if not arg.startswith("-")), None)
+    if named is not None and named.is_dir() and not (named / "config.json").exists():
+        return verify_adapter(args)
+    command = parse(Verify, args, f"{PROGRAM} verify")
+    run = find_run(command.run, command.runs_dir)
+    if command.tokens is not None and command.tokens < 2:
+        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
+    from expire_span.checkpoint import load_model
+    from expire_span.stream.verify import verify
+    from expire_span.train.devices import check_device
+
+    decoder, _ = load_model(run, check_device(command.device), warn)
+    text = None if command.file is None else command.file.read_bytes()
+    found = verify(decoder, text, command.tokens)
+    print(
+        f"{found.tokens} tokens streamed one by one with deletion, and read at once without: the largest difference between "
+        f"logits is {found.difference:.2e}; {found.deleted} of {found.born} memories were deleted, {found.evicted} by the cap"
+    )
+    exact = found.difference <= found.allowed or found.evicted > 0
+    verdict = "exact but for the cap's evictions" if found.evicted else "exact to rounding" if exact else "NOT exact"
+    print(f"{verdict} (allowed are {found.allowed:.0e})")
+    return 0 if exact else 1

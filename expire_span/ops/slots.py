@@ -1,0 +1,67 @@
+"""Decoding over slots of fixed size (store/slots.py): one query per row and head, in plain PyTorch. Any device.
+
+`attend_slots` is the definition; `ops/triton/slots.py` computes the same together with everything around it: normalising and
+rotating the new query and key, predicting the span, appending.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Tensor,
+    *,
+    ramp: float,
+    scale: float,
+    age: Tensor | None = None,
+    relative_keys: Tensor | None = None,
+    normalizer_eps: float = 0.0,
+) -> Tensor:
+    """y [B, Hq, D] for queries q [B, Hq, D] over slots k, v [B, Hkv, W, D].
+
+    left [B, Hkv, W]: steps that each memory has left, <= 0 for the dead and for empty slots; it may be overwritten. age
+    [B, Hkv, W] is needed with relative_keys [M, D] only.
+    """
+    heads = k.shape[1]
+    q = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]: the heads of a group are queries of their key/value head
+    mask = left.mul_(1 / ramp).clamp_(0, 1)
+    if relative_keys is None and normalizer_eps == 0 and q.dtype == mask.dtype:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.log_().unsqueeze(2), scale=scale)
+        return y.flatten(1, 2)
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(work) @ k.to(work).mT  # [B, Hkv, G, W]
+    if relative_keys is not None:
+        assert age is not None
+        scores = scores + _relative(q.to(work), relative_keys.to(work), age)
+    mask = mask.to(work).unsqueeze(2)
+    scores = (scores * scale).masked_fill(mask == 0, -torch.inf)
+    weight = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(work).min))
+    faded = mask * weight
+    total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
+    return (faded / torch.where(total > 0, total, 1) @ v.to(work)).flatten(1, 2).to(q.dtype)
+
+
+def _relative(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
+    """q . relative_keys[age - 1] for ages 1..M, else 0. q [B, Hkv, G, D], age [B, Hkv, W] -> [B, Hkv, G, W]."""
+    table, count = q @ relative_keys.T, relative_keys.shape[0]
+    index = (age.long() - 1).clamp(0, count - 1).unsqueeze(2).expand(*table.shape[:3], -1)
+    near = ((age >= 1) & (age <= count)).unsqueeze(2)
+    return torch.where(near, table.gather(-1, index), 0)
+
+
+def slot_kernel_serves(impl: str, like: Tensor) -> bool:
+    """Whether the fused step runs where a layer with this `impl` and weights like these lies. It takes heads of any size."""
+    return (
+        like.device.type == "cuda" and like.dtype in KERNEL_DTYPES and TRITON_INSTALLED and impl in ("auto", "triton")
+    )

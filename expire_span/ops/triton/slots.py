@@ -1,0 +1,227 @@
+"""One decoding step over slots (store/slots.py) as one kernel: from projections to the attention's output.
+
+One program serves a query head of a row. It normalises and rotates the query and the new key, predicts the new memory's span,
+appends it to the fresh slots, and attends to what lives. How many slots there are to read, and which fresh slot is next, are
+numbers on the device, so that a recorded launch stays right while they change. With few rows the slots of a head are dealt out,
+tile by tile, to several programs; a second kernel joins their partial sums.
+
+The slot that is written is never read in the same launch: programs take the new memory from its projections.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .forward import LOG2E
+from .launch import run_kernel
+from .layout import power_of_2
+
+PROGRAMS = 264
+"""Programs that fill a GPU: two for each multiprocessor of a large one."""
+MOST_SPLITS = 16
+
+
+class Tiles(NamedTuple):
+    """How a program of the step is cut: slots that it reads at once, and its warps."""
+
+    slots: int = 64
+    warps: int = 4
+
+
+_tiles = Tiles()
+
+
+def override(tiles: Tiles) -> None:
+    """Use other tiles (benchmarks)."""
+    global _tiles
+    _tiles = tiles
+
+
+class Fields(NamedTuple):
+    """The buffers of slots, as `Slots` names them."""
+
+    k: Tensor
+    v: Tensor
+    pos: Tensor
+    edge: Tensor
+    counts: Tensor
+    bounds: Tensor
+
+
+class SpanRule(NamedTuple):
+    """Spans are low + room x sigmoid(weight . h + bias), per key/value head."""
+
+    weight: Tensor
+    bias: Tensor
+    low: Tensor
+    room: Tensor
+
+
+@triton.jit
+def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: tl.constexpr, ROTARY: tl.constexpr):
+    """One query or key [D_PAD], normalised and rotated, rounded to the model's dtype after each."""
+    kind = x.dtype.element_ty
+    here = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if QK_NORM:
+        scale = tl.math.rsqrt(tl.sum(here * here, 0) / D + norm_eps)
+        here = (here * scale).to(kind).to(tl.float32)
+    if ROTARY:
+        there = tl.load(x + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
+        if QK_NORM:
+            there = (there * scale).to(kind).to(tl.float32)
+        at = column * D + d
+        here = here * tl.load(cos + at, mask=inside, other=0.0) + there * tl.load(sin + at, mask=inside, other=0.0)
+        here = here.to(kind).to(tl.float32)
+    return here
+
+
+@triton.jit
+def _step(
+    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, parts, peaks, totals,
+    width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps,
+    QK_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(1)
+    heads = kv_heads * group
+    b, head = (row // heads).to(tl.int64), row % heads
+    h = head // group
+    d, c = tl.arange(0, D_PAD), tl.arange(0, C_PAD)
+    inside = d < D
+    now = tl.load(column)
+    mine = proj + b * proj_b
+    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+    base = b * slots + tl.load(bounds + h)
+    end = FRESH + tl.load(counts + b * kv_heads + h)
+    acc = tl.zeros([D_PAD], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for tile in range(split, tl.cdiv(end, BLOCK_N), SPLITS):
+        i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        held = (i < end) & ((i >= FRESH) | (i < now))
+        age = now.to(tl.float32) - tl.load(pos + base + i, mask=held, other=0.0)
+        left = tl.load(edge + base + i, mask=held, other=float("-inf")) - age
+        at = (base + i)[:, None] * D + d[None, :]
+        read = held[:, None] & inside[None, :]
+        keys = tl.load(k + at, mask=read, other=0.0).to(tl.float32)
+        values = tl.load(v + at, mask=read, other=0.0).to(tl.float32)
+        alive = held & (left > 0)
+        if WINDOW > 0:
+            near = alive & (age >= 1) & (age <= WINDOW)
+            far = (age - 1).to(tl.int32)[:, None] * D + d[None, :]
+            keys += tl.load(relative + far, mask=near[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        s = tl.where(alive, tl.sum(keys * q[None, :], 1) * scale, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        e = tl.math.exp2(s - safe)
+        p = tl.where(alive, tl.minimum(left * inv_ramp, 1.0) * e, 0.0)
+        fade = tl.math.exp2(peak - safe)
+        total = total * fade + tl.sum(p + EPS * e, 0)
+        acc = acc * fade + tl.sum(p[:, None] * values, 0)
+        peak = new_peak
+    if split == 0:
+        k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+        v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(hidden + b * hidden_b + c, mask=c < width, other=0.0).to(tl.float32)
+        predictor = tl.load(weight + h * width + c, mask=c < width, other=0.0)
+        logit = tl.sum(state * predictor, 0) + tl.load(bias + h)
+        span = tl.load(low + h) + tl.load(room + h) / (1.0 + tl.exp(-logit))
+        left = span + ramp
+        if head % group == 0:
+            at = (base + now) * D + d
+            tl.store(k + at, k_new.to(k.dtype.element_ty), mask=inside)
+            tl.store(v + at, v_new.to(v.dtype.element_ty), mask=inside)
+            tl.store(edge + base + now, left)
+        if MIN_AGE == 0:
+            s = tl.where(left > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
+            new_peak = tl.maximum(peak, s)
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            e, fade = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
+            p = tl.maximum(tl.minimum(left * inv_ramp, 1.0), 0.0) * e
+            total = total * fade + p + EPS * e
+            acc = acc * fade + p * v_new
+            peak = new_peak
+    if SPLITS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)
+        tl.store(y + row.to(tl.int64) * D + d, acc.to(y.dtype.element_ty), mask=inside)
+    else:
+        out = row.to(tl.int64) * SPLITS + split
+        tl.store(parts + out * D_PAD + d, acc)
+        tl.store(peaks + out, peak)
+        tl.store(totals + out, total)
+
+
+@triton.jit
+def _join_splits(
+    parts, peaks, totals, y, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d, n = tl.arange(0, D_PAD), tl.arange(0, SPLITS_PAD)
+    there = n < SPLITS
+    peak = tl.load(peaks + row * SPLITS + n, mask=there, other=float("-inf"))
+    best = tl.max(peak, 0)
+    rise = tl.math.exp2(peak - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(rise * tl.load(totals + row * SPLITS + n, mask=there, other=0.0), 0)
+    at = (row * SPLITS + n)[:, None] * D_PAD + d[None, :]
+    acc = tl.sum(rise[:, None] * tl.load(parts + at, mask=there[:, None], other=0.0), 0)
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(y + row * D + d, acc.to(y.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _square_relu(x, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    up = tl.maximum(tl.load(x + at, mask=at < count, other=0.0), 0.0)
+    tl.store(x + at, up * up, mask=at < count)
+
+
+def square_relu_(x: Tensor) -> Tensor:
+    """relu(x) squared, in place; x is contiguous."""
+    run_kernel(_square_relu, (triton.cdiv(x.numel(), 1024),), x, x.numel(), BLOCK=1024, num_warps=4)
+    return x
+
+
+def choose_splits(rows: int, longest: int) -> int:
+    """Programs for each of `rows` query heads, of which the longest has so many slots."""
+    return max(1, min(PROGRAMS // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
+
+
+def triton_step(
+    proj: Tensor, hidden: Tensor, rule: SpanRule, fields: Fields, column: Tensor, *, group: int, fresh: int, ramp: float,
+    scale: float, include_self: bool, qk_norm: bool, angles: tuple[Tensor, Tensor] | None = None,
+    relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, splits: int = 1,
+) -> Tensor:  # fmt: skip
+    """Append one memory of every row and head, and attend: y [B, Hq * D].
+
+    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: what spans are predicted from.
+    column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
+    """
+    batch, kv_heads = fields.counts.shape
+    dim, width = fields.k.shape[-1], hidden.shape[1]
+    rows = batch * kv_heads * group
+    y = torch.empty(batch, kv_heads * group * dim, dtype=proj.dtype, device=proj.device)
+    padded, cos, sin = power_of_2(dim), *(angles or (fields.pos, fields.pos))
+    parts = peaks = totals = fields.pos
+    if splits > 1:
+        parts = torch.empty(rows, splits, padded, dtype=torch.float32, device=proj.device)
+        peaks, totals = (torch.empty(rows, splits, dtype=torch.float32, device=proj.device) for _ in range(2))
+    relative = fields.k if relative_keys is None else relative_keys
+    run_kernel(
+        _step, (splits, rows),
+        proj, hidden, *rule, cos, sin, relative, *fields, column, y, parts, peaks, totals, width, fields.k.shape[1], kv_heads,
+        group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
+        QK_NORM=qk_norm, ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
+        WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
+        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, num_warps=_tiles.warps, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        constants = dict(D=dim, D_PAD=padded, SPLITS=splits, SPLITS_PAD=power_of_2(splits), num_warps=2)
+        run_kernel(_join_splits, (rows,), parts, peaks, totals, y, **constants)
+    return y

@@ -1,0 +1,58 @@
+"""How the next token is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 1.0
+    """Below 1 sharpens the distribution; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw from the smallest set of tokens that holds this share of the probability."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+def narrow(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] of the next token after temperature, top_k and top_p."""
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
+    if sampling.top_k is None and sampling.top_p is None:
+        return logits.softmax(-1)
+    ordered, order = logits.sort(-1, descending=True)
+    share = ordered.softmax(-1)
+    if sampling.top_k is not None:
+        share[..., sampling.top_k :] = 0
+    if sampling.top_p is not None:
+        share.masked_fill_((share.cumsum(-1) - share) / share.sum(-1, keepdim=True) >= sampling.top_p, 0)
+    share = torch.zeros_like(share).scatter(-1, order, share)
+    return share / share.sum(-1, keepdim=True)
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One token for each row of logits [B, V], on their device and without waiting for it: [B].
+
+    The token whose probability over an exponential draw is largest is a draw from the probabilities.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    chances = narrow(logits, sampling)
+    return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)

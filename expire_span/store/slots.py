@@ -1,0 +1,252 @@
+"""Slots: keys and values of living memories in buffers of fixed size, changed in place. Streams decode from them.
+
+For every row and key/value head there are `FRESH` slots for what was born since the last compaction, and behind them the
+slots of older memories, `capacity` of them for each head. All rows and heads write the memory of one step into the same fresh
+slot, so that appending is one copy. After `FRESH` steps `compact` moves the living among them to the older ones and deletes the
+dead: tensor operations of fixed shapes that never wait for the device, so that they can be recorded as a CUDA graph.
+
+    head 0: [fresh slots | older memories, counts[0] of capacity[0]], head 1: [fresh slots | ..], ..
+
+Positions count from the last compaction on (older memories are below 0), so that they stay small for ever, and are exact as
+float32. A memory's `edge` is its span + ramp: it is dead for a query at t once `edge - (t - pos) <= 0`, the rule of rule.py. An
+empty slot has an edge of minus infinity. The order of slots has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .rule import NEVER, find_weakest, steps_left
+
+FRESH = 64
+"""Memories that are appended between two compactions."""
+DEAD = float("-inf")
+"""The edge of an empty slot."""
+ROUND = 64
+"""Capacities are multiples of this."""
+
+
+def choose_capacity(needed: int, limit: int) -> int:
+    """Older slots of a head that may soon have to hold `needed` memories: a quarter more, at most `limit`, rounded up."""
+    wanted = min(needed + needed // 4, max(limit, needed))
+    return max(ROUND, -(-wanted // ROUND) * ROUND)
+
+
+class Slots:
+    """Memories of `rows` independent rows and len(capacity) heads."""
+
+    def __init__(
+        self,
+        rows: int,
+        head_dim: int,
+        capacity: Sequence[int],
+        *,
+        ramp: float,
+        cap: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.rows, self.head_dim, self.ramp, self.cap = rows, head_dim, ramp, cap
+        self.capacity = tuple(capacity)
+        self.starts = [0]
+        """First slot of each head, and the slot after the last head's."""
+        for size in self.capacity:
+            self.starts.append(self.starts[-1] + FRESH + size)
+        total = self.starts[-1]
+        self.k = torch.zeros(rows, total, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.pos = torch.zeros(rows, total, device=device)
+        self.edge = torch.full((rows, total), DEAD, device=device)
+        self.counts = torch.zeros(rows, self.heads, dtype=torch.int32, device=device)
+        """Older slots in use, [rows, heads]."""
+        self.evicted = torch.zeros(rows, self.heads, dtype=torch.int64, device=device)
+        """Living memories that the cap removed, [rows, heads]."""
+        self._index_slots(torch.device(device))
+        self.widest = max(self.capacity)
+        """No head of any row has more older slots in use than this, as far as the host knows."""
+
+    def _index_slots(self, device: torch.device) -> None:
+        """Tensors that say which head a slot belongs to and where it lies in it."""
+        sizes = torch.tensor([FRESH + size for size in self.capacity])
+        starts = torch.tensor(self.starts[:-1])
+        self.bounds = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        self._head = torch.repeat_interleave(torch.arange(self.heads), sizes).to(device)  # [total]
+        self._index = torch.arange(self.total, device=device)
+        self._first = (starts.to(device) + FRESH)[self._head]  # first older slot of the slot's head
+        self._end = (starts + sizes).to(device)[self._head]
+        self._last = (starts + sizes - 1).to(device)  # [heads]
+        self._is_fresh = self._index < self._first
+        self._column = (self._index - self._first + FRESH).to(torch.float32)
+        self.pos.copy_(torch.where(self._is_fresh, self._column, 0.0))
+
+    @property
+    def heads(self) -> int:
+        return len(self.capacity)
+
+    @property
+    def total(self) -> int:
+        """Slots of one row."""
+        return self.starts[-1]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all heads have equally many slots, so that a row is a rectangle."""
+        return len(set(self.capacity)) == 1
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.k, self.v, self.pos, self.edge, self.counts))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a row remembers, by name."""
+        return {name: getattr(self, name) for name in ("k", "v", "pos", "edge", "counts", "evicted")}
+
+    # Reading
+
+    def by_head(self, x: Tensor, width: int | None = None) -> Tensor:
+        """A field [rows, total, ..] as [rows, heads, width, ..]; a view where all heads have equally many slots.
+
+        Slots beyond a head's last are read as its last, so that only `edge` must be masked there: see `left`.
+        """
+        width = FRESH + max(self.capacity) if width is None else width
+        if self.uniform:
+            return x.view(self.rows, self.heads, -1, *x.shape[2:]).narrow(2, 0, width)
+        place = torch.arange(width, device=x.device) + self.bounds[:-1, None]
+        place = torch.minimum(place, self._last[:, None])
+        return x.index_select(1, place.flatten()).unflatten(1, (self.heads, width))
+
+    def left(self, column: int | Tensor, width: int | None = None) -> Tensor:
+        """Steps that each memory has left for a query at the fresh slot `column`, [rows, heads, width]; dead where <= 0."""
+        edge, pos = self.by_head(self.edge, width), self.by_head(self.pos, width)
+        left = edge + (pos - column)
+        if self.uniform:
+            return left
+        inside = torch.arange(left.shape[2], device=left.device) < self.bounds.diff()[:, None]
+        return left.masked_fill(~inside, DEAD)
+
+    def live(self, column: int) -> Tensor:
+        """How many memories are alive for a query at `column`, [rows, heads]."""
+        return (self.left(column) > 0).sum(-1)
+
+    # Changing
+
+    def append(self, k: Tensor, v: Tensor, edge: Tensor, column: int) -> None:
+        """One memory of each row and head: k, v [rows, heads, D] and edges [rows, heads] into the fresh slot `column`."""
+        if self.uniform:
+            shape = (self.rows, self.heads, FRESH + self.capacity[0])
+            self.k.view(*shape, -1).select(2, column).copy_(k)
+            self.v.view(*shape, -1).select(2, column).copy_(v)
+            self.edge.view(shape).select(2, column).copy_(edge)
+            return
+        place = (self.bounds[:-1] + column).to(torch.int64)
+        self.k.index_copy_(1, place, k.to(self.k.dtype))
+        self.v.index_copy_(1, place, v.to(self.v.dtype))
+        self.edge.index_copy_(1, place, edge)
+
+    def evict(self, column: int | Tensor) -> None:
+        """After one append, hold every head to `cap` memories that are alive for a query at `column`."""
+        if self.cap is None:
+            return
+        left, pos = self.left(column), self.by_head(self.pos)
+        place, living = find_weakest(left, pos)
+        place = place.clamp(max=FRESH + max(self.capacity) - 1) + self.bounds[:-1]
+        over = living > self.cap
+        self.edge.scatter_(1, place, torch.where(over, DEAD, self.edge.gather(1, place)))
+        self.evicted += over
+
+    def compact(self) -> None:
+        """Delete what is dead for the query that comes after `FRESH` fresh slots, move the others to the older slots.
+
+        Memories that find no room there are lost: the caller grows `capacity` in time, see `Slots.grown`.
+        """
+        alive = steps_left(self.edge, self.pos, FRESH, 0.0) > 0  # [rows, total]
+        upto = alive.cumsum(1)
+        before = torch.nn.functional.pad(upto, (1, 0))[:, self._first - FRESH]  # living in the heads before the slot's
+        target = self._first + (upto - before - 1)
+        target = torch.where(
+            alive & (target < self._end), target, self.total
+        )  # the place behind the last slot is thrown away
+        source = torch.zeros(self.rows, self.total + 1, dtype=torch.int64, device=alive.device)
+        source = source.scatter_(1, target, self._index.expand_as(target))[:, : self.total]
+        counts = (upto - before)[:, self._last]
+        self.counts.copy_(counts)
+        filled = (self._index - self._first < counts[:, self._head]) & ~self._is_fresh
+        wide = source.unsqueeze(2).expand(-1, -1, self.head_dim)
+        self.k.copy_(self.k.gather(1, wide))
+        self.v.copy_(self.v.gather(1, wide))
+        pos = torch.where(self._is_fresh, self._column, self.pos.gather(1, source) - FRESH)
+        self.pos.copy_(pos)
+        self.edge.copy_(self.edge.gather(1, source).masked_fill_(~filled, DEAD))
+
+    def clear(self, rows: Tensor) -> None:
+        """Forget everything that the rows with these indices hold."""
+        self.edge.index_fill_(0, rows, DEAD)
+        self.counts.index_fill_(0, rows, 0)
+        self.evicted.index_fill_(0, rows, 0)
+
+    def load(self, rows: Tensor, column: int, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, now: int) -> None:
+        """Put other stores' memories into rows, in place of all these hold; the next query is at `column`.
+
+        k, v [n, heads, S, D], span [n, 1 or heads, S], pos the same with `NEVER` for empty; `now` is the position of the
+        next query. Waits for the device. The caller has made room: see `count_living`.
+        """
+        span, pos = (x.expand(-1, self.heads, -1) for x in (span.float(), pos))
+        alive = steps_left(span, pos, now, self.ramp) > 0
+        self.clear(rows)
+        counts = alive.sum(-1)
+        self.counts[rows] = counts.to(torch.int32)
+        order = (~alive).to(torch.int8).argsort(dim=-1, stable=True)  # the living first
+        edge = torch.where(alive, span + self.ramp, DEAD).gather(-1, order)
+        born = torch.where(alive, (pos - now + column).float(), 0.0).gather(-1, order)
+        for head, widest in enumerate(counts.amax(0).tolist()):
+            assert widest <= self.capacity[head], (widest, self.capacity)
+            place = slice(self.starts[head] + FRESH, self.starts[head] + FRESH + widest)
+            pick = order[:, head, :widest].unsqueeze(-1).expand(-1, -1, self.head_dim)
+            self.k[rows, place] = k[:, head].gather(1, pick).to(self.k.dtype)
+            self.v[rows, place] = v[:, head].gather(1, pick).to(self.v.dtype)
+            self.edge[rows, place] = edge[:, head, :widest]
+            self.pos[rows, place] = born[:, head, :widest]
+
+    # Other sizes and rows
+
+    def grown(self, capacity: Sequence[int]) -> Slots:
+        """The same memories with room for more of them; no head may get less room than it has."""
+        new = Slots(
+            self.rows, self.head_dim, capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device
+        )
+        place = self._index + (new.bounds[:-1] - self.bounds[:-1])[self._head]
+        for name in ("k", "v", "pos", "edge"):
+            getattr(new, name).index_copy_(1, place, getattr(self, name))
+        new.counts, new.evicted = self.counts, self.evicted
+        return new
+
+    def selected(self, rows: Tensor) -> Slots:
+        """A copy with these rows, kept, repeated or reordered."""
+        new = Slots(
+            len(rows),
+            self.head_dim,
+            self.capacity,
+            ramp=self.ramp,
+            cap=self.cap,
+            dtype=self.k.dtype,
+            device=self.k.device,
+        )
+        for name, x in self.tensors().items():
+            getattr(new, name).copy_(x.index_select(0, rows))
+        return new
+
+    def map_keys(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every key by what `fn` makes of all of them, [rows, total, D]."""
+        self.k.copy_(fn(self.k))
+
+
+def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -> list[int]:
+    """The most memories that one row keeps in each head; arguments as in `Slots.load`. Waits for the device."""
+    alive = steps_left(span.float(), pos, now, ramp) > 0
+    return alive.sum(-1).expand(-1, heads).amax(0).tolist() if alive.numel() else [0] * heads
+
+
+__all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living"]

@@ -1,0 +1,8 @@
+"""Streams: many rows that read, write and forget for ever, in bounded memory."""
+
+from expire_span.sampling import Sampling
+
+from .stream import Stream
+from .tokens import Events, Step
+
+__all__ = ["Events", "Sampling", "Step", "Stream"]

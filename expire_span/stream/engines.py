@@ -1,0 +1,311 @@
+"""How a stream's steps run: in place over buffers of fixed size, or through the decoder as any caller would.
+
+An engine keeps `logits` [rows, V] of the next token of every row. `advance` draws tokens from them (or takes given ones), and
+computes the next logits. `SteadyEngine` changes nothing but the contents of buffers: on a GPU each step is one replay of a
+recorded CUDA graph. `PlainEngine` serves the systems whose states have no fixed shapes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.models.decoder import Decoder
+from expire_span.models.kit.attention import bytes_of
+from expire_span.models.state import pack, select_rows, unpack
+from expire_span.models.stepping import SlotStep, StateStep, Stepper
+from expire_span.sampling import Sampling, draw
+from expire_span.store.slots import FRESH
+
+
+class Engine(ABC):
+    """The rows of a stream."""
+
+    lookahead = False
+    """Whether the host may launch a step before it has read the tokens of the one before."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        self.decoder, self.rows = decoder, rows
+        device, vocab = decoder.embed.weight.device, decoder.config.vocab
+        self.device = device
+        self.logits = torch.zeros(rows, vocab, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.position = 0
+        """Tokens that the stream has taken since it began."""
+
+    @abstractmethod
+    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+        """Rows begin with what a decoder's state remembers after their prompts."""
+
+    @abstractmethod
+    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
+        """One token for every row: drawn from the logits, or, without `sampling`, those in `tokens`."""
+
+    @property
+    @abstractmethod
+    def live(self) -> Tensor:
+        """Mean number of living memories of a head, [layers, rows]."""
+
+    @property
+    @abstractmethod
+    def bytes_held(self) -> int: ...
+
+    @abstractmethod
+    def selected(self, rows: Tensor) -> Engine:
+        """An independent copy with these rows."""
+
+    @abstractmethod
+    def packed(self) -> tuple[dict[str, Tensor], Any]:
+        """Tensors and plain values from which `unpacked` restores everything."""
+
+    @abstractmethod
+    def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None: ...
+
+    def _draw(self, sampling: Sampling, generator: torch.Generator | None) -> None:
+        assert generator is not None
+        self.tokens.copy_(draw(self.logits, sampling, generator))
+
+
+class SteadyEngine(Engine):
+    """Steps in place. The host knows when slots are compacted, and reads how full they are a compaction later."""
+
+    def __init__(self, decoder: Decoder, rows: int, stepper: Stepper | None = None) -> None:
+        super().__init__(decoder, rows)
+        self.stepper = stepper or Stepper(decoder, rows)
+        self.clock = self.stepper.clock
+        self.lookahead = self._on_gpu = self.device.type == "cuda"
+        # Plain PyTorch steps take the fresh slot's number from the host: a recording would keep it.
+        self._replays = self._on_gpu and all(layer.fused for layer in self.stepper.slot_layers)
+        self._graphs: dict[Any, Any] = {}
+        self._warm: set[Any] = set()
+        self._pool: Any = None
+        self._counts: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def launch_plainly(self) -> None:
+        """Launch kernel by kernel instead of replaying graphs."""
+        self._replays = False
+
+    # Rows
+
+    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+        self._note_counts()
+        where = torch.tensor(rows, device=self.device)
+        for step, part in zip(self.stepper.blocks, state):
+            memory = step.memory
+            if isinstance(memory, StateStep):
+                memory.load(where, part)
+                continue
+            found = memory.memories(part)
+            if memory.make_room([max(a, b) for a, b in zip(memory.count(found), memory.most)]):
+                self._forget_graphs()
+            memory.load(where, found)
+        self.logits[where] = logits.float()
+
+    def read_in_step(self, prompts: dict[int, Tensor]) -> None:
+        """Short prompts of all rows, one token of each a step; a shorter one begins later, so that all end together."""
+        longest = max(map(len, prompts.values()))
+        table = torch.zeros(longest, self.rows, dtype=torch.int64)
+        begins: dict[int, list[int]] = {}
+        for row, prompt in prompts.items():
+            table[longest - len(prompt) :, row] = prompt
+            begins.setdefault(longest - len(prompt), []).append(row)
+        table = table.to(self.device)
+        for n in range(longest):
+            if n in begins:
+                self._clear(begins[n])
+            self.tokens.copy_(table[n])
+            self.advance(None)
+
+    def _clear(self, rows: list[int]) -> None:
+        """Rows begin anew, without a prompt."""
+        where = torch.tensor(rows, device=self.device)
+        for step in self.stepper.blocks:
+            if isinstance(step.memory, SlotStep):
+                step.memory.slots.clear(where)
+            else:
+                step.memory.load(where, step.block.mixer.initial_state(len(rows)))
+
+    # Steps
+
+    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
+        if self.clock.column == FRESH:
+            self._compact()
+
+        def step() -> None:
+            if sampling is not None:
+                self._draw(sampling, generator)
+            self.logits.copy_(self.stepper.logits(self.tokens))
+            self.clock.on_device += 1
+
+        self._run(("step", sampling, id(generator)), step, generator)
+        self.clock.column += 1
+        self.position += 1
+
+    def _run(self, key: Any, work: Callable[[], None], generator: torch.Generator | None = None) -> None:
+        """Work that changes buffers only: plainly the first time, which loads its kernels, then recorded and replayed."""
+        if not self._replays or key not in self._warm:
+            work()
+            self._warm.add(key)
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._record(work, generator)
+        self._graphs[key].replay()
+
+    def _record(self, work: Callable[[], None], generator: torch.Generator | None) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            graph.register_generator_state(generator)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph
+
+    def _forget_graphs(self) -> None:
+        """Buffers were replaced: what was recorded over the old ones must not be replayed."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        # The next run is a plain one again: other sizes may need other kernels, which cannot be loaded while recording.
+        self._graphs, self._pool, self._warm = {}, None, set()
+
+    def _compact(self) -> None:
+        self._note_counts()
+        layers = self.stepper.slot_layers
+        grown = [layer.make_room(layer.most) for layer in layers]
+        if any(grown):
+            self._forget_graphs()
+        self._run("compact", self.stepper.compact)
+        self.clock.epoch, self.clock.column = self.clock.epoch + FRESH, 0
+        if layers:
+            self._ask_counts(torch.stack([layer.slots.counts for layer in layers]))
+
+    def _ask_counts(self, counts: Tensor) -> None:
+        """Copy counts [layers, rows, heads] to the host; a GPU is not waited for until the next compaction."""
+        if not self._on_gpu:
+            self._share_counts(counts)
+            return
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        host.copy_(counts, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._counts = host, event
+
+    def _note_counts(self) -> None:
+        if self._counts is not None:
+            host, event = self._counts
+            event.synchronize()
+            self._share_counts(host)
+            self._counts = None
+
+    def _share_counts(self, counts: Tensor) -> None:
+        for layer, of_layer in zip(self.stepper.slot_layers, counts):
+            layer.note_counts(of_layer)
+
+    # Reports and copies
+
+    @property
+    def live(self) -> Tensor:
+        counts = []
+        for step in self.stepper.blocks:
+            if isinstance(step.memory, SlotStep):
+                counts.append(step.memory.slots.live(self.clock.column).float().mean(1))
+            else:
+                counts.append(torch.ones(self.rows, device=self.device))
+        return torch.stack(counts)
+
+    @property
+    def bytes_held(self) -> int:
+        return bytes_of(self.stepper.tensors())
+
+    def selected(self, rows: Tensor) -> SteadyEngine:
+        self._note_counts()
+        other = SteadyEngine(self.decoder, len(rows))
+        other.unpacked(*self.packed(rows))
+        return other
+
+    def packed(self, rows: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+        self._note_counts()
+        tensors = {"logits": self.logits, **self.stepper.tensors()}
+        if rows is not None:
+            tensors = {name: x.index_select(0, rows.to(x.device)) for name, x in tensors.items()}
+        layers = self.stepper.slot_layers
+        meta = {"epoch": self.clock.epoch, "column": self.clock.column, "position": self.position}
+        meta["capacity"] = [list(layer.slots.capacity) for layer in layers]
+        return tensors, meta | {"most": [layer.most for layer in layers]}
+
+    def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        for layer, capacity, most in zip(self.stepper.slot_layers, meta["capacity"], meta["most"]):
+            layer.allocate(self.rows, capacity=capacity)
+            layer.most = list(most)
+            layer.refresh()
+        self.clock.set(meta["epoch"], meta["column"])
+        self.position = meta["position"]
+        self.logits.copy_(tensors["logits"])
+        for name, x in self.stepper.tensors().items():
+            x.copy_(tensors[name])
+
+
+class PlainEngine(Engine):
+    """Steps through the decoder. Rows that read equally long prompts together share a state; others have their own."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        super().__init__(decoder, rows)
+        self.groups: list[tuple[list[int], list[Any]]] = []
+        self._live = torch.zeros(len(decoder.blocks), rows, device=self.device)
+
+    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+        kept = []
+        for old, part in self.groups:
+            stay = [n for n, row in enumerate(old) if row not in rows]
+            if len(stay) == len(old):
+                kept.append((old, part))
+            elif stay:
+                kept.append(([old[n] for n in stay], select_rows(part, torch.tensor(stay))))
+        self.groups = [*kept, (list(rows), state)]
+        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
+
+    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
+        if sampling is not None:
+            self._draw(sampling, generator)
+        groups = []
+        for rows, state in self.groups:
+            where = torch.tensor(rows, device=self.device)
+            logits, state, aux = self.decoder(self.tokens[where].unsqueeze(1), state)
+            self.logits[where] = logits[:, -1].float()
+            if all(part._live is not None for part in aux.layers):
+                self._live[:, where] = aux.live.to(self._live.dtype).unsqueeze(1)
+            groups.append((rows, state))
+        self.groups = groups
+        self.position += 1
+
+    @property
+    def live(self) -> Tensor:
+        return self._live
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(bytes_of(state) for _, state in self.groups)
+
+    def selected(self, rows: Tensor) -> PlainEngine:
+        other = PlainEngine(self.decoder, len(rows))
+        other.logits.copy_(self.logits.index_select(0, rows.to(self.device)))
+        other.position, wanted = self.position, rows.tolist()
+        for old, state in self.groups:
+            new = [n for n, row in enumerate(wanted) if row in old]
+            if new:
+                picked = torch.tensor([old.index(wanted[n]) for n in new], device=self.device)
+                other.groups.append((new, select_rows(state, picked)))
+        return other
+
+    def packed(self) -> tuple[dict[str, Tensor], Any]:
+        tensors, skeleton = pack([[list(rows), state] for rows, state in self.groups], "groups")
+        return {"logits": self.logits, **tensors}, {"groups": skeleton, "position": self.position}
+
+    def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        tensors = {name: x.to(self.device) for name, x in tensors.items()}
+        self.logits.copy_(tensors["logits"])
+        self.groups = [(rows, state) for rows, state in unpack(tensors, meta["groups"])]
+        self.position = meta["position"]

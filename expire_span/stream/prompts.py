@@ -1,0 +1,66 @@
+"""Reading prompts: checked, grouped by length, in blocks at the speed of a training pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.models.decoder import Decoder
+
+PROMPT_BLOCK = 1024
+"""Tokens of a row that are read at once on a CPU; on a GPU up to `GPU_BLOCK`, in blocks of `GPU_TOKENS` over all rows."""
+GPU_BLOCK = 8192
+GPU_TOKENS = 65_536
+
+Prompt = Sequence[int] | bytes | Tensor
+
+
+def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
+    """The prompt as tokens [T]."""
+    tokens = torch.as_tensor(list(prompt) if isinstance(prompt, (bytes, bytearray)) else prompt)
+    if tokens.dim() != 1 or not len(tokens):
+        raise ValueError(
+            f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)} for row {row}"
+        )
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"a prompt must consist of integers, got {tokens.dtype} for row {row}")
+    tokens = tokens.to(torch.int64).cpu()
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab:
+        wrong = high if high >= vocab else low
+        raise ValueError(
+            f"tokens must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong} in the prompt of row {row}"
+        )
+    return tokens
+
+
+def group_by_length(prompts: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Rows whose prompts are equally long, and these prompts [n, T]."""
+    lengths: dict[int, list[int]] = {}
+    for row, prompt in prompts.items():
+        lengths.setdefault(len(prompt), []).append(row)
+    for rows in lengths.values():
+        yield rows, torch.stack([prompts[row] for row in rows])
+
+
+def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator[tuple[Tensor, Tensor, Any, Any]]:
+    """Feed tokens [B, T] block by block: yields each block, its logits [B, block, V], the state after it and the report."""
+    device = decoder.embed.weight.device
+    size = PROMPT_BLOCK
+    if device.type == "cuda":
+        size = max(256, min(GPU_BLOCK, GPU_TOKENS // len(prompt)))
+    for block in prompt.split(size, dim=1):
+        block = block.to(device, non_blocking=True)
+        logits, state, aux = decoder(block, state)
+        yield block, logits, state, aux
+
+
+@torch.inference_mode()
+def read_prompt(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any]:
+    """Feed tokens [B, T]; returns the logits after the last one [B, V] and the state."""
+    *_, (_, logits, state, _) = deque(read_blocks(decoder, prompt), maxlen=1)
+    return logits[:, -1].float(), state

@@ -1,0 +1,59 @@
+"""Streams on disk: one safetensors file whose metadata holds the plain values and says which model it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from expire_span.errors import StorageError, UserError, describe
+from expire_span.files import write_atomic
+from expire_span.models.decoder import Decoder
+
+FORMAT = 1
+
+
+def fingerprint(decoder: Decoder) -> str:
+    """sha256 of a decoder's weights and their names."""
+    digest = hashlib.sha256()
+    for name, x in sorted(decoder.state_dict().items()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    head = {"format": FORMAT, "model": fingerprint(decoder), **meta}
+    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    data = safetensors.torch.save(plain, {"stream": json.dumps(head)})
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise StorageError(
+            f"the stream could not be saved to {path}: {describe(error)}; it goes on in memory, save it elsewhere"
+        ) from error
+
+
+def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            meta = json.loads((file.metadata() or {}).get("stream", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        said = describe(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"{path} is not a saved stream that can be read: {said}") from error
+    if meta.get("format") != FORMAT:
+        raise UserError(f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}")
+    mine = fingerprint(decoder)
+    if meta["model"] != mine:
+        raise UserError(
+            f"{path} was saved by another model (weights {meta['model'][:12]}, these are {mine[:12]}); "
+            "load it with the model that wrote it"
+        )
+    return tensors, meta

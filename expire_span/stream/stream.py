@@ -1,0 +1,225 @@
+"""`Stream`: rows that read prompts and go on from them, for ever if wished."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.models.decoder import Decoder
+from expire_span.models.stepping import can_step
+from expire_span.sampling import Sampling
+
+from .engines import Engine, PlainEngine, SteadyEngine
+from .happenings import find_events, remember_living
+from .prompts import Prompt, check_prompt, group_by_length, read_prompt
+from .room import check_room
+from .saved import read_saved, write_saved
+from .tokens import Flight, Step
+
+STEPPED = 512
+"""Prompts up to this long, if they differ in length, are read on a GPU one token of each row a step."""
+
+
+class Stream:
+    """Rows of a decoder that read, write and forget, each at its own age.
+
+        stream = Stream(decoder, rows=2)
+        stream.read([b"Once upon a time", b"It was"])
+        for step in stream.generate(Sampling(temperature=0.8)):
+            ...  # step.tokens [rows]; stream.replace(1, b"And then") while the others go on
+
+    Memory is bounded by what lives. On a GPU a step is one replay of a CUDA graph, and tokens come one step late, so that
+    neither side waits for the other. The decoder's weights must not change while a stream uses them.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
+        """recorded: off, steps on a GPU are launched kernel by kernel (for tests and measurements)."""
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows}")
+        self.decoder = decoder.eval()
+        self.steady = can_step(decoder)
+        if self.steady:
+            check_room(decoder, rows)
+        with torch.inference_mode():
+            self._engine: Engine = (SteadyEngine if self.steady else PlainEngine)(decoder, rows)
+        if isinstance(self._engine, SteadyEngine) and not recorded:
+            self._engine.launch_plainly()
+        self._active = [False] * rows
+        self._flights: deque[Flight] = deque()
+        self._generator: tuple[int, torch.Generator] | None = None
+
+    @property
+    def rows(self) -> int:
+        return self._engine.rows
+
+    @property
+    def position(self) -> int:
+        """Steps that the stream has taken."""
+        return self._engine.position
+
+    # Reading
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Prompt]) -> None:
+        """Row n begins with prompts[n], of any length; rows without a prompt are idle."""
+        if not 1 <= len(prompts) <= self.rows:
+            raise ValueError(f"read takes 1 to {self.rows} prompts, one for each row, got {len(prompts)}")
+        found = {n: check_prompt(prompt, self.decoder.config.vocab, n) for n, prompt in enumerate(prompts)}
+        self._flights.clear()
+        self._active = [n in found for n in range(self.rows)]
+        if self._reads_in_step(found):
+            assert isinstance(self._engine, SteadyEngine)
+            self._engine.read_in_step(found)
+            return
+        for rows, block in group_by_length(found):
+            logits, state = read_prompt(self.decoder, block)
+            self._engine.load(rows, state, logits)
+
+    def _reads_in_step(self, prompts: dict[int, Tensor]) -> bool:
+        lengths = {len(prompt) for prompt in prompts.values()}
+        if not (isinstance(self._engine, SteadyEngine) and self._engine.device.type == "cuda"):
+            return False
+        rules: list[Any] = [getattr(block.mixer, "rules", None) for block in self.decoder.layers()]
+        starts = any(getattr(rule, "initial_memories", 0) for rule in rules)  # these come with a state
+        return len(lengths) > 1 and max(lengths) <= STEPPED and not starts
+
+    @torch.inference_mode()
+    def replace(self, row: int, prompt: Prompt) -> None:
+        """Row `row` begins anew with a prompt while the others go on."""
+        self._check_row(row)
+        tokens = check_prompt(prompt, self.decoder.config.vocab, row)
+        logits, state = read_prompt(self.decoder, tokens.unsqueeze(0))
+        self._engine.load([row], state, logits)
+        self._active[row] = True
+        for flight in self._flights:
+            flight.stale.add(row)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.rows:
+            raise ValueError(f"row must lie in 0..{self.rows - 1}, got {row}")
+
+    # Writing
+
+    def generate(
+        self, sampling: Sampling | None = None, max_tokens: int | None = None, *, events: bool = False
+    ) -> Iterator[Step]:
+        """Steps of one token for each row, `max_tokens` of them or for ever. Breaking off loses nothing: the next call goes on.
+
+        events: report what was born and what died in every layer; each step then waits for the device.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens must be 0 or more, got {max_tokens}")
+        if not any(self._active):
+            raise ValueError("the stream has read no prompt yet; call read first")
+        return self._steps(sampling or Sampling(), max_tokens, events)
+
+    def _steps(self, sampling: Sampling, max_tokens: int | None, events: bool) -> Iterator[Step]:
+        count = 0
+        while max_tokens is None or count < max_tokens:
+            if not self._flights:
+                self._launch(sampling, events)
+            ahead = self._engine.lookahead and not events and (max_tokens is None or count + 1 < max_tokens)
+            if ahead and len(self._flights) < 2:
+                self._launch(sampling, events)
+            step = self._flights[0].collect(self._active)
+            self._flights.popleft()
+            count += 1
+            yield step
+
+    @torch.inference_mode()
+    def _launch(self, sampling: Sampling, events: bool) -> None:
+        engine = self._engine
+        before = remember_living(engine) if events else None
+        engine.advance(sampling, self._generator_of(sampling))
+        flight = _send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
+        flight.events = find_events(engine, before) if before is not None else None
+        self._flights.append(flight)
+
+    def _generator_of(self, sampling: Sampling) -> torch.Generator:
+        """One generator for as long as the seed stays the same."""
+        if self._generator is None or self._generator[0] != sampling.seed:
+            device = self._engine.device
+            self._generator = sampling.seed, torch.Generator(device).manual_seed(sampling.seed)
+        return self._generator[1]
+
+    # Looking
+
+    @property
+    @torch.inference_mode()
+    def live(self) -> Tensor:
+        """Mean number of living memories of a head, [layers, rows]."""
+        return self._engine.live.cpu()
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all memories, free room included."""
+        return self._engine.bytes_held
+
+    @property
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """Logits of every row's next token, [rows, V]."""
+        return self._engine.logits.clone()
+
+    # Copies
+
+    @torch.inference_mode()
+    def fork(self, rows: Sequence[int]) -> Stream:
+        """An independent stream with copies of these rows, in this order; a row may occur several times."""
+        for row in rows:
+            self._check_row(row)
+        if not rows:
+            raise ValueError("fork needs at least one row, got none")
+        other = Stream.__new__(Stream)
+        other.decoder, other.steady = self.decoder, self.steady
+        other._engine = self._engine.selected(torch.tensor(list(rows)))
+        other._active = [self._active[row] for row in rows]
+        other._flights = deque(
+            Flight(step.tokens[list(rows)]) for step in (flight.collect(self._active) for flight in self._flights)
+        )
+        other._generator = None
+        if self._generator is not None:
+            copy = torch.Generator(self._engine.device)
+            copy.set_state(self._generator[1].get_state())
+            other._generator = self._generator[0], copy
+        return other
+
+    @torch.inference_mode()
+    def save(self, path: str | Path) -> None:
+        """Write everything to one file, at once or not at all; `Stream.load` goes on from it."""
+        tensors, engine = self._engine.packed()
+        meta: dict[str, Any] = {"rows": self.rows, "active": self._active, "steady": self.steady, "engine": engine}
+        meta["flights"] = [flight.collect(self._active).tokens.tolist() for flight in self._flights]
+        if self._generator is not None:
+            meta["seed"] = self._generator[0]
+            tensors = tensors | {"generator": self._generator[1].get_state()}
+        write_saved(Path(path), self.decoder, tensors, meta)
+
+    @classmethod
+    def load(cls, decoder: Decoder, path: str | Path) -> Stream:
+        """The stream that `save` wrote, of the same model."""
+        tensors, meta = read_saved(Path(path), decoder)
+        stream = cls(decoder, meta["rows"])
+        with torch.inference_mode():
+            stream._engine.unpacked(tensors, meta["engine"])
+        stream._active = meta["active"]
+        stream._flights = deque(Flight(torch.tensor(tokens)) for tokens in meta["flights"])
+        if "seed" in meta:
+            stream._generator = meta["seed"], torch.Generator(stream._engine.device)
+            with contextlib.suppress(RuntimeError):  # of another kind of device: the draws begin anew
+                stream._generator[1].set_state(tensors["generator"])
+        return stream
+
+
+def _send_to_host(tokens: Tensor) -> Flight:
+    """Begin to copy tokens from a GPU, without waiting for it."""
+    host, event = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(tokens, non_blocking=True)
+    event.record()
+    return Flight(host, event)

@@ -1,0 +1,51 @@
+"""What a stream gives its caller, step by step, and tokens on their way from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NOTHING = -1
+"""In place of a token, for rows that are idle or were replaced while the step was under way."""
+
+
+class Events(NamedTuple):
+    """What happened in one layer in one step. Positions count the stream's tokens, as `Stream.position` does."""
+
+    born: Tensor
+    """Spans of the memories that the step's tokens became, [rows, heads]."""
+    died: list[tuple[int, int, int]]
+    """Row, head and position of birth of every memory that was alive for this step's query and is dead for the next."""
+
+
+class Step(NamedTuple):
+    """One token of each row."""
+
+    tokens: Tensor
+    """[rows] on the host; `NOTHING` (-1) for rows that are idle or were replaced meanwhile."""
+    events: list[Events] | None = None
+    """One entry for each layer that keeps slots, if asked for."""
+
+
+@dataclass
+class Flight:
+    """Tokens that the device was told to copy to the host; `collect` waits for them."""
+
+    tokens: Tensor
+    event: torch.cuda.Event | None = None
+    stale: set[int] = field(default_factory=set)
+    """Rows that were replaced since: their tokens belong to nobody."""
+    events: list[Events] | None = None
+
+    def collect(self, active: list[bool]) -> Step:
+        if self.event is not None:
+            self.event.synchronize()
+        tokens = self.tokens.clone()
+        if self.stale or not all(active):
+            for row, is_active in enumerate(active):
+                if row in self.stale or not is_active:
+                    tokens[row] = NOTHING
+        return Step(tokens, self.events)

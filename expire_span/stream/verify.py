@@ -1,0 +1,69 @@
+"""Whether deletion changes anything: a stream against one pass over everything, in which only the mask ends lives."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from expire_span.models import systems
+from expire_span.models.decoder import Decoder
+
+from .engines import SteadyEngine
+from .stream import Stream
+
+MOST_TOKENS = 4096
+
+
+class Verdict(NamedTuple):
+    tokens: int
+    difference: float
+    """The largest between the logits of the two."""
+    allowed: float
+    born: int
+    deleted: int
+    evicted: int
+    """Deleted by the cap while alive: each is a departure from exactness."""
+
+
+@torch.inference_mode()
+def verify(decoder: Decoder, text: bytes | None = None, tokens: int | None = None) -> Verdict:
+    """Stream bytes (random ones by default) one by one, with deletion, and compare with one undeleted pass."""
+    config = decoder.config
+    reaches = [systems.find(m.kind).reach(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)]
+    wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in reaches if r is not None], default=256))
+    drawn = torch.randint(config.vocab, (wanted,), generator=torch.Generator().manual_seed(0))
+    data = drawn if text is None else torch.tensor(list(text[:wanted]), dtype=torch.int64)
+    if len(data) < 2:
+        raise ValueError(f"verifying needs at least 2 tokens, got {len(data)}")
+    device = decoder.embed.weight.device
+    data = data.to(device)
+    stream, found = Stream(decoder, 1), []
+    stream.read([data[:1]])
+    engine: Any = stream._engine
+    for token in data[1:]:
+        found.append(stream.logits[0])
+        engine.tokens.copy_(token)
+        engine.advance(None)
+    found.append(stream.logits[0])
+    whole = decoder(data[None], decoder.initial_state(1, "nothing"))[0][0]
+    difference = float((torch.stack(found) - whole.float()).abs().max())
+    largest = float(whole.abs().max())
+    exact = (
+        1e-5
+        if whole.dtype == torch.float32 and device.type == "cpu"
+        else 1e-2
+        if whole.dtype != torch.float32
+        else 1e-4
+    )
+    return Verdict(len(data), difference, exact * max(1.0, largest), *_count(engine, len(data)))
+
+
+def _count(engine: Any, tokens: int) -> tuple[int, int, int]:
+    """Memories of all layers and heads that were born, deleted, and evicted alive."""
+    if not isinstance(engine, SteadyEngine):
+        return 0, 0, 0
+    slots = [layer.slots for layer in engine.stepper.slot_layers]
+    born = sum(tokens * s.heads for s in slots)
+    living = sum(int(s.live(engine.clock.column).sum()) for s in slots)
+    return born, born - living, sum(int(s.evicted.sum()) for s in slots)

@@ -1,0 +1,145 @@
+"""The fused decoding step equals the plain one: outputs, and what it leaves in the slots. On a GPU, else interpreted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from expire_span.config import DecoderConfig, ExpireSpanConfig
+from expire_span.models.decoder import Decoder
+from expire_span.models.stepping import SlotStep, Stepper
+from expire_span.models.systems.expire_span import HeadReach
+from expire_span.store.slots import FRESH
+from expire_span.stream import Stream
+
+from .stream_cases import CASES, build
+from .triton_interpreter import DEVICE, ON_GPU, slots
+
+LEAST = 1e-5 if not ON_GPU else 5e-5
+"""Sums of some hundred float32 products in another order."""
+
+
+@pytest.fixture(autouse=True)
+def interpret(monkeypatch):
+    if not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def advance(decoder: Decoder, rows: int, steps: int) -> Stepper:
+    stepper = Stepper(decoder, rows)
+    tokens = torch.randint(256, (steps, rows), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    clock = stepper.clock
+    for token in tokens:
+        if clock.column == FRESH:
+            for layer in stepper.slot_layers:
+                layer.make_room(layer.most)
+            stepper.compact()
+            clock.epoch, clock.column = clock.epoch + FRESH, 0
+            for layer in stepper.slot_layers:
+                layer.note_counts(layer.slots.counts)
+        stepper.logits(token)
+        clock.column += 1
+    clock.on_device.fill_(clock.column)
+    return stepper
+
+
+def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
+    r, shared = layer.rules, dict(group=layer.group, fresh=FRESH, scale=layer.scale, qk_norm=layer.normed)
+    weight = layer.weight[: (layer.heads + 2 * layer.kv_heads) * layer.head_dim]
+    angles = (layer.clock.cos, layer.clock.sin) if layer.turned else None
+    return slots.triton_step(
+        h @ weight.T, h, slots.SpanRule(*layer.form), slots.Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp,
+        angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps,
+        splits=splits, **shared,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, splits", [*zip(CASES, [1, 3] * 4), ("layer spans", 3), ("paper preset", 3)])
+@torch.inference_mode()
+def test_the_fused_step_equals_the_plain_one(name, splits):
+    stepper = advance(build(name).to(DEVICE), 2, FRESH + 40)
+    layer = stepper.slot_layers[0]
+    h = torch.randn(2, layer.mixer.shape.dim, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+    before = {k: x.clone() for k, x in layer.slots.tensors().items()}
+    wanted = layer._plain_step(h)
+    after = {k: x.clone() for k, x in layer.slots.tensors().items()}
+    for key, x in layer.slots.tensors().items():
+        x.copy_(before[key])
+    found = fused(layer, h, splits)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=LEAST)
+    for key, x in layer.slots.tensors().items():
+        torch.testing.assert_close(x, after[key], rtol=1e-5, atol=LEAST, msg=f"{name} {key}")
+    assert not torch.equal(after["k"], before["k"])
+
+
+@torch.inference_mode()
+def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
+    """Heads of unequal capacity, growth, compaction, a row that comes later: all that a GPU does, but for recording it."""
+    monkeypatch.setattr("expire_span.models.stepping.slot_kernel_serves", lambda impl, like: True)
+    monkeypatch.setattr(slots, "MOST_SPLITS", 1)  # the interpreter takes its time for each
+    reach = HeadReach(learned=True, own_heads=1, spread=16.0)
+    mixer = ExpireSpanConfig(max_span=400, ramp=6, initial_span=0.2, span_per="kv_head", reach=reach)
+    decoder = build(DecoderConfig.modern(dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)).to(DEVICE)
+    tokens = torch.randint(256, (2, 161), device=DEVICE)
+    stream, found = Stream(decoder, 2), []
+    engine = stream._engine
+    engine.clock.set(0, FRESH - 4)
+    stream.read([tokens[0, :150], tokens[0, :9]])
+    for n, token in enumerate(tokens[:, 150:].unbind(1)):
+        if n == 2:
+            stream.replace(1, tokens[1, : 150 + n])
+        engine.tokens.copy_(token)
+        engine.advance(None)
+        found.append(stream.logits)
+    (layer,) = engine.stepper.slot_layers
+    assert layer.fused and not layer.slots.uniform and engine.clock.epoch == FRESH
+    wanted, logits = decoder(tokens)[0], torch.stack(found, 1)
+    torch.testing.assert_close(logits[0], wanted[0, 150:], rtol=0, atol=LEAST)
+    torch.testing.assert_close(logits[1, 2:], wanted[1, 152:], rtol=0, atol=LEAST)
+
+
+def test_squared_relu():
+    x = torch.randn(3, 700, device=DEVICE)
+    wanted = x.relu().square()
+    torch.testing.assert_close(slots.square_relu_(x), wanted)
+
+
+CODE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from expire_span.ops.triton import slots
+
+POINTERS = {"counts": "i32", "bounds": "i32", "column": "i32"}
+POINTERS |= dict.fromkeys("weight bias low room cos sin pos edge parts peaks totals".split(), "fp32")
+FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps")
+SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024)
+MODERN = dict(QK_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
+PAPER = dict(QK_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
+
+def compile(kernel, fixed, dtype):
+    pointers = POINTERS | dict.fromkeys("proj hidden relative k v y x".split(), dtype)
+    names = kernel.arg_names
+    given = {n: fixed[n] for n in names if n in fixed}
+    types = {n: "*" + pointers[n] if n in pointers else "fp32" if n in FLOATS else "i32" for n in names}
+    types |= dict.fromkeys(given, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in pointers}
+    source = ASTSource(fn=kernel, signature=types, constexprs={(names.index(n),): x for n, x in given.items()}, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
+    assert made.asm["cubin"] and made.metadata.shared < 227 * 1024, made.metadata.shared
+
+for kernel in (slots._step, slots._join_splits, slots._square_relu):
+    compile(kernel, SIZES | MODERN, "bf16")
+compile(slots._step, SIZES | PAPER, "fp32")
+print("compiled")
+"""
+
+
+def test_the_kernels_compile_for_compute_capability_9():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
+    assert out.stdout.startswith("compiled"), out.stderr[-3000:]

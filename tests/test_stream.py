@@ -1,0 +1,245 @@
+"""Streams: exact, endless, bounded; rows come, go, are copied and saved, and bad input is named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from expire_span.config import DecoderConfig
+from expire_span.errors import StorageError
+from expire_span.models.decoder import Decoder
+from expire_span.models.systems import SYSTEMS
+from expire_span.store.slots import FRESH
+from expire_span.stream import Sampling, Stream
+from tests.stream_cases import CASES, SHAPE, build, without_initial
+
+GREEDY = Sampling(temperature=0)
+EXACT = 1e-5
+STEADY = {"expire_span", "transformer_xl", "adaptive_span", "sliding_window", "linear", "performer"}
+STEADY |= {"gru", "gru_torch", "lstm", "tanh_rnn"}
+
+
+def drive(stream: Stream, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits after each of the tokens [B, T], which are given instead of drawn: [B, T, V]."""
+    found = []
+    with torch.inference_mode():
+        for token in tokens.unbind(1):
+            stream._engine.tokens.copy_(token)
+            stream._engine.advance(None)
+            found.append(stream.logits)
+    return torch.stack(found, 1)
+
+
+def undeleted(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole sequence in one pass, where nothing is deleted: the mask alone ends lives."""
+    with torch.inference_mode():
+        return decoder(tokens, decoder.initial_state(len(tokens), "hidden"))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_equals_undeleted_and_the_plain_path(name):
+    decoder = build(name)
+    tokens = torch.randint(256, (2, 2 * FRESH + 90))
+    first, last = 50, 2 * FRESH + 70
+    stream = Stream(decoder, rows=2)
+    stream.read(list(tokens[:, :first]))
+    found = drive(stream, tokens[:, first:])
+    if name != "cap":  # a cap departs from exactness, and counts how often
+        torch.testing.assert_close(found, undeleted(decoder, tokens)[:, first:], rtol=0, atol=EXACT)
+        first_plain = last
+    else:
+        assert any(int(layer.slots.evicted.sum()) for layer in stream._engine.stepper.slot_layers)
+        first_plain = first
+    torch.testing.assert_close(
+        found[:, first_plain - first :], plain_path(decoder, tokens, first_plain), rtol=0, atol=EXACT
+    )
+    assert (found - found.mean(1, keepdim=True)).abs().max() > 0.05  # the outputs do depend on the tokens
+
+
+def plain_path(decoder: Decoder, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    """Logits of single tokens through the decoder itself, after a block of the `first` ones."""
+    plain = []
+    with torch.inference_mode():
+        _, state, _ = decoder(tokens[:, :first])
+        for token in tokens[:, first:].unbind(1):
+            logits, state, _ = decoder(token[:, None], state)
+            plain.append(logits[:, -1])
+    return torch.stack(plain, 1)
+
+
+def test_many_memories_die(name: str = "spans per head"):
+    """The case above would be empty if all memories lived on."""
+    stream = Stream(build(name), rows=1)
+    stream.read([torch.randint(256, (300,))])
+    assert (stream.live < 60).all() and (stream.live > 2).all()
+
+
+@pytest.mark.parametrize("kind", sorted(SYSTEMS))
+def test_every_memory_system_streams_as_its_decoder_does(kind):
+    system = SYSTEMS[kind]
+    decoder = build(DecoderConfig.modern(**SHAPE, mixer=system.settings(**system.example)))
+    assert Stream(decoder, 1).steady == (kind in STEADY)
+    prompts = [torch.randint(256, (n,)) for n in (13, 9, 13)]
+    stream = Stream(decoder, rows=3)
+    stream.read(prompts)
+    texts = torch.stack([step.tokens for step in stream.generate(GREEDY, 20)], 1)
+    for prompt, text in zip(prompts, texts):
+        state, token, expected = None, prompt[None], []
+        with torch.inference_mode():
+            for _ in range(20):
+                logits, state, _ = decoder(token, state)
+                token = logits[:, -1:].argmax(-1)
+                expected.append(int(token))
+        assert text.tolist() == expected
+
+
+def test_memory_is_bounded_and_positions_stay_small():
+    stream = Stream(build("learned reach"), rows=2)
+    stream.read([b"a", b"bcd"])
+    held = []
+    for _ in itertools.islice(stream.generate(Sampling(seed=1)), 8 * FRESH):
+        held.append(stream.bytes_held)
+    assert max(held[3 * FRESH :]) <= max(held[: 3 * FRESH])
+    assert all(layer.slots.pos.abs().max() < 100 + 2 * FRESH for layer in stream._engine.stepper.slot_layers)
+
+
+def test_a_stream_far_from_its_start_is_as_exact():
+    """Ten million steps on, positions are re-based and angles are exact: the outputs are those of a young stream."""
+    decoder = build("learned reach")
+    tokens = torch.randint(256, (1, 200))
+    young, old = Stream(decoder, 1), Stream(decoder, 1)
+    for stream, epoch in ((young, 0), (old, 10_000_000 // FRESH * FRESH)):
+        with torch.inference_mode():
+            stream._engine.clock.set(epoch, 0)
+        stream.read([tokens[0, :40]])
+    torch.testing.assert_close(drive(young, tokens[:, 40:]), drive(old, tokens[:, 40:]), rtol=0, atol=EXACT)
+
+
+def texts_of(stream: Stream, count: int, sampling: Sampling = GREEDY) -> list[list[int]]:
+    return torch.stack([step.tokens for step in stream.generate(sampling, count)], 1).tolist()
+
+
+def test_rows_are_replaced_while_others_go_on():
+    decoder = build("spans per head")
+    alone = Stream(decoder, 1)
+    alone.read([b"second"])
+    wanted = texts_of(alone, 30)[0]
+    stream = Stream(decoder, 2)
+    stream.read([b"first prompt", b"gone soon"])
+    undisturbed = Stream(decoder, 2)
+    undisturbed.read([b"first prompt", b"gone soon"])
+    texts_of(stream, FRESH + 7)
+    stream.replace(1, b"second")
+    after = texts_of(stream, 30)
+    assert after[1] == wanted and after[0] == texts_of(undisturbed, FRESH + 37)[0][FRESH + 7 :]
+
+
+def test_idle_rows_write_nothing():
+    stream = Stream(build("cap"), 3)
+    stream.read([b"only one"])
+    assert [row[0] >= 0 for row in texts_of(stream, 1)] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["learned reach", "plain"])
+def test_forks_are_independent_and_saved_streams_go_on(name, tmp_path):
+    config = CASES[name] if name in CASES else DecoderConfig.modern(**SHAPE, mixer=SYSTEMS["full"].settings())
+    decoder, sampling = build(config), Sampling(seed=5)
+    stream = Stream(decoder, 2)
+    stream.read([b"one", b"another"])
+    texts_of(stream, 20, sampling)
+    fork = stream.fork([1, 1, 0])
+    stream.save(tmp_path / "stream.safetensors")
+    wanted = texts_of(stream, FRESH + 20, sampling)
+    saved = Stream.load(decoder, tmp_path / "stream.safetensors")
+    assert texts_of(saved, FRESH + 20, sampling) == wanted
+    texts = texts_of(fork, 30)
+    assert texts[0] == texts[1] and texts[0] != texts[2]
+    assert saved.position == stream.position == 20 + FRESH + 20
+
+
+def test_breaking_off_loses_nothing():
+    decoder, sampling = build("layer spans"), Sampling(seed=2)
+    streams = [Stream(decoder, 1) for _ in range(2)]
+    for stream in streams:
+        stream.read([b"text"])
+    pieces = []
+    for _ in range(5):
+        for step in stream.generate(sampling):
+            pieces.append(int(step.tokens))
+            if len(pieces) % 6 == 0:
+                break
+    assert pieces == texts_of(streams[0], 30, sampling)[0]
+
+
+@pytest.mark.parametrize("name", ["spans per head", "cap"])
+def test_events_tell_who_was_born_and_who_died(name):
+    stream = Stream(build(name), 2)
+    stream.read([b"a", b"b"])
+    living = [{(r, h, -1) for r in range(2) for h in range(4)} for _ in range(2)]
+    for n, step in enumerate(stream.generate(Sampling(), FRESH + 30, events=True)):
+        assert step.events is not None
+        for layer, (happened, alive) in enumerate(zip(step.events, living)):
+            assert happened.born.shape == (2, 4)
+            alive |= {(r, h, n) for r in range(2) for h in range(4)}
+            assert set(happened.died) <= alive
+            alive -= set(happened.died)
+            slots = stream._engine.stepper.slot_layers[layer].slots
+            assert int(slots.live(stream._engine.clock.column).sum()) == len(alive)
+
+
+def refuse(says: str, call: Callable[[], object], kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(kind, match=says) as found:
+        call()
+    assert "\n" not in str(found.value)
+
+
+def test_bad_input_is_named(tmp_path):
+    decoder = build("layer spans")
+    stream = Stream(decoder, 2)
+    refuse("read no prompt yet", lambda: stream.generate())
+    refuse("0..255, the model's vocabulary, got 256 in the prompt of row 1", lambda: stream.read([[1], [3, 256]]))
+    refuse("got -1 in the prompt of row 0", lambda: stream.read([[-1]]))
+    refuse("at least one token", lambda: stream.read([b""]))
+    refuse("integers, got torch.float32", lambda: stream.read([torch.ones(3)]))
+    refuse("1 to 2 prompts, one for each row, got 3", lambda: stream.read([b"a"] * 3))
+    refuse("row must lie in 0..1, got 2", lambda: stream.replace(2, b"x"))
+    refuse("max_tokens must be 0 or more, got -1", lambda: stream.generate(max_tokens=-1))
+    refuse("rows must be at least 1, got 0", lambda: Stream(decoder, 0))
+    refuse(r"take at most \d+ rows", lambda: Stream(decoder, 10**12))
+    stream.read([b"a", b"b"])
+    stream.save(tmp_path / "mine")
+    refuse("saved by another model", lambda: Stream.load(build("layer spans", seed=1), tmp_path / "mine"))
+    (tmp_path / "text").write_text("nothing")
+    refuse("not a saved stream", lambda: Stream.load(decoder, tmp_path / "text"))
+    refuse("not a saved stream that can be read: ", lambda: Stream.load(decoder, tmp_path / "absent"))
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    stream = Stream(build("layer spans"), 1)
+    stream.read([b"a"])
+    path = tmp_path / "stream"
+    stream.save(path)
+    before = path.read_bytes()
+    texts_of(stream, 3)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("expire_span.files.write_synced", full)
+    refuse("the disk is full; it goes on in memory", lambda: stream.save(path), StorageError)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["stream"]
+    assert len(texts_of(stream, 3)[0]) == 3
+
+
+def test_short_prompts_of_different_lengths_are_read_step_by_step():
+    """What a GPU does with them, on any device."""
+    decoder = build(without_initial(CASES["paper preset"]))
+    prompts = [torch.randint(256, (n,)) for n in (70, 5, 31)]
+    streams = [Stream(decoder, 3) for _ in range(2)]
+    streams[0].read(prompts)
+    with torch.inference_mode():
+        streams[1]._engine.read_in_step(dict(enumerate(prompts)))
+    torch.testing.assert_close(streams[0].logits, streams[1].logits, rtol=0, atol=EXACT)

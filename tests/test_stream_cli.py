@@ -1,0 +1,87 @@
+"""The verbs that stream: generate, eval --file, verify."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from expire_span.checkpoint import load_decoder
+from expire_span.cli.generate import Generate, _read_prompt
+from expire_span.stream.scoring import score_bytes
+from expire_span.stream.verify import verify
+from tests.stream_cases import build
+from tests.test_cli import call, check_refused, options
+from tests.tiny import spawn
+
+__all__ = ["call", "options"]  # fixtures
+
+
+@pytest.fixture
+def run(call, options, tmp_path):
+    assert call("train", "text_small", "--name", "a", *options)[0] == 0
+    return tmp_path / "runs/a"
+
+
+def test_files_are_scored_in_bounded_memory_and_deletion_is_verified(call, run, tmp_path):
+    (tmp_path / "t.bin").write_bytes(bytes(range(256)) * 12)
+    code, out, _ = call("eval", "a", "--file", "t.bin")
+    found = json.loads(out)
+    assert code == 0 and found["bytes"] == 256 * 12 and len(found["live"]) == 2
+    tokens = torch.tensor(list(range(256)) * 12)[None]
+    with torch.inference_mode():
+        decoder = load_decoder(run)
+        loss = F.cross_entropy(decoder(tokens[:, :-1])[0][0], tokens[0, 1:])
+    assert found["bits_per_byte"] == pytest.approx(loss.item() / math.log(2), rel=1e-4)
+    assert found["most_bytes_held"] < 256 * 12 * 2 * 16 * 4 * 2  # less than all keys and values
+    check_refused(call("eval", "a", "--file", "absent"), "absent")
+    (tmp_path / "one").write_bytes(b"x")
+    check_refused(call("eval", "a", "--file", "one"), "at least 2 bytes, got 1")
+    code, out, err = call("verify", "a", "--tokens", "150")
+    assert code == 0 and "exact to rounding" in out and "memories were deleted" in out, out + err
+    check_refused(call("verify", "a", "--tokens", "1"), "--tokens must be at least 2, got 1")
+    assert _read_prompt(Generate("a", file=tmp_path / "t.bin")) == bytes(range(256)) * 12
+    check_refused(call("generate", "a", "--file", "t.bin", "--prompt", "x"), "give --prompt or --file")
+
+
+def test_an_endless_stream_is_fed_from_stdin_and_ends_cleanly(run):
+    process = spawn("generate", str(run), "--prompt", "-", "--max-tokens", "None", text=False, stdin=-1)
+    process.stdin.write(b"from a pipe")
+    process.stdin.close()
+    begun = process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.stdout.read(), process.stderr.read()
+    assert process.wait() == 0 and begun.startswith(b"from a pipe") and rest.endswith(b"\n"), err
+    assert err == b""
+
+
+def test_verify_finds_what_is_wrong(monkeypatch):
+    decoder = build("spans per head")
+    right = verify(decoder, tokens=150)
+    assert right.difference <= right.allowed and right.deleted > 100 and right.evicted == 0
+    assert verify(build("cap"), tokens=150).evicted > 0
+    from expire_span.models import stepping
+
+    plain = stepping.SlotStep._plain_step
+
+    def forgets_too_soon(self, h):
+        self.slots.edge -= 0.5
+        return plain(self, h)
+
+    monkeypatch.setattr(stepping.SlotStep, "_plain_step", forgets_too_soon)
+    wrong = verify(decoder, tokens=150)
+    assert wrong.difference > wrong.allowed
+
+
+def test_scores_do_not_depend_on_where_blocks_end(monkeypatch):
+    decoder, text = build("layer spans"), bytes(range(200))
+    whole = score_bytes(decoder, io.BytesIO(text))
+    monkeypatch.setattr("expire_span.stream.scoring.PROMPT_BLOCK", 7)
+    pieces = score_bytes(decoder, io.BytesIO(text))
+    assert pieces["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
+    assert pieces["live"] == pytest.approx(whole["live"], rel=1e-4)
