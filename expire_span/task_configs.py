@@ -119,7 +119,192 @@ class WordsTask:
             require(0 < getattr(self, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(self, name)}")
 
 
-TaskConfig = TextTask | RecallTask | EntrancesTask | WordsTask
+@dataclass(frozen=True)
+class CopyTask:
+    """A few A tokens, a long stretch of filler, then: how many A tokens were there?"""
+
+    kind: Literal["copy"] = "copy"
+    min_length: int = 32
+    """Shortest training episode, in tokens; every doubling of the length up to max_length is equally frequent."""
+    max_length: int = 2048
+    """Tokens of every validation and test episode, and of the longest training episode (T)."""
+    growth: int = 0
+    """Training episodes after which the longest length doubles, starting from twice min_length; 0 has all from the start."""
+    max_count: int = 8
+    """Most A tokens; their number is uniform from 1 to this."""
+    fillers: int = 8
+    """Number of kinds of filler tokens."""
+
+    def __post_init__(self) -> None:
+        require(self.max_count >= 2, f"max_count must be at least 2, got {self.max_count}")
+        require(self.fillers >= 1, f"fillers must be at least 1, got {self.fillers}")
+        require(self.growth >= 0, f"growth must be 0 or more, got {self.growth}")
+        least = self.max_count + 2
+        require(
+            self.min_length >= least,
+            f"min_length must hold the start, {self.max_count} A tokens and the question, {least}, got {self.min_length}",
+        )
+        require(
+            self.max_length >= self.min_length,
+            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
+        )
+
+    @property
+    def farthest(self) -> int:
+        """The most steps back that an answer hangs on: from the question to the first token."""
+        return self.max_length - 1
+
+
+@dataclass(frozen=True)
+class CollisionTask:
+    """Two coloured particles move on a grid: in which quadrant did two colours last collide?"""
+
+    kind: Literal["collision"] = "collision"
+    path: str = ""
+    """Folder with saved simulations (expire-span data collision); empty simulates endlessly while training."""
+    size: int = 16
+    """Side of the grid, in cells."""
+    colours: int = 5
+    """Number of colours; collisions are kept for each ordered pair of them."""
+    colour_prob: float = 0.05
+    """Chance a frame that a particle draws a new colour."""
+    latest_prob: float = 0.4
+    """Chance that a question is about the latest collision's pair; else both colours are uniform."""
+    speed: float = 0.5
+    """Standard deviation of a velocity, in cells a frame and axis."""
+    eval_frames: int = 100_000
+    """Frames of the validation and of the test split, over all rows."""
+
+    def __post_init__(self) -> None:
+        require(self.size >= 2, f"size must be at least 2, got {self.size}")
+        require(1 <= self.colours <= 64, f"colours must lie in 1..64, got {self.colours}")
+        for name in ("colour_prob", "latest_prob"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        limit = self.size / 4  # faster particles could hardly be kept inside the grid
+        require(0 < self.speed <= limit, f"speed must lie in (0, size / 4 = {limit:g}], got {self.speed}")
+        require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")
+
+
+def _check_view(view: int) -> None:
+    require(view in (3, 5, 7), f"view must be 3, 5 or 7, got {view}")
+
+
+@dataclass(frozen=True)
+class CorridorTask:
+    """A coloured cue, a long corridor with coloured distractions, and coloured doors at its end: which one is right?"""
+
+    kind: Literal["corridor"] = "corridor"
+    min_length: int = 3
+    """Shortest corridor, in cells."""
+    max_length: int = 60
+    """Longest corridor, in cells."""
+    colours: int = 2
+    """Number of colours and of doors (K)."""
+    niche_prob: float = 0.3
+    """Chance that a wall cell holds a coloured box, which means nothing."""
+    shuffled: bool = False
+    """Whether the doors' places are drawn anew for every episode; otherwise each colour has its own."""
+    passive: bool = False
+    """Whether the agent is carried along by itself, so that only the choice of a door is its own."""
+    recue_prob: float = 0.0
+    """Chance of a second cue half-way, which replaces the first."""
+    view: int = 5
+    """Side of the square of cells that the agent sees: 3, 5 or 7."""
+
+    def __post_init__(self) -> None:
+        require(
+            2 <= self.colours <= 5, f"colours must lie in 2..5, since five have an id of their own, got {self.colours}"
+        )
+        least = (self.colours + 1) // 2 + 1
+        require(
+            self.min_length >= least,
+            f"min_length must be at least {least} to hold the cue and {self.colours} doors, got {self.min_length}",
+        )
+        require(
+            self.max_length >= self.min_length,
+            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
+        )
+        for name in ("niche_prob", "recue_prob"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _check_view(self.view)
+
+    @property
+    def farthest(self) -> int:
+        """The most steps back that a choice hangs on: from the last cell to the cue."""
+        return self.max_length - 1
+
+
+@dataclass(frozen=True)
+class PortalTask:
+    """A chain of rooms with two coloured doors each: one leads on, the other back to the first room."""
+
+    kind: Literal["portal"] = "portal"
+    rooms: int = 8
+    """Number of rooms (N)."""
+    width: int = 3
+    """Cells from one side of a room to the other; odd."""
+    marked: bool = True
+    """Whether each room shows a marker of its own."""
+    laps: int = 1
+    """How often the chain must be passed; the right doors stay the same."""
+    max_steps: int = 300
+    """Steps after which an episode is cut off."""
+    view: int = 5
+    """Side of the square of cells that the agent sees: 3, 5 or 7."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.rooms <= 60, f"rooms must lie in 1..60, since sixty markers have an id, got {self.rooms}")
+        require(self.width >= 3 and self.width % 2 == 1, f"width must be odd and at least 3, got {self.width}")
+        for name in ("laps", "max_steps"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _check_view(self.view)
+
+    @property
+    def steps_per_room(self) -> int:
+        """Steps from a room's entrance through one of its doors."""
+        return self.width // 2 + 2
+
+
+@dataclass(frozen=True)
+class InstructionTask:
+    """Instructions scattered in long talk: at the right place, do what was asked, unless it was cancelled or replaced."""
+
+    kind: Literal["instruction"] = "instruction"
+    instructions: int = 3
+    """How many instructions are given, each for a place of its own (M)."""
+    talk: int = 200
+    """Steps of talk; all but the instructions and their changes is distraction."""
+    size: int = 3
+    """Places lie in a square of this side."""
+    cancel_prob: float = 0.2
+    """Chance that an instruction is cancelled later; the first one never is."""
+    replace_prob: float = 0.2
+    """Chance that another act is asked for later, at the same place."""
+    pairs: Literal["seen", "held_out", "all"] = "seen"
+    """Which combinations of verb and object occur; a quarter is held out for evaluation."""
+    view: int = 3
+    """Side of the square of places that the agent sees: 3, 5 or 7."""
+
+    def __post_init__(self) -> None:
+        require(2 <= self.size <= 4, f"size must lie in 2..4, since sixteen places have a name, got {self.size}")
+        places = self.size**2
+        require(
+            1 <= self.instructions <= places,
+            f"instructions must lie in 1..{places}, the number of places, got {self.instructions}",
+        )
+        least = 2 * self.instructions
+        require(
+            self.talk >= least,
+            f"talk must have at least {least} steps for {self.instructions} instructions and their changes, got {self.talk}",
+        )
+        for name in ("cancel_prob", "replace_prob"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        both = self.cancel_prob + self.replace_prob
+        require(both <= 1, f"cancel_prob + replace_prob must be at most 1, got {both:g}")
+        _check_view(self.view)
+
+
+TaskConfig = TextTask | RecallTask | EntrancesTask | WordsTask | CopyTask | CorridorTask | PortalTask | InstructionTask | CollisionTask
 """Any task's config; each has a literal `kind`."""
 OUTSIDE_TASKS: dict[str, type] = {}
 """Config classes that users registered from outside the package, by kind (see expire_span.tasks.registry)."""

@@ -50,7 +50,7 @@ class WholeEpisodes:
         return self
 
     def __next__(self) -> Batch:
-        numbers = self._numbers(self.place)
+        numbers = self.numbers_at(self.place)
         if not len(numbers):
             raise StopIteration
         self.place += 1
@@ -59,7 +59,7 @@ class WholeEpisodes:
         steps = np.broadcast_to(np.arange(width), numbers.shape)
         return self.episodes.batch(numbers, steps, np.ones(len(numbers), bool))
 
-    def _numbers(self, place: int) -> np.ndarray:
+    def numbers_at(self, place: int) -> np.ndarray:
         """Episodes of one batch: each group of batches is sorted by length, and its batches come in a drawn order."""
         group, turn = divmod(place, GROUP)
         numbers = np.arange(group * GROUP * self.size, (group + 1) * GROUP * self.size)
@@ -78,6 +78,40 @@ class WholeEpisodes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+class BlockedEpisodes:
+    """Episodes too long for one block: a batch of them is read block by block, and only its first block is fresh.
+
+    The batches are those of `WholeEpisodes`; rows that end before the longest are padded.
+    """
+
+    def __init__(self, episodes: EpisodeSource, *, batch: int, block: int) -> None:
+        self.whole, self.block, self.offset = WholeEpisodes(episodes, batch=batch, block=block), block, 0
+
+    def __iter__(self) -> BlockedEpisodes:
+        return self
+
+    def __next__(self) -> Batch:
+        episodes = self.whole.episodes
+        numbers = self.whole.numbers_at(self.whole.place)
+        if not len(numbers):
+            raise StopIteration
+        longest = int(episodes.widths(numbers).max())
+        steps = np.arange(self.offset, min(self.offset + self.block, longest))
+        places = np.broadcast_to(numbers[:, None], (len(numbers), len(steps)))
+        out = episodes.batch(places, np.broadcast_to(steps, places.shape), np.full(len(numbers), self.offset == 0))
+        self.offset += len(steps)
+        if self.offset >= longest:
+            self.offset, self.whole.place = 0, self.whole.place + 1
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.whole.state_dict(), "offset": self.offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.whole.load_state_dict(state)
+        self.offset = state["offset"]
 
 
 class PackedEpisodes:

@@ -15,6 +15,11 @@ TASKS: dict[str, tuple[str, str]] = {
     "recall": ("recall", "Recall"),
     "entrances": ("entrances", "Entrances"),
     "words": ("words", "Words"),
+    "collision": ("collision", "Collision"),
+    "copy": ("copying", "Copy"),
+    "corridor": ("twins", "CorridorTwin"),
+    "portal": ("twins", "PortalTwin"),
+    "instruction": ("twins", "InstructionTwin"),
 }
 """Module of this folder and class for each kind; a module is imported when its task is first built."""
 _outside: dict[str, Callable[[Any], Task]] = {}

@@ -1,0 +1,270 @@
+"""Object collision: two coloured particles move on a grid; where did colours A and B last collide?
+
+Re-implemented from the published description. Each frame is eight tokens: row, column and colour of both particles, then the two
+colours of the question; the target at the eighth token is the quadrant of that pair's latest collision, and questions about
+pairs that have never collided are not scored. Most answers lie thousands of tokens back, while nearly every frame is worthless.
+
+Every draw is a hash of (seed, split, row, frame, purpose). All rows are simulated side by side, many frames at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expire_span.task_configs import CollisionTask
+
+from .contract import Batch, Score, Split, TaskSample, sample_stretch
+from .episodes import below, chance, key_of, mix
+from .text import check_rows
+
+FRAME = 8
+"""Tokens of a frame."""
+QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
+START, SPEED, COLOUR, ASK = range(4)
+"""Purposes of draws."""
+
+
+@dataclass
+class Frames:
+    """Frames of every row, time first."""
+
+    cells: np.ndarray
+    """[F, B, 2, 2]: row and column of both particles."""
+    colours: np.ndarray
+    """[F, B, 2]."""
+    asked: np.ndarray
+    """[F, B, 2]: colours of the question."""
+    label: np.ndarray
+    """[F, B]: 0 where the pair has never collided, else 1 + the quadrant of its latest collision."""
+    age: np.ndarray
+    """[F, B]: frames since that collision; -1 where there was none."""
+
+
+class Simulation:
+    """Independent simulations, one a row, that go on for ever."""
+
+    def __init__(self, config: CollisionTask, rows: int, *, key: np.ndarray) -> None:
+        self.config, self.rows = config, rows
+        self.keys = mix(key + np.arange(rows, dtype=np.uint64))  # [B]
+        self.frame = 0
+        pairs = config.colours**2
+        draws = self._draws(START, np.arange(4)).astype(np.uint64)  # [B, 4]
+        self.position = (_unit(draws) * (config.size - 1)).reshape(rows, 2, 2)
+        self.velocity = np.full((rows, 2, 2), np.inf)  # the first move draws it
+        self.colour = below(self._draws(COLOUR, np.arange(2)), config.colours)  # [B, 2]
+        self.cell = np.zeros((rows, pairs), np.int64)  # quadrant of each pair's latest collision
+        self.when = np.full((rows, pairs), -1)  # and its frame
+        self.latest = np.full(rows, -1)  # the pair that collided last
+
+    def run(self, frames: int) -> Frames:
+        """Simulate the next frames."""
+        at = np.arange(self.frame + 1, self.frame + 1 + frames)
+        positions = np.stack([self._move(int(frame)) for frame in at])
+        cells = np.rint(positions).astype(np.int64)
+        colours = self._colours(at)
+        out = self._ask(at, cells, colours)
+        self.frame += frames
+        return out
+
+    def _move(self, frame: int) -> np.ndarray:
+        """One step of every particle; a velocity that would leave the field is drawn anew until it does not."""
+        high = self.config.size - 1
+        moved = self.position + self.velocity
+        outside = ((moved <= 0) | (moved >= high)).any(-1)  # [B, 2]
+        attempt = 0
+        while outside.any():
+            row, particle = np.nonzero(outside)
+            self.velocity[row, particle] = self._speeds(row, particle, frame, attempt)
+            moved[row, particle] = self.position[row, particle] + self.velocity[row, particle]
+            again = moved[row, particle]
+            outside[row, particle] = ((again <= 0) | (again >= high)).any(-1)
+            attempt += 1
+        self.position = moved
+        return moved
+
+    def _speeds(self, row: np.ndarray, particle: np.ndarray, frame: int, attempt: int) -> np.ndarray:
+        """Normal velocities [n, 2] by the Box-Muller transform."""
+        place = np.uint64(frame * 2) + particle.astype(np.uint64)
+        first = mix(mix(mix(self.keys[row] + np.uint64(SPEED)) + place) + np.uint64(2 * attempt))
+        radius = np.sqrt(-2 * np.log1p(-_unit(first))) * self.config.speed
+        angle = 2 * np.pi * _unit(mix(first + np.uint64(1)))
+        return np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1)
+
+    def _colours(self, at: np.ndarray) -> np.ndarray:
+        """Colours of all frames [F, B, 2]: each particle draws a new one with a small chance, else keeps its own."""
+        places = (at[:, None] * 2 + np.arange(2)).reshape(-1)
+        draws = self._draws(COLOUR, places).reshape(self.rows, len(at), 2).swapaxes(0, 1)
+        new = chance(draws, self.config.colour_prob)
+        fresh = below(draws << np.uint64(32), self.config.colours)
+        index = np.where(new, np.arange(len(at))[:, None, None], -1)
+        last = np.maximum.accumulate(index, 0)
+        held = np.take_along_axis(fresh, np.maximum(last, 0), 0)
+        out = np.where(last >= 0, held, self.colour)
+        self.colour = out[-1]
+        return out
+
+    def _ask(self, at: np.ndarray, cells: np.ndarray, colours: np.ndarray) -> Frames:
+        """Note the collisions of every frame, then ask."""
+        config, rows = self.config, np.arange(self.rows)
+        met = (cells[:, :, 0] == cells[:, :, 1]).all(-1)  # [F, B]
+        middle = config.size // 2
+        quadrant = 2 * (cells[:, :, 0, 0] >= middle) + (cells[:, :, 0, 1] >= middle)
+        pair = colours[..., 0] * config.colours + colours[..., 1]
+        draws = self._draws(ASK, at).T  # [F, B]
+        uniform = below(draws << np.uint64(32), config.colours**2)
+        repeat = chance(draws, config.latest_prob)
+        asked, label, age = (np.zeros(met.shape, np.int64) for _ in range(3))
+        for n, frame in enumerate(at):
+            hit = np.flatnonzero(met[n])
+            self.cell[hit, pair[n, hit]], self.when[hit, pair[n, hit]] = quadrant[n, hit], frame
+            self.latest[hit] = pair[n, hit]
+            asked[n] = np.where(repeat[n] & (self.latest >= 0), self.latest, uniform[n])
+            when = self.when[rows, asked[n]]
+            label[n] = np.where(when >= 0, 1 + self.cell[rows, asked[n]], 0)
+            age[n] = np.where(when >= 0, frame - when, -1)
+        return Frames(cells, colours, np.stack(np.divmod(asked, config.colours), -1), label, age)
+
+    def _draws(self, purpose: int, places: np.ndarray) -> np.ndarray:
+        """[B, n] draws of all rows for one purpose at n places."""
+        return mix(mix(self.keys + np.uint64(purpose))[:, None] + places.astype(np.uint64))
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = ("position", "velocity", "colour", "cell", "when", "latest")
+        return {"frame": self.frame, **{name: getattr(self, name).tolist() for name in arrays}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_rows(len(state["latest"]), self.rows)
+        for name, value in state.items():
+            setattr(self, name, value if name == "frame" else np.array(value))
+
+
+def _unit(draws: np.ndarray) -> np.ndarray:
+    """Uniform in [0, 1) from the upper 53 bits."""
+    return (draws >> np.uint64(11)).astype(np.float64) / 2.0**53
+
+
+class Collision:
+    """Only the last token of each frame is scored, and only where the pair has collided before."""
+
+    score = Score("error", higher_is_better=False)
+
+    def __init__(self, config: CollisionTask) -> None:
+        self.config = config
+        self.first_colour = 2 * config.size
+        self.first_asked = self.first_colour + config.colours
+        self.first_answer = self.first_asked + config.colours
+        self.vocab = self.first_answer + len(QUADRANTS)
+
+    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> CollisionRows | SavedRows:
+        """Every row is a simulation of its own, or a stretch of a saved one."""
+        if block % FRAME:
+            raise ValueError(f"a block of collision must hold whole frames of {FRAME} tokens, got block {block}")
+        if self.config.path:
+            return SavedRows(self, split, batch=batch, block=block)
+        return CollisionRows(self, split, batch=batch, block=block, seed=seed)
+
+    def score_of(self, nll: float, correct: float, count: float) -> float:
+        return 1 - correct / max(count, 1)
+
+    def to_tokens(self, frames: Frames) -> np.ndarray:
+        """[B, F * 8] tokens."""
+        size = self.config.size
+        parts = []
+        for n in range(2):
+            row, column = frames.cells[:, :, n, 0], frames.cells[:, :, n, 1] + size
+            parts += [row, column, frames.colours[:, :, n] + self.first_colour]
+        parts += [frames.asked[..., 0] + self.first_asked, frames.asked[..., 1] + self.first_asked]
+        return np.stack(parts, -1).swapaxes(0, 1).reshape(frames.label.shape[1], -1)
+
+    def to_batch(self, tokens: np.ndarray, labels: np.ndarray, fresh: np.ndarray) -> Batch:
+        """Tokens [B, T] and labels [B, T / 8] as a batch."""
+        y, mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, bool)
+        mask[:, FRAME - 1 :: FRAME] = labels > 0
+        y[:, FRAME - 1 :: FRAME] = np.where(labels > 0, self.first_answer + labels - 1, 0)
+        tokens = np.ascontiguousarray(tokens, np.int64)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
+
+    def show(self, tokens: Tensor) -> list[str]:
+        return [self.label(token) for token in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The first 128 frames of the test split."""
+        return sample_stretch(self, 128 * FRAME, seed=seed)
+
+    def label(self, token: int) -> str:
+        size = self.config.size
+        if token >= self.first_answer:
+            return f"answer {QUADRANTS[token - self.first_answer]}"
+        if token >= self.first_asked:
+            return f"asked colour {token - self.first_asked}"
+        if token >= self.first_colour:
+            return f"colour {token - self.first_colour}"
+        return f"row {token}" if token < size else f"column {token - size}"
+
+
+class CollisionRows:
+    """Simulations that never end (train) or end after `eval_frames` frames in all (valid, test)."""
+
+    def __init__(self, task: Collision, split: Split, *, batch: int, block: int, seed: int) -> None:
+        self.task, self.frames = task, block // FRAME
+        self.simulation = Simulation(task.config, batch, key=key_of(split, seed))
+        self.limit = None if split == "train" else -(-task.config.eval_frames // batch)
+
+    def __iter__(self) -> CollisionRows:
+        return self
+
+    def __next__(self) -> Batch:
+        start = self.simulation.frame
+        count = self.frames if self.limit is None else min(self.frames, self.limit - start)
+        if count <= 0:
+            raise StopIteration
+        frames = self.simulation.run(count)
+        return self.task.to_batch(self.task.to_tokens(frames), frames.label.T, np.full(self.simulation.rows, start == 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.simulation.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.simulation.load_state_dict(state)
+
+
+class SavedRows:
+    """One saved simulation a split, cut into contiguous rows; in training each row begins again after its end."""
+
+    def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
+        path = Path(task.config.path) / f"{split}.npy"
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; make it with: expire-span data collision --to {task.config.path}")
+        data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
+        if len(data) < batch:
+            raise ValueError(f"{path} holds {len(data)} frames, but {batch} rows need at least one each; take a smaller batch")
+        self.task, self.data, self.frames, self.ends = task, data, block // FRAME, split != "train"
+        self.length, self.batch, self.offset = len(data) // batch, batch, 0
+
+    def __iter__(self) -> SavedRows:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.offset >= self.length:
+            if self.ends:
+                raise StopIteration
+            self.offset = 0
+        count = min(self.frames, self.length - self.offset)
+        starts = np.arange(self.batch) * self.length + self.offset
+        rows = np.stack([self.data[start : start + count] for start in starts])  # [B, F, 9]
+        fresh = np.full(self.batch, self.offset == 0)
+        self.offset += count
+        return self.task.to_batch(rows[..., :FRAME].reshape(self.batch, -1), rows[..., FRAME], fresh)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"offset": self.offset, "rows": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_rows(state["rows"], self.batch)
+        self.offset = state["offset"]
