@@ -51,7 +51,9 @@ class EnvTask:
     """Step every environment in a process of its own, which pays where a step takes more than a millisecond."""
 
     def __post_init__(self) -> None:
-        require(isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}")
+        require(
+            isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class AgentTrainConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
     goal: float = 0.95
-    """Success from which a checkpoint counts as solving the task; among those, the one with the fewest live memories is best."""
+    """Success from which weights count as solving the task; among those, the ones with the fewest live memories are best."""
     eval_every: int = 50
     """Updates between evaluations; the last update always has one."""
     eval_episodes: int = 256

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace
 
+from expire_span.agent_recipes import AGENT_RECIPES
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
@@ -130,6 +131,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "enwik8": enwik8,
     "enwik8_small": enwik8_small,
     "enwik8_12l": enwik8_12l,
+    **AGENT_RECIPES,
 }
 
 

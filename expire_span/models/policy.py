@@ -93,7 +93,12 @@ class Policy(nn.Module):
         return self.backbone.reset_rows(state, fresh)
 
     def forward(
-        self, observation: Observation, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "hidden"
+        self,
+        observation: Observation,
+        state: list[Any] | None = None,
+        *,
+        fresh: Tensor | None = None,
+        keep: Keep = "hidden",
     ) -> PolicyOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
         h, after, aux = self.backbone(self.encoder(observation), state, fresh=fresh, keep=keep)

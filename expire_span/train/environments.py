@@ -107,7 +107,9 @@ class Environments(ABC):
         """Give back what the environments hold outside this process."""
 
 
-def build_environments(task: EnvTask, count: int, device: torch.device | str = "cpu", *, first: int = 0) -> Environments:
+def build_environments(
+    task: EnvTask, count: int, device: torch.device | str = "cpu", *, first: int = 0
+) -> Environments:
     """The environments of a task. `first` is the number of the first row, where several processes share the rows."""
     device = torch.device(device)
     if not task.env:

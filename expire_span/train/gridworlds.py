@@ -69,7 +69,9 @@ def _settings(task: EnvTask) -> Any:
     known = re.fullmatch(r"ExpireSpan/(\w+)-(\w+)-v0", task.env)
     if not known or task.env not in list_ids():
         near = difflib.get_close_matches(task.env, list_ids(), n=1)
-        raise ValueError(f"unknown environment {task.env!r}; {f'did you mean {near[0]}?' if near else 'see docs/agents.md'}")
+        raise ValueError(
+            f"unknown environment {task.env!r}; {f'did you mean {near[0]}?' if near else 'see docs/agents.md'}"
+        )
     try:
         return level_config(known[1], known[2], **task.arguments)
     except TypeError as error:

@@ -44,7 +44,11 @@ class GymnasiumEnvironments(Environments):
         return {name: to_tensor(np.asarray(x, dtype=np.int64), self.device) for name, x in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "episodes": self.episodes.tolist(), "history": [[list(a) for a in h] for h in self.history]}
+        return {
+            "seed": self.seed,
+            "episodes": self.episodes.tolist(),
+            "history": [[list(a) for a in h] for h in self.history],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin every row's episode so late that all of them arrive together; until then a row plays anything."""
