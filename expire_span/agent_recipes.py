@@ -15,7 +15,7 @@ def agent() -> AgentRunConfig:
     # Spans start near their limit, since a cue that expires before its use is known sends no gradient back.
     mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1")
     model = PolicyConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
-    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3))
+    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2))
 
 
 def agent_corridor_tiny() -> AgentRunConfig:
@@ -23,7 +23,8 @@ def agent_corridor_tiny() -> AgentRunConfig:
     base = agent()
     mixer = replace(base.model.mixer, max_span=40, ramp=8)
     model = replace(base.model, positions="none", mixer=mixer)
-    return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model)
+    train = replace(base.train, steps=100)
+    return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
 
 
 def agent_corridor() -> AgentRunConfig:

@@ -42,6 +42,8 @@ def look_inside(run: RunFolder) -> tuple[int | None, Sample | None, str]:
     from expire_span.checkpoint import list_checkpoints, load_model
     from expire_span.tasks.task import build_task
 
+    if run.config.task.kind == "env":
+        return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     decoder, config = load_model(run)
