@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint bench bench-gpu clean
+.PHONY: demo test test-long test-gpu lint bench bench-gpu clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,8 +17,11 @@ demo: .venv/.ready  ## train a model that learns what to forget, and show it (ab
 test: .venv/.ready  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+test-long: .venv/.ready  ## the checks that take minutes each; every one has a short twin in `make test`
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
 test-gpu: .venv/.ready  ## the operator's tests on a real GPU
-	$(BIN)/python -m pytest -m gpu tests
+	$(BIN)/python -m pytest -m 'gpu and not long' tests
 
 lint: .venv/.ready  ## style, types
 	$(BIN)/ruff check .

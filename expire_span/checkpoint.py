@@ -51,12 +51,18 @@ class Snapshot:
 
     step: int
     state: dict[str, Any]
-    """Plain JSON values; empty where there are weights alone."""
+    """Plain JSON values."""
     worker: Any
     """Nested tensors and values that belong to this process: memories, device generators."""
     model: dict[str, Tensor] = field(default_factory=dict)
     """Weights; may be empty on all processes but the first."""
     optimizer: dict[str, Any] = field(default_factory=dict)
+    weights_only: bool = False
+    """Whether there are weights and nothing else: the start of a run that takes them from elsewhere."""
+
+    @classmethod
+    def of_weights(cls, model: dict[str, Tensor], step: int = 0) -> Snapshot:
+        return cls(step, {}, None, model, weights_only=True)
 
 
 def folder_of(run: RunFolder, step: int) -> Path:
@@ -112,7 +118,7 @@ def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snaps
     state = json.loads((folder / "state.json").read_bytes())
     step, model = int(state.pop("step")), safetensors.torch.load_file(folder / "model.safetensors")
     if state.pop("weights_only", False):
-        return Snapshot(step, {}, None, model)
+        return Snapshot.of_weights(model, step)
     memory = folder / _memory_name(rank)
     worker = _read_tree(memory, device) if memory.exists() else None
     return Snapshot(step, state, worker, model, _read_tree(folder / "optimizer.safetensors", "cpu"))

@@ -48,6 +48,9 @@ FORMAT_VERSION = 2
 LARGEST = 2**48
 """No size of a run can be as large as this; larger ones overflow the arithmetic of libraries below."""
 
+MOST_LAYERS = 10_000
+"""No decoder is as deep as this; settings are looked at layer by layer."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -67,6 +70,8 @@ class RunConfig:
         for name in ("dim", "ff_dim"):
             value = getattr(self.model, name)
             require(value >= 1, f"model.{name} must be at least 1, got {value}")
+        layers = self.model.layers
+        require(layers <= MOST_LAYERS, f"model.layers must be at most {MOST_LAYERS:,}, got {layers:,}")
         for name, value in walk(self):
             sane = not isinstance(value, int) or abs(value) < LARGEST or name == "seed"
             require(sane, f"{name} must be smaller than {LARGEST:,}, got {value:,}" if not sane else "")

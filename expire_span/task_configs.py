@@ -185,6 +185,20 @@ class CollisionTask:
         require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")
 
 
+@dataclass(frozen=True)
+class BooksTask:
+    """Predict the next character of whole books; memory is emptied where a book begins."""
+
+    kind: Literal["books"] = "books"
+    path: str = "data/books"
+    """Folder of .txt books, or with train, validation and test folders of them (the layout of PG-19)."""
+    characters: int = 255
+    """Vocabulary: so many of the commonest characters of the training books; all others share one token."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.characters <= 65_000, f"characters must lie in 1..65000, got {self.characters}")
+
+
 def _check_view(view: int) -> None:
     require(view in (3, 5, 7), f"view must be 3, 5 or 7, got {view}")
 
@@ -304,7 +318,18 @@ class InstructionTask:
         _check_view(self.view)
 
 
-TaskConfig = TextTask | RecallTask | EntrancesTask | WordsTask | CopyTask | CorridorTask | PortalTask | InstructionTask | CollisionTask
+TaskConfig = (
+    TextTask
+    | RecallTask
+    | EntrancesTask
+    | WordsTask
+    | CopyTask
+    | CollisionTask
+    | BooksTask
+    | CorridorTask
+    | PortalTask
+    | InstructionTask
+)
 """Any task's config; each has a literal `kind`."""
 OUTSIDE_TASKS: dict[str, type] = {}
 """Config classes that users registered from outside the package, by kind (see expire_span.tasks.registry)."""

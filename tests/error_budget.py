@@ -22,9 +22,11 @@ def budget(got: Tensor, exact: Tensor, rounded: Tensor, factor: float = FACTOR) 
     """
     exact = exact.detach()
     measured = float((rounded.detach().double() - exact).norm()) * _eps(got.dtype) / _eps(rounded.dtype)
-    # Inputs and the terms of every sum are of size 1. Where such terms cancel, as in the score gradient of a query that sees
-    # a single memory, one computation may round to exactly 0 and another to one unit in the last digit.
-    least = _eps(torch.promote_types(got.dtype, torch.float32)) * max(float(exact.norm()), exact.numel() ** 0.5)
+    # A result is rounded once to its own dtype, whatever was computed before. And terms of size 1 may cancel, as in the score
+    # gradient of a query that sees a single memory: one computation then gives exactly 0 and another one unit in the last
+    # digit of its accumulator.
+    least = _eps(got.dtype) * float(exact.norm())
+    least += _eps(torch.promote_types(got.dtype, torch.float32)) * exact.numel() ** 0.5
     return factor * (measured + least)
 
 

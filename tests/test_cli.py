@@ -131,8 +131,18 @@ def test_recipes_lists_each_with_one_line(call):
     assert set(json.loads(out)) == set(RECIPES)
 
 
-def test_every_field_can_be_overridden(call):
+def test_help_shows_the_usual_options_and_says_where_the_others_are(call):
     code, out, _ = call("train", "recall", "--help")
+    assert code == 0 and "--train.steps" in out and "Optimizer steps. (default: 300)" in out and "--help-all" in out
+    assert "--task.path" not in out and "--model.mixer.ramp" not in out and 8 <= out.count("\n  --") <= 12
+    assert "--task.path" in call("train", "text_small", "--help")[1]
+    code, out, _ = call("compare", "recall", "--help")
+    assert code == 0 and "--mixers" in out and "--help-all" in out and out.count("\n  --") <= 10
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_every_field_can_be_overridden(call):
+    code, out, _ = call("train", "recall", "--help-all")
     for word in ("--model.mixer.max-span", "--train.budget.live", "--task.colours", "--seed", "--name", "--runs-dir"):
         assert word in out
     assert code == 0 and "Soft edge of the mask" in out

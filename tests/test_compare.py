@@ -71,7 +71,7 @@ def test_what_a_recipe_says_about_spans_stays_with_spans():
 def test_the_least_budget_is_what_closed_heads_keep_alive():
     """Two heads of eight live for the ramp of 48 at least, and six for 8 steps: 18 on average."""
     base = RECIPES["enwik8"]()
-    mixer = build_mixer(with_budget(base, "expire_span", 18).model, 0, None)
+    mixer = build_mixer(base.model.shape(0), with_budget(base, "expire_span", 18).model.mixer)
     torch.nn.init.constant_(mixer.span_predictor.reach, -1.0)
     spans = mixer.span_predictor(torch.randn(1, 3, 512)).detach()
     assert float(spans.mean()) + base.model.mixer.ramp == 18
@@ -155,7 +155,7 @@ BAD = [
     (["recall", "--mixers", "full", "--budgets", "8,8"], "got 8 2 times"),
     (["recall", "--mixers", "full", "--budgets", "8;9"], "got '8;9'"),
     (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-    (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0, got -1"),
+    (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0 and finite, got -1"),
     (
         ["recall", "--mixers", "expire_span", "--budgets", "2"],
         "its shortest spans and the ramp of 3 keep 3 alive",

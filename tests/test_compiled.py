@@ -11,8 +11,9 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.lifetimes import Lifetimes
 from expire_span.models.systems import SYSTEMS
 from expire_span.models.systems.expire_span import HeadReach
+from expire_span.testing import small_config
 
-from .test_mixers import SMALL, small
+from .test_mixers import SMALL
 from .tiny import MIXER
 
 
@@ -30,7 +31,11 @@ def losses(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 def check(kind: str, device: str, **fields) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = small(kind) if kind in SMALL else replace(small("full"), mixer=ExpireSpanConfig(**MIXER, **fields))
+    model = (
+        small_config(kind)
+        if kind in SMALL
+        else replace(small_config("full"), mixer=ExpireSpanConfig(**MIXER, **fields))
+    )
     decoder = Decoder(replace(model, layers=1)).to(device).train()
     for name, p in decoder.named_parameters():
         if "span_predictor.weight" in name:  # zero at the start
@@ -47,7 +52,7 @@ def check(kind: str, device: str, **fields) -> None:
 @torch.no_grad()
 def test_compiled_count_of_compressive_memories():
     """The compiler has failed on it, where what a row has seen is known to be zero; the whole block takes a minute."""
-    mixer = Decoder(small("compressive")).layers()[0].mixer
+    mixer = Decoder(small_config("compressive")).layers()[0].mixer
 
     def count(x: torch.Tensor) -> torch.Tensor:
         return mixer._live(torch.zeros(len(x), dtype=torch.int64), x.shape[1])

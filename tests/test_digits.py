@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from expire_span.models.kit.precision import split_digits
-from expire_span.models.systems.forgetting.layer import _widen_keys
+from expire_span.models.systems.forgetting.layer import _key_columns
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -30,9 +30,9 @@ def test_parts_add_up(dtype, compiler):
 def test_a_memory_keeps_its_bias_in_a_wider_key(dtype, compiler):
     """To the digits of float32, with its gradient; an empty slot's stays out of sight, but a number."""
     bias = (-20 * torch.rand(2, 3, 50, dtype=torch.float64).cumsum(-1)).requires_grad_()
-    wide = compiler(_widen_keys)(bias, dtype)
+    wide = compiler(_key_columns)(bias, dtype)
     torch.testing.assert_close(wide[..., :3].double().sum(-1), bias, rtol=2.0**-20, atol=2.0**-22)
     wide[..., 0].double().sum().backward()
     torch.testing.assert_close(bias.grad, torch.ones_like(bias))
-    empty = _widen_keys(torch.full((1, 1, 1), -8e30), dtype)
+    empty = _key_columns(torch.full((1, 1, 1), -8e30), dtype)
     assert bool(empty.isfinite().all()) and float(empty[..., :3].float().sum()) < -6e4

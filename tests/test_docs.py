@@ -55,7 +55,7 @@ def test_links_lead_somewhere(name):
 def test_commands_exist(name):
     text = (ROOT / name).read_text()
     makefile = (ROOT / "Makefile").read_text()
-    for verb, recipe in re.findall(r"(?:expire-span|-m expire_span) ([a-z]+)(?: ([a-z]\w*))?", text):
+    for verb, recipe in re.findall(r"(?:expire-span|-m expire_span) ([a-z]+(?:-[a-z]+)*)(?: ([a-z]\w*))?", text):
         assert verb in VERBS, f"{name} names the command {verb}"
         assert verb != "train" or not recipe or recipe in RECIPES, f"{name} names the recipe {recipe}"
     for target in re.findall(r"`?make ([a-z-]+)`?(?: |$|\n)", "\n".join(blocks(text, "bash"))):

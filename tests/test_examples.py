@@ -37,6 +37,10 @@ def test_train_tiny(tmp_path):
     assert (tmp_path / "tiny" / "report.html").is_file()
 
 
+def test_own_memory_system(tmp_path):
+    assert "100% of the colours" in run_example("04_own_memory_system.py", str(tmp_path))
+
+
 def test_every_example_is_tested():
     source = Path(__file__).read_text()
     assert all(path.name in source for path in (ROOT / "examples").glob("*.py"))

@@ -32,6 +32,7 @@ ROWS = {
     "checkpoint": 5,
     "hf": 5,
     "generate": 5,
+    "testing": 5,
     "train": 6,
     "view": 7,
     "compare": 8,

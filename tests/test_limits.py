@@ -25,13 +25,13 @@ def decoder(kind, positions="rotary", **fields):
 
 def mixer(kind, base=BASE, **fields):
     torch.manual_seed(0)
-    return build_mixer(replace(base, mixer=mixer_config(kind, **fields)), 0, None).double().eval()
+    return build_mixer(base.shape(0), mixer_config(kind, **fields)).double().eval()
 
 
 def same_weights(a, b):
     """Give b the weights that it shares with a."""
     missing = b.load_state_dict(a.state_dict(), strict=False).missing_keys
-    assert all(name.split(".")[3] in ("span_predictor", "gate", "pool") for name in missing), missing
+    assert all(name.split(".")[4] in ("span_predictor", "gate", "pool") for name in missing), missing
     return b
 
 
@@ -134,13 +134,13 @@ def test_adaptive_span_is_its_formula():
     model.span_predictor.ratio.data = torch.tensor([0.2, 0.7], dtype=torch.float64)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     pos = torch.arange(40)
-    q = model._place(model._split(model.query(x)), pos)
-    k, v = (h.repeat_interleave(2, 1) for h in (model._keys(x, pos), model._split(model.value(x))))
+    q = model.place(model.split_heads(model.query(x)), pos)
+    k, v = (h.repeat_interleave(2, 1) for h in (model.keys(x, pos), model.split_heads(model.value(x))))
     distance = pos[:, None] - pos
     span = (20 * model.span_predictor.ratio).repeat_interleave(2)[:, None, None]
     mask = ((4 + span - distance) / 4).clamp(0, 1) * (distance >= 0)
     weight = mask * (q @ k.transpose(-1, -2) / 8**0.5).exp()
-    want = model._finish(weight / weight.sum(-1, keepdim=True) @ v)
+    want = model.join_heads(weight / weight.sum(-1, keepdim=True) @ v)
     out = model(x, model.initial_state(2))
     torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(out.aux.loss, torch.full((2,), 20 * 0.45, dtype=torch.float64))
@@ -184,16 +184,16 @@ def test_compressive_pools_groups_that_left_the_window():
         pos = torch.arange(40)
         groups = x.unflatten(1, (10, 4))
         h = groups.mean(2) if pooling == "mean" else groups.amax(2)
-        keys = torch.cat([model._keys(x, pos), model._keys(h, pos[3::4])], 2)
-        values = torch.cat([model._split(model.value(x)), model._split(model.value(h))], 2)
+        keys = torch.cat([model.keys(x, pos), model.keys(h, pos[3::4])], 2)
+        values = torch.cat([model.split_heads(model.value(x)), model.split_heads(model.value(h))], 2)
         seen = torch.zeros(40, 50, dtype=torch.bool)
         for n in range(40):
             border = max(0, (n + 1 - 6) // 4 * 4)
             seen[n, border : n + 1] = True
             seen[n, 40 + max(0, border // 4 - 3) : 40 + border // 4] = True
-        q = model._place(model._split(model.query(x)), pos)
+        q = model.place(model.split_heads(model.query(x)), pos)
         k, v = (part.repeat_interleave(2, 1) for part in (keys, values))
-        want = model._finish(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        want = model.join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
         torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
 
 
@@ -215,12 +215,12 @@ def test_reconstruction_trains_the_pooling_alone_and_vanishes_where_nothing_is_l
 def shared_attention(model, x, *, alone):
     """Dense causal attention over shared queries and keys; `alone`: a token reads itself only where it must."""
     pos = torch.arange(x.shape[1])
-    q = model._turn(F.rms_norm(model._split(model.query(x)), (8,)), pos)
-    v = model._split(model.value(x)).repeat_interleave(2, 1)
+    q = model.turn(F.rms_norm(model.split_heads(model.query(x)), (8,)), pos)
+    v = model.split_heads(model.value(x)).repeat_interleave(2, 1)
     mask = torch.zeros(len(pos), len(pos), dtype=torch.float64).masked_fill(pos[:, None] < pos, -torch.inf)
     if alone:
         mask = mask.masked_fill(pos[:, None] == pos, -1e5)
-    return model._finish(F.scaled_dot_product_attention(q, q, v, attn_mask=mask))
+    return model.join_heads(F.scaled_dot_product_attention(q, q, v, attn_mask=mask))
 
 
 @pytest.mark.parametrize("selection", ["recent", "chunks"])
@@ -245,12 +245,12 @@ def test_a_routed_query_reads_the_last_members_of_its_own_cluster():
     model = mixer("routing", clusters=3, members=4, local_heads=0)
     x = torch.randn(1, 40, 32, dtype=torch.float64)
     pos = torch.arange(40)
-    plain = F.rms_norm(model._split(model.query(x)), (8,))
-    q, v = model._turn(plain, pos), model._split(model.value(x)).repeat_interleave(2, 1)
+    plain = F.rms_norm(model.split_heads(model.query(x)), (8,))
+    q, v = model.turn(plain, pos), model.split_heads(model.value(x)).repeat_interleave(2, 1)
     cluster = torch.einsum("bhtd,hgd->bhtg", plain, model.centroids).argmax(-1)
     same = (cluster.unsqueeze(3) == cluster.unsqueeze(2)) & (pos[:, None] >= pos)
     later = same.flip(3).cumsum(3).flip(3)  # members from each one up to the query
-    want = model._finish(F.scaled_dot_product_attention(q, q, v, attn_mask=same & (later <= 4)))
+    want = model.join_heads(F.scaled_dot_product_attention(q, q, v, attn_mask=same & (later <= 4)))
     out = model(x, model.initial_state(1))
     torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
     assert float(out.aux.live) == pytest.approx(float((same & (later <= 4)).sum(-1).double().mean()))

@@ -141,10 +141,10 @@ def test_blocks_compile(kind):
     fields = {**SMALL.get(kind, {"max_span": 30, "ramp": 4})}
     model = Decoder(replace(config, mixer=mixer_config(kind, **fields))).train()
     x = torch.randint(0, 30, (2, 24))
-    want = model(x, remember=False)[0]
+    want = model(x, keep="nothing")[0]
     for block in model.layers():
         block.compiled = torch.compile(block.forward, backend="aot_eager")
-    got = model(x, remember=False)[0]
+    got = model(x, keep="nothing")[0]
     torch.testing.assert_close(got, want)
     got.sum().backward()
 

@@ -9,10 +9,11 @@ from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import detach
 from expire_span.models.systems.expire_span import PaperDetails
+from expire_span.testing import small_config
 from expire_span.train.scorer import Scorer
 from expire_span.train.step import MOST_GRAPHS, Pass, TrainStep
 
-from .test_mixers import SMALL, small
+from .test_mixers import SMALL
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -27,7 +28,7 @@ MODERN = DecoderConfig.modern(
 
 def served(kind: str) -> DecoderConfig:
     """A small decoder of this kind with heads as wide as the kernels serve."""
-    return replace(small(kind), dim=64, heads=2)
+    return replace(small_config(kind), dim=64, heads=2)
 
 
 RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.steadiness().alone]
@@ -140,7 +141,9 @@ def test_only_what_the_kernels_serve_is_recorded(monkeypatch):
     narrow, wide = replace(MODERN, heads=4), MODERN
     assert [Decoder(c).layers()[0].mixer.steadiness().carried for c in (narrow, wide)] == [False, False]  # chunked
     assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.steadiness().carried
-    assert not Decoder(small("gru")).layers()[0].mixer.steadiness().alone
-    assert Decoder(small("full")).layers()[0].mixer.steadiness().alone
-    assert not Decoder(small("full")).layers()[0].mixer.steadiness().carried
-    assert not Decoder(small("forgetting", "paper")).layers()[0].mixer.steadiness().alone  # learned relative positions
+    assert not Decoder(small_config("gru")).layers()[0].mixer.steadiness().alone
+    assert Decoder(small_config("full")).layers()[0].mixer.steadiness().alone
+    assert not Decoder(small_config("full")).layers()[0].mixer.steadiness().carried
+    assert (
+        not Decoder(small_config("forgetting", "paper")).layers()[0].mixer.steadiness().alone
+    )  # learned relative positions

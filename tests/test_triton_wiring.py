@@ -72,7 +72,7 @@ def test_what_is_refused_says_what_to_use_instead(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ValueError, match=r"needs a CUDA device, got cpu; use impl='chunked'"):
         resolve_impl("triton", cpu)
-    dispatcher = sys.modules["expire_span.ops.expire_attention"]
+    dispatcher = sys.modules["expire_span.ops.choice"]
     monkeypatch.setattr(dispatcher, "_capability", lambda device: (9, 0))
     assert resolve_impl("auto", gpu, head_dim=64, dtype=torch.bfloat16) == "triton"
     refusals = {

@@ -7,11 +7,19 @@ from collections.abc import Callable
 
 from expire_span import __version__
 from expire_span.errors import UserError, explain
+from expire_span.models.systems import load_plugins
 
+from .chat import run_chat
 from .compare import run_compare
+from .data import run_data
+from .evaluate_cache import run_evaluate_cache
+from .importing import run_import
 from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
+from .play import run_play
+from .retrofit import run_retrofit, run_verify
 from .runs import run_demo, run_eval, run_generate, run_report, run_resume, run_train
+from .serve import run_serve
 from .study import run_study
 from .trace import run_trace
 from .view import run_view
@@ -48,11 +56,12 @@ def _dispatch(argv: list[str]) -> int:
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
+    load_plugins()
     return VERBS[verb][1](rest)
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {name:<10}{text}" for name, (text, _) in VERBS.items())
+    verbs = "\n".join(f"  {name:<16}{text}" for name, (text, _) in VERBS.items())
     return (
         f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
         "Models that learn when each memory expires, and pay only for the ones that live.\n\n"
@@ -72,7 +81,15 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
+    "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
+    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
+    "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
+    "retrofit": ("teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT", run_retrofit),
+    "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", run_evaluate_cache),
+    "chat": ("chat with a retrofitted model in bounded memory", run_chat),
+    "serve": ("serve a retrofitted model as OpenAI's API does", run_serve),
+    "verify": ("check an adapter folder", run_verify),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
 }

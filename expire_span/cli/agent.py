@@ -30,8 +30,25 @@ class TrainAgent:
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
 
 
+USUAL = (
+    "name",
+    "task.env",
+    "task.options",
+    "mixer",
+    "train.steps",
+    "train.envs",
+    "train.window",
+    "train.lr",
+    "train.imitate",
+    "train.budget.live",
+    "train.device",
+    "seed",
+)
+"""Options that --help shows; --help-all shows all."""
+
+
 def train_agent(recipe: str, config: AgentRunConfig, args: list[str]) -> int:
-    command = parse(TrainAgent, args, f"{PROGRAM} train {recipe}", TrainAgent(config))
+    command = parse(TrainAgent, args, f"{PROGRAM} train {recipe}", TrainAgent(config), USUAL)
     if not command.config.task.env:
         raise UserError("train agent needs an environment; give --task.env, like ExpireSpan/Corridor-Easy-v0")
     name = command.name or recipe

@@ -47,6 +47,21 @@ class Compare:
     """Folder that holds the comparison's folder."""
 
 
+USUAL = (
+    "mixers",
+    "budgets",
+    "sweep",
+    "seeds",
+    "train-seconds",
+    "name",
+    "task.path",
+    "train.steps",
+    "train.batch",
+    "train.device",
+)
+"""Options of compare that most people need."""
+
+
 def run_compare(args: list[str]) -> int:
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -58,7 +73,7 @@ def run_compare(args: list[str]) -> int:
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
-    command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()))
+    command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()), USUAL)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"
     check_name(name)
@@ -80,8 +95,8 @@ def _systems(command: Compare) -> list[System]:
     kinds = parse_mixers(command.mixers)
     if command.seeds < 1:
         raise UserError(f"--seeds must be at least 1, got {command.seeds}")
-    if command.train_seconds is not None and not command.train_seconds > 0:
-        raise UserError(f"--train-seconds must be greater than 0, got {command.train_seconds:g}")
+    if command.train_seconds is not None and not 0 < command.train_seconds < float("inf"):
+        raise UserError(f"--train-seconds must be greater than 0 and finite, got {command.train_seconds:g}")
     budgets = parse_budgets(command.budgets, command.sweep, command.config)
     first = command.config.seed
     systems = list_systems(kinds, budgets, range(first, first + command.seeds))

@@ -7,17 +7,28 @@ import difflib
 import io
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
 
-from expire_span.runs import UserError
+from expire_span.errors import UserError
+
+from .short_help import show_usual
 
 PROGRAM = "expire-span"
 
 
-def parse(kind: Any, args: list[str], prog: str, default: Any = None) -> Any:
-    """Read options into a dataclass; what tyro says about bad ones becomes one sentence."""
+def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Sequence[str] = ()) -> Any:
+    """Read options into a dataclass; what tyro says about bad ones becomes one sentence.
+
+    Args:
+        usual: options that --help shows; --help-all then shows all. None given, both show all.
+    """
+    if usual and default is not None and ("-h" in args or "--help" in args):
+        print(show_usual(prog, default, usual))
+        raise SystemExit(0)
+    args = ["--help" if word == "--help-all" else word for word in args]
     said = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:

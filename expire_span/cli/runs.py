@@ -16,11 +16,11 @@ from expire_span.config import RunConfig
 from expire_span.memories import find_limits
 from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
-from expire_span.runs import UserError, check_name, check_new, find_run
+from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
 
 from .agent import eval_agent, resume_agent, train_agent
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, warn
+from .parsing import PROGRAM, parse, spell_out, warn
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Train:
     """Folder that holds the run folders."""
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
+    init_from: str | None = None
+    """A run whose newest weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class OnRun:
 @dataclass(frozen=True)
 class Resume(OnRun):
     """Go on with an interrupted run from its newest sound checkpoint."""
+
+    allow_changed_data: bool = False
+    """Go on even if the data is not what the run began with."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Eval(OnRun):
     """Rows side by side; None takes the training's. One row carries its memory through the whole split."""
     block: int | None = None
     """Tokens per row and forward pass; None takes the training's."""
+    path: str | None = None
+    """A file or folder to score in place of the one that the run learned from; for runs of text and words."""
     episodes: int = 1000
     """Whole episodes of an agent, at least."""
     greedy: bool = False
@@ -111,6 +118,22 @@ class Demo:
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
+USUAL = (
+    "name",
+    "task.path",
+    "mixer",
+    "train.steps",
+    "train.batch",
+    "train.block",
+    "train.lr",
+    "train.budget.live",
+    "train.device",
+    "seed",
+    "init-from",
+)
+"""Options of train that most people need; the others have defaults that fit the recipe."""
+
+
 def run_train(args: list[str]) -> int:
     if not args or args[0].startswith("-"):
         if args and args[0] in ("-h", "--help"):
@@ -121,7 +144,7 @@ def run_train(args: list[str]) -> int:
     config = _with_mixer(get_recipe(recipe)(), rest)
     if isinstance(config, AgentRunConfig):
         return train_agent(recipe, config, rest)
-    command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config))
+    command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config), USUAL)
     name = command.name or recipe
     check_name(name)
     path = command.runs_dir / name
@@ -129,9 +152,10 @@ def run_train(args: list[str]) -> int:
         check_new(path)
         for limit in find_limits(command.config):
             warn(limit)
+    source = find_run(command.init_from, command.runs_dir) if command.init_from is not None else None
     from expire_span.train.supervised import train
 
-    return _finish(train(command.config, path, recipe=recipe))
+    return _finish(train(command.config, path, recipe=recipe, init_from=source))
 
 
 def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
@@ -162,7 +186,7 @@ def _finish(run: Any) -> int:
 
 
 def run_resume(args: list[str]) -> int:
-    command = parse(Resume, args, f"{PROGRAM} resume")
+    command = parse(Resume, spell_out(args, "--allow-changed-data"), f"{PROGRAM} resume")
     run = find_run(command.run, command.runs_dir)
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
@@ -170,7 +194,7 @@ def run_resume(args: list[str]) -> int:
         return resume_agent(run)
     from expire_span.train.supervised import resume
 
-    return _finish(resume(run))
+    return _finish(resume(run, allow_changed_data=command.allow_changed_data))
 
 
 def run_eval(args: list[str]) -> int:
@@ -182,6 +206,7 @@ def run_eval(args: list[str]) -> int:
             raise UserError(f"--{name} must be at least 1, got {value}")
     if isinstance(run.config, AgentRunConfig):
         return eval_agent(run, command)
+    run = _with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
@@ -201,6 +226,16 @@ def run_eval(args: list[str]) -> int:
     )
     print(json.dumps(result.to_dict(), indent=2))
     return 0
+
+
+def _with_data(run: RunFolder, path: str | None) -> RunFolder:
+    """The run with other data to read, where its task reads any."""
+    task: Any = run.config.task
+    if path is None:
+        return run
+    if not hasattr(task, "path"):
+        raise UserError(f"--path needs a run whose task reads a file, got task {task.kind}")
+    return replace(run, config=replace(run.config, task=replace(task, path=path)))
 
 
 def run_generate(args: list[str]) -> int:
@@ -256,9 +291,7 @@ def run_demo(args: list[str]) -> int:
     live, share = ", ".join(f"{x:.1f}" for x in result["live"]), result["mean_bytes"] / result["full_bytes"]
     print(f"success rate    {result['score']:.1%} of the colours recalled")
     print(f"live memories   {live} per layer: {result['live_share']:.1%} of those seen")
-    print(
-        f"bytes held      {show_bytes(result['mean_bytes'])}, {share:.1%} of the {show_bytes(result['full_bytes'])} "
-        "that never forgetting would hold"
-    )
+    held, full = (show_bytes(result[name] / result["rows"]) for name in ("mean_bytes", "full_bytes"))
+    print(f"memory per row  {held}, {share:.1%} of the {full} that never forgetting would hold")
     print(f"report          {write_report(run)}")
     return 0

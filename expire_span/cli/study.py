@@ -77,7 +77,7 @@ def run_entrances(args: list[str]) -> int:
     from expire_span.study.entrances import Plan, collect_facts, run_study
 
     plan = Plan.quick(command.seeds or 2) if command.quick else Plan(seeds=command.seeds or 5)
-    return _show(*run_study(plan, out, jobs), collect_facts)
+    return _show(*run_study(plan, out, jobs), collect_facts, quick=command.quick)
 
 
 def run_word_rnn(args: list[str]) -> int:
@@ -98,7 +98,7 @@ def run_questions(args: list[str]) -> int:
     from expire_span.study.questions.study import Plan, run_study
 
     plan = Plan.quick(command.seeds or 1) if command.quick else Plan(seeds=command.seeds or 3)
-    return _show(*run_study(plan, out, jobs), collect_facts)
+    return _show(*run_study(plan, out, jobs), collect_facts, quick=command.quick)
 
 
 def check_counts(**counts: int | None) -> int:
@@ -109,7 +109,9 @@ def check_counts(**counts: int | None) -> int:
     return counts["jobs"] or os.cpu_count() or 1
 
 
-def _show(path: Path, result: dict, collect_facts: Callable[[dict], list[tuple[str, str]]]) -> int:
+def _show(path: Path, result: dict, collect_facts: Callable[[dict], list[tuple[str, str]]], quick: bool = False) -> int:
+    if quick:
+        print("This was a quick study (few models, few steps): it shows that all works; its numbers say little.")
     for name, value in collect_facts(result):
         print(f"{value:<14}{name}")
     print(f"{path / 'report.html'}\n{path / 'study.json'}")

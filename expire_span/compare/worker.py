@@ -19,6 +19,7 @@ import torch
 
 from expire_span.config import RunConfig
 from expire_span.errors import explain
+from expire_span.models.systems import load_plugins
 from expire_span.train.loop import Learner
 from expire_span.train.memory_peak import forget_peak
 from expire_span.train.supervised import SupervisedLearner, resume, train
@@ -96,6 +97,7 @@ def end_with_parent() -> None:
 def main(args: list[str]) -> int:
     end_with_parent()
     try:
+        load_plugins()
         run_system(Path(args[0]), args[1])
     except Exception as error:
         told = explain(error)

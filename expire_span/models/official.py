@@ -7,7 +7,9 @@ its weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +36,44 @@ _LAYER_NAMES = {
     "norm2.bias": "norm2.bias",
 }
 _KEY_PE = "attn.attn.key_pe"
+_MASK = "attn.attn.mask_causal"
+"""A buffer of every layer, [M, L + M + R]: it holds no weights, but its shape tells the settings."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the tensors of a checkpoint say about the model; None where they do not say it."""
+
+    layers: int
+    heads: int
+    block: int
+    pre_norm: bool
+    life: int | None
+    """The longest life of a memory, max_span + ramp."""
+
+
+def clean(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the prefix `module.` that training on several GPUs adds to their names."""
+    return {name.removeprefix("module."): x for name, x in state_dict.items()}
+
+
+def read_settings(state_dict: Mapping[str, Tensor]) -> Settings:
+    """Read off the tensors what they tell: layers, heads, block, norm, and the longest life where the mask is there."""
+    theirs = clean(state_dict)
+    numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in theirs) if found]
+    wanted = ("in_emb.weight", f"layers.0.{_KEY_PE}", "layers.0.attn.proj_query.weight", "layers.0.ff.fc1.weight")
+    for name, dims in zip(wanted, (2, 3, 2, 2)):
+        if name not in theirs:
+            raise ValueError(f"the checkpoint lacks {name}: it is not one of the released Expire-Span code")
+        if theirs[name].dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(theirs[name].shape)}")
+    _, head_dim, block = theirs[f"layers.0.{_KEY_PE}"].shape
+    width = theirs["layers.0.attn.proj_query.weight"].shape[0]
+    if head_dim < 1 or width % head_dim:
+        raise ValueError(f"the queries' width must be a multiple of key_pe's head dim, got {width} and {head_dim}")
+    mask = theirs.get(f"layers.0.{_MASK}")
+    life = None if mask is None or mask.dim() != 2 else mask.shape[1] - mask.shape[0]
+    return Settings(max(numbers) + 1, width // head_dim, block, "out_norm.weight" in theirs, life)
 
 
 def load(
@@ -50,10 +90,10 @@ def load(
     """Our `paper` decoder with the weights of a released-code checkpoint, in eval mode.
 
     Args:
-        state_dict: the checkpoint's tensors, keys with or without the prefix `module.`.
+        state_dict: the checkpoint's tensors, keys with or without the prefix `module.`; the buffers `mask_causal` are ignored.
         heads, block, max_span, ramp, pre_norm, temperature, layers: as the checkpoint was trained; widths are read off it.
     """
-    theirs = {name.removeprefix("module."): x for name, x in state_dict.items()}
+    theirs = clean(state_dict)
     ours = _rename(theirs, layers, pre_norm)
     window = theirs[f"layers.0.{_KEY_PE}"].shape[-1]
     if window != block:
@@ -93,7 +133,8 @@ def _rename(theirs: dict[str, Tensor], layers: int, pre_norm: bool) -> dict[str,
     for n in range(layers):
         names |= {f"layers.{n}.{a}": f"backbone.blocks.{n}.{b}" for a, b in _LAYER_NAMES.items()}
     key_pe = [f"layers.{n}.{_KEY_PE}" for n in range(layers)]
-    _check_names(theirs, [*names, *key_pe])
+    masks = [f"layers.{n}.{_MASK}" for n in range(layers)]
+    _check_names({name: x for name, x in theirs.items() if name not in masks}, [*names, *key_pe])
     ours = {ours: theirs[name] for name, ours in names.items()}
     ours["backbone.relative_keys"] = _relative_keys([theirs[name] for name in key_pe])
     return ours

@@ -8,12 +8,15 @@ them, so memory grows linearly with T. With a_ti the softmax over what lives, m 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .lists import LiveList, live_lists
+from .reference import without_unseen
 
 _CHUNK = 128
 """Queries per chunk: long enough for the matrix products, short beside the spans that matter."""
@@ -57,6 +60,8 @@ class _Problem:
     scale: float
     eps: float
     chunk: int
+    finite: bool
+    """Whether all keys and values are finite numbers, so that a weight of zero removes any memory."""
 
     def lists(self):
         return live_lists(
@@ -73,10 +78,12 @@ class _Problem:
 def _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk) -> _Problem:
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.to(work), v.to(work)
+    finite = math.isfinite(k.sum() + v.sum())  # one of them that is not finite shows in the sum
     return _Problem(
         _rows_of_queries(q.to(work), kv_heads, parts),
-        _rows_of_memories(k.to(work), parts),
-        _rows_of_memories(v.to(work), parts),
+        _rows_of_memories(k, parts),
+        _rows_of_memories(v, parts),
         span.to(torch.promote_types(span.dtype, torch.float32)).flatten(0, 1),
         q_pos.expand(-1, parts, -1).flatten(0, 1),
         k_pos.flatten(0, 1),
@@ -87,6 +94,7 @@ def _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_s
         scale,
         eps,
         chunk,
+        finite,
     )
 
 
@@ -127,8 +135,10 @@ def _attend(p: _Problem, live: LiveList) -> _Chunk:
     size = live.stop - live.start
     q = q.reshape(rows, heads, group * size, dim) * p.scale
     k, v = (live.take(x).transpose(1, 2) for x in (p.k, p.v))  # [N, K, n, D]
-    scores = (q @ _turned(k)).unflatten(2, (group, size))  # [N, K, G, C, n]
     mask, age = _mask(p, live)
+    if not p.finite:
+        k, v = without_unseen(k, v, F.pad(mask[:, 0], (live.full, 0), value=1.0))
+    scores = (q @ _turned(k)).unflatten(2, (group, size))  # [N, K, G, C, n]
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
     if p.eps == 0:
@@ -158,7 +168,9 @@ def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     visible = part >= 0 if p.include_self else part > 0
     if live.valid is not None:
         visible = visible & live.valid[:, None, live.full :]
-    mask = (1 + (span[:, None, live.full :] - part.to(span.dtype)) / p.ramp).clamp(0, 1)
+    span, steps = span[:, None, live.full :], part.to(span.dtype)
+    visible = visible & (span + p.ramp > steps)  # as in the definition
+    mask = (1 + (span - steps) / p.ramp).clamp(0, 1)
     mask = mask.masked_fill(~visible, 0).to(p.q.dtype)
     every = age[:, None, None] if p.relative_keys.shape[0] else None
     return mask[:, None, None], every
@@ -261,7 +273,7 @@ def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, ys: Tensor, grads:
     dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
     on_ramp = (c.mask > 0) & (c.mask < 1)
     fade = torch.where(on_ramp[:, 0, 0], dmask, 0).sum(1) / p.ramp
-    live.add(dspan, torch.nn.functional.pad(fade, (live.full, 0)).to(dspan.dtype))
+    live.add(dspan, F.pad(fade, (live.full, 0)).to(dspan.dtype))
     flat = ds.flatten(2, 3)
     live.add(dk, (flat.transpose(-1, -2) @ c.q).transpose(1, 2))
     into_q = flat @ c.k

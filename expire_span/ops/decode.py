@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .reference import ages, expiry_mask
+from .reference import ages, expiry_mask, without_unseen
 
 
 def decode_attention(
@@ -22,11 +24,19 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """Normalised inputs: span, k_pos [B, 1 or Hkv, S], q_pos [B, 1, T] with few T; see `expire_attention`."""
-    kv_heads = k.shape[1]
-    work = torch.promote_types(q.dtype, torch.float32)
     age = ages(q_pos, k_pos, causal=causal)
-    mask = expiry_mask(span, age, ramp=ramp, include_self=include_self).to(work).unsqueeze(2)  # [B, P, 1, T, S]
-    grouped = q.unflatten(1, (kv_heads, -1)).to(work) * scale  # [B, Hkv, G, T, D]
+    mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)  # [B, P, T, S]
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return _attend(q, *without_unseen(k, v, mask), mask, scale)
+    # On the CPU a look at the output costs less than a pass over all memories, few of which ever hold NaN or infinity.
+    y = _attend(q, k, v, mask, scale)
+    return y if math.isfinite(y.sum()) else _attend(q, *without_unseen(k, v, mask), mask, scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    work = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.unflatten(1, (k.shape[1], -1)).to(work) * scale  # [B, Hkv, G, T, D]
+    mask = mask.to(work).unsqueeze(2)  # [B, P, 1, T, S]
     scores = (grouped.flatten(2, 3) @ k.to(work).mT).unflatten(2, grouped.shape[2:4])
     weight = torch.softmax(scores + mask.log(), -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
     y = weight.flatten(2, 3) @ v.to(work)

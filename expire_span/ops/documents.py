@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from .inputs import as_boundaries
+
 Documents = Tensor | tuple[Tensor, Tensor]
+Boundaries = Tensor | Sequence[int]
 
 _FAR_APART = 2**40
-"""Steps between two documents once they are moved apart: no span reaches across."""
+"""Steps between two documents once they are moved apart: no memory lives that long."""
 
 
 def document_ids(
-    documents: Documents | None, cu_seqlens: Tensor | None, batch: int, queries: int, memories: int, check: bool
+    documents: Documents | None, cu_seqlens: Boundaries | None, q: Tensor, memories: int, check: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Document ids of queries [B, T] and of memories [B, S], or None where nothing is packed."""
     if documents is None and cu_seqlens is None:
@@ -20,23 +25,27 @@ def document_ids(
     if documents is not None and cu_seqlens is not None:
         raise ValueError("documents and cu_seqlens say the same thing in two ways; give one of them")
     if cu_seqlens is not None:
-        documents = _ids_from_boundaries(cu_seqlens, queries)
+        bounds = as_boundaries(cu_seqlens, q.shape[2], memories, check)
+        documents = _ids_from_boundaries(bounds.to(q.device), q.shape[2])
     pair = documents if isinstance(documents, tuple) else (documents, documents)
-    wanted = (("queries", queries), ("memories", memories))
-    return tuple(_expand(ids, batch, *want, check) for ids, want in zip(pair, wanted))  # type: ignore[return-value]
+    wanted = (("queries", q.shape[2]), ("memories", memories))
+    return tuple(_expand(ids, q, *want, check) for ids, want in zip(pair, wanted))  # type: ignore[return-value]
 
 
 def _ids_from_boundaries(cu_seqlens: Tensor, queries: int) -> Tensor:
-    """[0, 3, 7] -> 0 0 0 1 1 1 1."""
+    """[0, 3, 7] -> 1 1 1 2 2 2 2."""
     index = torch.arange(queries, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous().to(index.dtype), index, right=True)
+    return torch.searchsorted(cu_seqlens.contiguous(), index, right=True)
 
 
-def _expand(ids: Tensor | None, batch: int, what: str, count: int, check: bool) -> Tensor:
+def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -> Tensor:
     assert ids is not None
+    batch = q.shape[0]
     if ids.is_floating_point() or tuple(ids.shape) not in ((count,), (batch, count)):
         got = f"{tuple(ids.shape)} of {ids.dtype}"
         raise ValueError(f"documents of {what} must be integers of shape ({count},) or ({batch}, {count}), got {got}")
+    if ids.device != q.device:
+        raise ValueError(f"documents of {what} are on {ids.device} but q is on {q.device}; move them to one device")
     if check and bool((ids[..., 1:] < ids[..., :-1]).any()):
         raise ValueError(f"documents of {what} must not fall along a row; give the documents rising ids")
     return ids.long().expand(batch, count)
@@ -46,5 +55,12 @@ def move_apart(
     documents: tuple[Tensor, Tensor], span: Tensor, q_pos: Tensor, k_pos: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Span and positions [B, P, .] with the documents so far apart that each is dead, or unborn, to every other."""
-    q_doc, k_doc = (ids.unsqueeze(1) for ids in documents)
-    return span.clamp_max(_FAR_APART / 4), q_pos + q_doc * _FAR_APART, k_pos + k_doc * _FAR_APART
+    q_rank, k_rank = (rank.unsqueeze(1) for rank in _ranks(*documents))
+    return span.clamp_max(_FAR_APART / 4), q_pos + q_rank * _FAR_APART, k_pos + k_rank * _FAR_APART
+
+
+def _ranks(q_doc: Tensor, k_doc: Tensor) -> tuple[Tensor, Tensor]:
+    """Document ids numbered by their order in the row: ids may be any integers, and large ones would overflow."""
+    ordered = torch.cat([q_doc, k_doc], 1).sort(1).values
+    q_rank, k_rank = (torch.searchsorted(ordered, ids.contiguous()) for ids in (q_doc, k_doc))
+    return q_rank, k_rank

@@ -25,10 +25,12 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
 
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
     """The soft mask m in [0, 1]; gradient only strictly on the ramp. span [.., S], age [.., T, S] -> [.., T, S]."""
-    remaining = span.unsqueeze(-2) - age.to(span.dtype)
-    mask = 1 + remaining / ramp
+    span, steps = span.unsqueeze(-2), age.to(span.dtype)
+    mask = 1 + (span - steps) / ramp
     on_ramp = (mask > 0) & (mask < 1)
-    visible = age >= 0 if include_self else age > 0
+    # Stores delete where span + ramp <= age. Rounded otherwise, the mask may still be above 0 there, and a query that sees
+    # nothing else would read a memory that a store has deleted.
+    visible = (age >= 0 if include_self else age > 0) & (span + ramp > steps)
     return torch.where(visible, torch.where(on_ramp, mask, (mask >= 1).to(mask.dtype)), 0)
 
 
@@ -62,6 +64,7 @@ def reference_attention(
     k, v, span, q_pos, k_pos = (x.repeat_interleave(group, dim=1) for x in (k, v, span, q_pos, k_pos))
     age = ages(q_pos, k_pos, causal=causal)  # [B, H, T, S]
     mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)
+    k, v = without_unseen(k, v, mask)
     scores = q @ k.transpose(-1, -2)
     if relative_keys is not None:
         scores = scores + relative_scores(q, age, relative_keys)
@@ -72,6 +75,15 @@ def reference_attention(
     total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
     share = faded / torch.where(total > 0, total, 1)
     return share.to(v.dtype) @ v
+
+
+def without_unseen(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [B, H, S, D] with zeros for memories that no query sees, mask [B, H or 1, T, S].
+
+    Such a memory may hold NaN or infinity, which a weight of zero would not remove: 0 times NaN is NaN.
+    """
+    unseen = (mask == 0).all(-2).unsqueeze(-1)
+    return k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
 
 
 def ramp_loss_dense(span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Object collision: two coloured particles move on a grid; where did colours A and B last collide?
 
-Re-implemented from the published description. Each frame is eight tokens: row, column and colour of both particles, then the two
-colours of the question; the target at the eighth token is the quadrant of that pair's latest collision, and questions about
+Re-implemented from the published description. Each frame is eight tokens: row, column and colour of both particles, then the
+two colours of the question; the target at the eighth token is the quadrant of that pair's latest collision, and questions about
 pairs that have never collided are not scored. Most answers lie thousands of tokens back, while nearly every frame is worthless.
 
 Every draw is a hash of (seed, split, row, frame, purpose). All rows are simulated side by side, many frames at a time.
@@ -26,6 +26,8 @@ from .text import check_rows
 FRAME = 8
 """Tokens of a frame."""
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
+ATTEMPTS = 8
+"""Velocities that are drawn at once where one must be drawn anew."""
 START, SPEED, COLOUR, ASK = range(4)
 """Purposes of draws."""
 
@@ -74,24 +76,32 @@ class Simulation:
 
     def _move(self, frame: int) -> np.ndarray:
         """One step of every particle; a velocity that would leave the field is drawn anew until it does not."""
-        high = self.config.size - 1
         moved = self.position + self.velocity
-        outside = ((moved <= 0) | (moved >= high)).any(-1)  # [B, 2]
+        row, particle = np.nonzero(self._leaves(moved))
         attempt = 0
-        while outside.any():
-            row, particle = np.nonzero(outside)
-            self.velocity[row, particle] = self._speeds(row, particle, frame, attempt)
-            moved[row, particle] = self.position[row, particle] + self.velocity[row, particle]
-            again = moved[row, particle]
-            outside[row, particle] = ((again <= 0) | (again >= high)).any(-1)
-            attempt += 1
+        while len(row):
+            speeds = self._speeds(row, particle, frame, np.arange(attempt, attempt + ATTEMPTS))  # [n, A, 2]
+            tried = self.position[row, particle][:, None] + speeds
+            inside = ~self._leaves(tried)
+            first, every = (
+                inside.argmax(1),
+                np.arange(len(row)),
+            )  # of the attempts that stay inside, the first one counts
+            self.velocity[row, particle], moved[row, particle] = speeds[every, first], tried[every, first]
+            left = ~inside.any(1)
+            row, particle, attempt = row[left], particle[left], attempt + ATTEMPTS
         self.position = moved
         return moved
 
-    def _speeds(self, row: np.ndarray, particle: np.ndarray, frame: int, attempt: int) -> np.ndarray:
-        """Normal velocities [n, 2] by the Box-Muller transform."""
+    def _leaves(self, place: np.ndarray) -> np.ndarray:
+        """Whether places [..., 2] lie outside the field or on its edge."""
+        out = (place <= 0) | (place >= self.config.size - 1)
+        return out[..., 0] | out[..., 1]
+
+    def _speeds(self, row: np.ndarray, particle: np.ndarray, frame: int, attempts: np.ndarray) -> np.ndarray:
+        """Normal velocities [n, A, 2] by the Box-Muller transform."""
         place = np.uint64(frame * 2) + particle.astype(np.uint64)
-        first = mix(mix(mix(self.keys[row] + np.uint64(SPEED)) + place) + np.uint64(2 * attempt))
+        first = mix(mix(mix(self.keys[row] + np.uint64(SPEED)) + place)[:, None] + attempts.astype(np.uint64))
         radius = np.sqrt(-2 * np.log1p(-_unit(first))) * self.config.speed
         angle = 2 * np.pi * _unit(mix(first + np.uint64(1)))
         return np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1)
@@ -225,7 +235,9 @@ class CollisionRows:
         if count <= 0:
             raise StopIteration
         frames = self.simulation.run(count)
-        return self.task.to_batch(self.task.to_tokens(frames), frames.label.T, np.full(self.simulation.rows, start == 0))
+        return self.task.to_batch(
+            self.task.to_tokens(frames), frames.label.T, np.full(self.simulation.rows, start == 0)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.simulation.state_dict()
@@ -243,7 +255,9 @@ class SavedRows:
             raise ValueError(f"{path} is missing; make it with: expire-span data collision --to {task.config.path}")
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
         if len(data) < batch:
-            raise ValueError(f"{path} holds {len(data)} frames, but {batch} rows need at least one each; take a smaller batch")
+            raise ValueError(
+                f"{path} holds {len(data)} frames, but {batch} rows need at least one each; take a smaller batch"
+            )
         self.task, self.data, self.frames, self.ends = task, data, block // FRAME, split != "train"
         self.length, self.batch, self.offset = len(data) // batch, batch, 0
 

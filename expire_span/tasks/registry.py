@@ -15,6 +15,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "recall": ("recall", "Recall"),
     "entrances": ("entrances", "Entrances"),
     "words": ("words", "Words"),
+    "books": ("books", "Books"),
     "collision": ("collision", "Collision"),
     "copy": ("copying", "Copy"),
     "corridor": ("twins", "CorridorTwin"),

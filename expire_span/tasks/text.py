@@ -83,7 +83,8 @@ def read_bytes(path: str) -> np.ndarray:
         size = place.stat().st_size
         data = np.memmap(place, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
     else:
-        raise ValueError(f"{path} is neither a file nor a folder; give an existing one with --task.path")
+        get = ", or get it with: expire-span data enwik8" if place.name == "enwik8" else ""
+        raise ValueError(f"{path} is neither a file nor a folder; give an existing one with --task.path{get}")
     if not len(data):
         raise ValueError(f"{path} holds 0 bytes, but text needs at least 2; give a file or folder with text")
     return data

@@ -25,6 +25,8 @@ class Result:
     score_name: str
     tokens: int
     """Tokens read, over all rows."""
+    rows: int
+    """Rows side by side; bytes divided by it are those of one row."""
     live: list[float]
     """Mean living memories per query, one number per layer."""
     peak_live: list[float]
@@ -91,11 +93,12 @@ class _Totals:
         self.weights: list[tuple[int, float]] = []  # tokens and mean memories seen, per block
         self.held: list[int] = []
         self.full: list[float] = []
-        self.scored = 0
+        self.scored, self.rows = 0, 0
         self.seen: Tensor | None = None  # tokens since the last reset, per row
 
     def add(self, batch: Batch, sums: dict[str, Tensor], held: int) -> None:
         rows, length = batch.x.shape
+        self.rows = rows
         before = torch.zeros(rows)
         if self.seen is not None and not bool(batch.fresh.all()):
             before = torch.where(batch.fresh, 0, self.seen)
@@ -124,6 +127,7 @@ class _Totals:
             score=task.score_of(nll, correct, self.scored),
             score_name=task.score.name,
             tokens=int(tokens.sum()),
+            rows=self.rows,
             live=(share @ live).tolist(),
             peak_live=live.amax(0).tolist(),
             span=(share @ span).tolist(),

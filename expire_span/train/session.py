@@ -49,7 +49,7 @@ def begin(
     run = RunFolder.open(path)
     with _hold(run, accelerator):
         if origin is not None:
-            learner.load(Snapshot(0, {}, None, origin.weights))
+            learner.load(Snapshot.of_weights(origin.weights))
         _build_loop(learner, run, _build_display(learner, run, shown), first=0).run()
     return run
 

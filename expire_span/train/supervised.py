@@ -46,6 +46,7 @@ from .scorer import Scorer, rows_of, start_of
 from .session import Origin
 from .step import Pass, TrainStep
 from .step_metrics import StepMetrics
+from .trackers import check_tracker
 
 __all__ = ["NonFinite", "SupervisedLearner", "resume", "train"]
 
@@ -92,6 +93,7 @@ class SupervisedLearner:
     """A decoder that learns a task's batches: everything that changes while a run is trained. See `loop.Learner`."""
 
     def __init__(self, config: RunConfig, task: Task | None = None) -> None:
+        check_tracker(config.train.tracker)
         check_arithmetic(config, check_device(config.train.device))
         task = task or build_task(config.task)
         self.config = config = replace(config, model=replace(config.model, vocab=task.vocab))
@@ -271,11 +273,11 @@ class SupervisedLearner:
 
     def load(self, snapshot: Snapshot) -> None:
         """Weights, optimizers, memories, place in the data, generators; or weights alone, where the run starts from them."""
-        if snapshot.state:
+        if not snapshot.weights_only:
             self._check_processes(snapshot.state["processes"])
         options = StateDictOptions(full_state_dict=True)
         weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
-        if not snapshot.state:
+        if snapshot.weights_only:
             set_model_state_dict(self.model, weights, options=options)
             return
         set_state_dict(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, Protocol
 
-from expire_span.runs import RunFolder
+from expire_span.config import to_dict, walk
+from expire_span.runs import RunFolder, UserError
 
 
 class Tracker(Protocol):
@@ -16,9 +18,26 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def check_tracker(name: str) -> None:
+    """Refuse a tracker whose library is not installed, before anything is written."""
+    library = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}.get(name)
+    try:
+        missing = library is not None and find_spec(library) is None
+    except ValueError:  # a module of that name without a specification is not the library
+        missing = True
+    if missing:
+        raise UserError(
+            f"--train.tracker {name} needs the library {library}, which is not installed; "
+            f"install it with: pip install {library}, or give --train.tracker none"
+        )
+
+
 def build_tracker(run: RunFolder, step: int, *, writes: bool = True) -> Tracker:
     """The tracker of a run that goes on after `step`; processes that write nothing get one that does nothing."""
-    return TensorBoard(run, step) if writes else NoTracker()
+    name = run.config.train.tracker
+    if not writes or name == "none":
+        return NoTracker()
+    return TensorBoard(run, step) if name == "tensorboard" else Remote(run, name)
 
 
 def scalars_of(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -53,3 +72,31 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+
+
+class Remote:
+    """Weights & Biases or MLflow, as accelerate drives them; their own environment variables say where and how."""
+
+    def __init__(self, run: RunFolder, name: str) -> None:
+        from accelerate import tracking
+
+        if name == "wandb":
+            self.tracker: Any = tracking.WandBTracker("expire-span", name=run.name, dir=str(run.path))
+        else:
+            self.tracker = tracking.MLflowTracker("expire-span", run_name=run.name)
+        try:
+            start = getattr(self.tracker, "start", None)  # newer releases of accelerate begin apart from building
+            if start is not None:
+                start()
+            config = to_dict(run.config) if name == "wandb" else dict(walk(run.config))
+            self.tracker.store_init_configuration(config)
+        except Exception as error:  # a service that is down or wants a login fails with errors of its own library
+            cause = " ".join(str(error).split())[:120] or type(error).__name__
+            advice = f"mend that, then go on with: expire-span resume {run.path}"
+            raise UserError(f"--train.tracker {name} could not be started ({cause}); {advice}") from error
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.tracker.log(dict(scalars_of(line)), step=line["step"])
+
+    def close(self) -> None:
+        self.tracker.finish()

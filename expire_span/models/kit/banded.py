@@ -1,19 +1,22 @@
-"""Attention to the last `window` entries, block by block: no mask larger than block x (window + block) per block.
+"""Attention to the last `window` entries, block by block: no mask is larger than block x (window + block).
 
-Queries are cut into blocks; each block reads one contiguous stretch of keys. All blocks run as one batch.
+Queries are cut into blocks, and each block reads one contiguous stretch of keys: the `window` entries before it and its own.
+All blocks run as one batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import attend
 from expire_span.store import NEVER
+
+from .attention import attend
 
 LEAST_BLOCK = 32
 """Queries are handled in blocks of at least so many, however small the window."""
@@ -25,6 +28,45 @@ class Extra(NamedTuple):
     k: Tensor
     v: Tensor
     pos: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence is cut: N blocks of `block` queries, each with `older` entries before it."""
+
+    count: int
+    """Queries of the whole sequence."""
+    block: int
+    older: int
+
+    @property
+    def width(self) -> int:
+        """Entries that a block reads."""
+        return self.older + self.block
+
+    @property
+    def missing(self) -> int:
+        """Padding that completes the last block."""
+        return -self.count % self.block
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, H, T, D] -> [B, H, N, block, D]."""
+        return F.pad(x, (0, 0, 0, self.missing)).unflatten(2, (-1, self.block))
+
+    def stretches(self, x: Tensor) -> Tensor:
+        """[B, H, older + T, D] -> [B, H, N, width, D]."""
+        return F.pad(x, (0, 0, 0, self.missing)).unfold(2, self.width, self.block).transpose(-1, -2)
+
+    def numbers(self, x: Tensor, empty: int) -> tuple[Tensor, Tensor]:
+        """One number per entry [B, h, older + T] -> those of the queries [B, h, N, block, 1] and keys [B, h, N, 1, width]."""
+        x = F.pad(x, (0, self.missing), value=empty)
+        of_queries = x[..., self.older :].unflatten(-1, (-1, self.block)).unsqueeze(-1)
+        return of_queries, x.unfold(-1, self.width, self.block).unsqueeze(-2)
+
+    def distance(self, device: torch.device) -> Tensor:
+        """Entries between each query and each key of a block, [block, width]."""
+        place = torch.arange(self.width, device=device)
+        return place[self.older :, None] - place
 
 
 def banded_attention(
@@ -55,34 +97,34 @@ def banded_attention(
 
     Returns y [B, H, T, D].
     """
-    count = q.shape[2]
+    cut, k, v, pos = _plan_cut(q, k, v, pos, window, chunks)
+    queries, keys, values = cut.queries(q), cut.stretches(k), cut.stretches(v)
+    q_pos, k_pos = cut.numbers(pos, NEVER)
+    distance = cut.distance(q.device)
+    seen = _in_band(distance, window, chunks) & (k_pos != NEVER)
+    if group is not None:
+        of_queries, of_keys = cut.numbers(group, -1)
+        seen = seen & (of_queries == of_keys)
+    seen = seen | (distance == 0)  # padding reads itself, so that no row of the mask is empty
+    if extra is not None:
+        keys, values, seen, k_pos = _prepend_extra(keys, values, seen, q_pos, k_pos, extra, window * dilation, dilation)
+    y = core(*(_fold(x) for x in (queries, keys, values, seen, q_pos - k_pos)), relative_keys)  # [B * N, H, block, D]
+    return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)[:, :, : cut.count]
+
+
+def _plan_cut(q, k, v, pos, window: int, chunks: bool) -> tuple[Cut, Tensor, Tensor, Tensor]:
+    """How to cut, and k, v and pos with a whole window of older entries where more than one block needs it."""
+    count, older = q.shape[2], k.shape[2] - q.shape[2]
     block = window if chunks else min(count, max(window, LEAST_BLOCK))
-    older = k.shape[2] - count
-    if older < window and (chunks or count > block):  # every later block has a whole window behind it
+    if older < window and (chunks or count > block):
         k, v = (F.pad(x, (0, 0, window - older, 0)) for x in (k, v))
         pos, older = F.pad(pos, (window - older, 0), value=NEVER), window
-    short = -count % block
-    q, k, v = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))
-    pos = F.pad(pos, (0, short), value=NEVER)
-    width = older + block
-    q = q.unflatten(2, (-1, block))  # [B, H, N, block, D]
-    k, v = (x.unfold(2, width, block).transpose(-1, -2) for x in (k, v))  # [B, H, N, width, D]
-    k_pos = pos.unfold(-1, width, block).unsqueeze(-2)  # [B, h, N, 1, width]
-    q_pos = pos[..., older:].unflatten(-1, (-1, block)).unsqueeze(-1)  # [B, h, N, block, 1]
-    distance = torch.arange(older, width, device=q.device)[:, None] - torch.arange(width, device=q.device)
-    near = (distance >= 0) if chunks else (distance >= 0) & (distance < window)
-    seen = near & (k_pos != NEVER)
-    if group is not None:
-        group = F.pad(group, (0, short), value=-1)
-        theirs = group.unfold(-1, width, block).unsqueeze(-2)
-        seen = seen & (theirs == group[..., older:].unflatten(-1, (-1, block)).unsqueeze(-1))
-    seen = seen | (distance == 0)  # padding reads itself, so that no row is empty
-    if extra is not None:
-        k, v, seen, k_pos = _with_extra(k, v, seen, q_pos, k_pos, extra, window, dilation)
-    folded = (_fold(x) for x in (q, k, v, seen, q_pos - k_pos))
-    y = core(*folded, relative_keys)  # [B * N, H, block, D]
-    y = y.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
-    return y[:, :, :count]
+    return Cut(count, block, older), k, v, pos
+
+
+def _in_band(distance: Tensor, window: int, chunks: bool) -> Tensor:
+    """Which keys of a block a query may read, by their distance in entries."""
+    return (distance >= 0) if chunks else (distance >= 0) & (distance < window)
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -90,14 +132,14 @@ def _fold(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _with_extra(k, v, seen, q_pos, k_pos, extra: Extra, window: int, dilation: int):
-    """Put the extra entries before each block's stretch; those that its window holds are not read twice."""
+def _prepend_extra(k, v, seen, q_pos, k_pos, extra: Extra, reach: int, dilation: int):
+    """Put the extra entries before each block's stretch; those that the window holds already are not read twice."""
     blocks = k.shape[2]
     k = torch.cat([extra.k.to(k.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), k], 3)
     v = torch.cat([extra.v.to(v.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), v], 3)
     e_pos = extra.pos[:, :, None, None, :]  # [B, 1, 1, 1, G]
     age = q_pos - e_pos
-    outside = (age >= window * dilation) | (age % dilation != 0)
+    outside = (age >= reach) | (age % dilation != 0)
     fresh = (e_pos != NEVER) & (age >= 0) & outside
     seen = torch.cat([fresh.expand(*seen.shape[:-1], -1), seen], -1)
     return k, v, seen, torch.cat([e_pos.expand(*k_pos.shape[:-1], -1), k_pos], -1)

@@ -56,7 +56,7 @@ def _decode(
         born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=held, other=0.0).to(tl.float32)
         life = (length + born.to(tl.float32)) + ramp
-        wanted = held & (life > 0) & (born <= last)
+        wanted = held & (life > 0) & (born <= last - MIN_AGE)
         read = wanted[:, None] & (d[None, :] < D)
         rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale

@@ -79,7 +79,7 @@ def _classify(
     born = tl.load(k_pos + b * kp_b + h * kp_h + at * kp_s, mask=inside, other=0).to(tl.int64)
     length = tl.load(span + b * sp_b + h * sp_h + at * sp_s, mask=inside, other=0.0).to(tl.float32)
     whole = tl.floor(tl.minimum(length, 1.0e9)).to(tl.int64)
-    life = tl.floor(tl.minimum(length + ramp, 1.0e9)).to(tl.int64) + 1
+    life = tl.ceil(tl.minimum(length + ramp, 1.0e9)).to(tl.int64)
     queries = q_pos + b * qp_b
     first = _lower_bound(queries, T, steps, born + MIN_AGE)
     end = _lower_bound(queries, T, steps, born + life)
@@ -203,7 +203,7 @@ def _gather(
     at = tl.maximum(index, 0).to(tl.int64)
     d = tl.arange(0, D_PAD)
     if tile < paired:
-        taken = used[:, None] & (d[None, :] < D) & (tile < living)
+        taken = (used & (slot < living * BLOCK_N))[:, None] & (d[None, :] < D)
         out = (bh * slots + slot)[:, None] * D + d[None, :]
         rows = tl.load(k + b * k_b + h * k_h + at[:, None] * k_s + d[None, :], mask=taken, other=0.0)
         tl.store(k_out + out, rows, mask=d[None, :] < D)

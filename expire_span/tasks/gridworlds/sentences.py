@@ -4,13 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PLACES = ("kitchen", "garden", "cellar", "attic", "library", "stable", "tower", "chapel", "bakery", "harbour", "mill", "forge")
+PLACES = (
+    "kitchen",
+    "garden",
+    "cellar",
+    "attic",
+    "library",
+    "stable",
+    "tower",
+    "chapel",
+    "bakery",
+    "harbour",
+    "mill",
+    "forge",
+)
 PLACES = (*PLACES, "orchard", "bridge", "fountain", "market")
 VERBS = ("open", "clean", "paint", "carry")
 OBJECTS = ("box", "lamp", "chair", "clock", "basket", "mirror")
 NAMES = ("Ada", "Bruno", "Carla", "Dario", "Elif", "Farid")
 ADJECTIVES = ("cold", "bright", "quiet", "dusty", "warm", "empty")
-FUNCTION_WORDS = ("you", "are", "at", "the", "when", "reach", "never", "mind", "instead", "well", "done", "that", "was", "wrong")
+FUNCTION_WORDS = (
+    "you",
+    "are",
+    "at",
+    "the",
+    "when",
+    "reach",
+    "never",
+    "mind",
+    "instead",
+    "well",
+    "done",
+    "that",
+    "was",
+    "wrong",
+)
 FUNCTION_WORDS = (*FUNCTION_WORDS, "saw", "likes", "to", "is", "very", "yesterday", "go", "now")
 
 WORDS = ("", *FUNCTION_WORDS, *PLACES, *VERBS, *OBJECTS, *NAMES, *ADJECTIVES)

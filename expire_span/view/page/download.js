@@ -28,7 +28,7 @@ function timelineSvg(timeline) {
   for (const bar of timeline.bars(first, last)) {
     const x = Math.max((bar.birth - area[0]) * scaleX, 0), end = Math.min((bar.end - area[0]) * scaleX, wide);
     const y = (bar.row - area[2]) * scaleY, tall = Math.max(0.84 * scaleY, 0.5), fade = Math.max(Math.min((bar.death - timeline.ramp - area[0]) * scaleX, end), x);
-    const rect = (from, to, opacity) => to > from ? `<rect x="${from.toFixed(1)}" y="${y.toFixed(2)}" width="${(to - from).toFixed(1)}" height="${tall.toFixed(2)}" fill="${css(bar.colour)}" fill-opacity="${opacity}"/>` : "";
+    const rect = (from, to, opacity) => to > from ? `<rect x="${from.toFixed(1)}" y="${y.toFixed(2)}" width="${(to - from).toFixed(1)}" height="${tall.toFixed(2)}" fill="${timeline.table().names[bar.shade]}" fill-opacity="${opacity}"/>` : "";
     parts.push(rect(x, fade, 1) + rect(fade, end, 0.5));
   }
   return svgText(Math.round(wide), Math.round(high), parts.join(""));

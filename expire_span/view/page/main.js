@@ -1,11 +1,11 @@
 // Puts the parts together: what is chosen, what is drawn when, and what keys and buttons do.
 
 const root = find("view"), script = find("script"), pristine = root.outerHTML;
-const live = script.dataset.live === "yes", LONGEST_LINK = 2000;
+const live = script.dataset.live === "yes", LONGEST_LINK = 2000, SETTLED = 120;
 const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", text: null, limit: null, page: 0 };
 const asked = fromLink();
-const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl === "off");
-let choice = { span: null, death: null }, range = [0, 1], ranges = [], writing = null, info = {}, drawn = -1, waiting = 0, busy = null;
+const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl);
+let choice = { span: null, death: null }, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null;
 
 function say(message, lasting) {
   find("status").textContent = message;
@@ -14,22 +14,25 @@ function say(message, lasting) {
   if (message && !lasting) say.timer = setTimeout(() => say(""), 6000);
 }
 
+// What has to be drawn anew, in order: everything, the text, the marks of the cursor, or only the window of time.
+const LEVELS = ["draw", "marks", "tokens", "all"];
+
 function soon(what = "draw") {
-  soon.wanted = soon.wanted === "all" || what === "all" ? "all" : what === "marks" || soon.wanted === "marks" ? "marks" : what;
-  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = ""; redraw(wanted); });
+  soon.wanted = Math.max(soon.wanted || 0, LEVELS.indexOf(what));
+  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); });
 }
 
-// "all": the trace or the choice changed; "marks": the cursor moved; "draw": only the window of time moved.
 function redraw(wanted) {
   const { trace } = state;
   if (!trace || !trace.size) return;
-  if (wanted === "all") choose();
+  if (wanted >= LEVELS.indexOf("all")) choose();
+  if (wanted >= LEVELS.indexOf("tokens")) fillText();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
-  if (wanted !== "draw") drawMarks();
-  if (wanted === "all") drawCosts(trace, state.cursor);
+  if (wanted >= LEVELS.indexOf("marks")) drawMarks();
+  if (wanted >= LEVELS.indexOf("all")) drawCosts(trace, state.cursor);
   if (trace.hasSpans) drawStrips(find("strips"), trace, ranges, ...tokenWindow(), state.cursor, state.layer);
-  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), Math.max(0, trace.size - WINDOW), trace.size, find("still").checked);
+  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked);
 }
 
 function choose() {
@@ -44,18 +47,17 @@ function choose() {
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.";
   } else choice = { span: null, death: null };
-  find("stage").closest("section").hidden = false;
-  find("stage").hidden = !trace.hasSpans;
-  find("strips").hidden = !trace.hasSpans;
+  find("stage").hidden = find("strips").hidden = find("choice").hidden = !trace.hasSpans;
   find("hidden-box").hidden = !trace.hasHidden;
   find("scrub").max = trace.size - 1;
   if (state.cursor >= trace.size) { state.cursor = trace.size - 1; state.page = Math.floor(state.cursor / WINDOW); }
-  const [from, to] = tokenWindow();
+}
+
+function fillText() {
+  const { trace } = state, [from, to] = tokenWindow();
   find("turn").hidden = trace.size <= WINDOW;
   find("window").textContent = `tokens ${show(from)} to ${show(to - 1)} of ${show(trace.size)}`;
   fillTokens(find("tokens"), trace, choice.span, range, from, to);
-  find("tokens").hidden = false;
-  drawn = trace.revision;
 }
 
 function tokenWindow() {
@@ -64,10 +66,13 @@ function tokenWindow() {
 }
 
 function drawMarks() {
-  const { trace, cursor } = state, step = trace.step(cursor), { layers, heads } = trace.header;
-  find("scrub").value = cursor;
+  find("scrub").value = state.cursor;
+  drawSlowly();
+}
+
+function drawFacts() {
+  const { trace, cursor } = state, step = trace.step(cursor), { layers } = trace.header;
   find("at").textContent = show(cursor);
-  markTokens(find("tokens"), choice.death, cursor);
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
   const rows = [["token", visible(step.text)]];
   if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
@@ -87,13 +92,30 @@ function drawMarks() {
   }));
   find("image").hidden = !step.image;
   if (step.image) find("image").src = "data:image/png;base64," + step.image.replace(/[^A-Za-z0-9+/=]/g, "");
+  find("alive").textContent = choice.death ? show(livingAt(cursor).length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers);
+}
+
+function livingAt(cursor) {
+  const living = [];
+  for (let i = timeline.firstAlive(cursor); i <= cursor; i++) if (choice.death[i] > cursor) living.push(i);
+  return living;
+}
+
+// What many elements show follows a fast cursor a few times a second, the rarer the more it costs, and a resting one at once.
+function drawSlowly() {
+  const wait = (drawSlowly.last || 0) + Math.max(SETTLED, 5 * (drawSlowly.cost || 0)) - performance.now();
+  clearTimeout(drawSlowly.timer);
+  drawSlowly.timer = 0;
+  if (wait > 0) { drawSlowly.timer = setTimeout(drawSlowly, wait); return; }
+  drawSlowly.last = performance.now();
+  markTokens(find("tokens"), choice.death, state.cursor);
+  drawFacts();
   drawLiving();
+  requestAnimationFrame(() => setTimeout(() => { drawSlowly.cost = Math.min(performance.now() - drawSlowly.last, 200); }));
 }
 
 function drawLiving() {
-  const { trace, cursor } = state, living = [];
-  if (choice.death) for (let i = 0; i <= cursor; i++) if (choice.death[i] > cursor) living.push(i);
-  find("alive").textContent = choice.death ? show(living.length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / trace.header.layers);
+  const { trace, cursor } = state, living = choice.death ? livingAt(cursor) : [];
   living.sort((a, b) => choice.death[b] - choice.death[a] || a - b);
   find("living").replaceChildren(...living.slice(0, 60).map((i) =>
     chip(trace.text[i], show(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
@@ -103,11 +125,19 @@ function drawLiving() {
 function goTo(step) {
   if (!state.trace) return;
   state.cursor = Math.min(Math.max(Math.round(step), 0), state.trace.size - 1);
-  const page = Math.floor(state.cursor / WINDOW), turned = page !== state.page;
-  state.page = page;
+  clearTimeout(goTo.timer);
+  goTo.timer = 0;
+  if (Math.floor(state.cursor / WINDOW) !== state.page) goTo.timer = setTimeout(turn, SETTLED);
   const wide = timeline.to - timeline.from;
   if (state.cursor < timeline.from || state.cursor >= timeline.to) timeline.move(state.cursor - wide / 2, state.cursor + wide / 2);
-  soon(turned ? "all" : "marks");
+  soon("marks");
+}
+
+// The text follows the cursor once it rests: to fill it anew for every place passed by would hold up the rest.
+function turn() {
+  goTo.timer = 0;
+  state.page = Math.floor(state.cursor / WINDOW);
+  soon("tokens");
 }
 
 function setTrace(trace, keep) {
@@ -122,7 +152,6 @@ function setTrace(trace, keep) {
   if (!keep) { state.page = 0; state.cursor = Infinity; timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
   pickLayer(Math.min(state.layer, header.layers - 1));
   find("pictures").hidden = false;
-  find("choice-none")?.remove();
 }
 
 function pickLayer(layer) {
@@ -229,8 +258,8 @@ function connect() {
   on("in", "click", () => zoom(0.6));
   on("out", "click", () => zoom(1 / 0.6));
   on("fit", "click", fit);
-  on("before", "click", () => { state.page = Math.max(state.page - 1, 0); soon("all"); });
-  on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("all"); });
+  on("before", "click", () => { state.page = Math.max(state.page - 1, 0); soon("tokens"); });
+  on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("tokens"); });
   on("link", "click", copyLink);
   on("export", "click", () => state.trace ? savePage(pristine, state.trace) : say("there is nothing to save yet"));
   on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
@@ -327,7 +356,7 @@ function restore(values) {
   find("head-pick").value = state.head;
   if (values.layout === "birth") { state.layout = "birth"; find("layout").value = "birth"; }
   pickLayer(Math.min(number("layer", state.layer), state.trace.header.layers - 1));
-  redraw("all");
+  redraw(LEVELS.indexOf("all"));
   timeline.move(number("from", 0), number("to", state.trace.size));
   goTo(number("cursor", 0));
 }
@@ -358,4 +387,5 @@ async function start() {
 
 root.timeline = timeline;
 root.state = state;
+root.resting = () => !waiting && !drawSlowly.timer && !goTo.timer;
 start().catch((error) => say(error.message, true));

@@ -1,31 +1,35 @@
 // The timeline: quads drawn by the graphics card from one buffer, moved by a few numbers; density where lines are thinner than
 // a pixel; plain rectangles where there is no WebGL2. Text, axes and the cursor lie on a second canvas above.
 
-const MOST_QUADS = 20000;
+const MOST_QUADS = 6000;
 const AXIS = 16;  // pixels below the rows, for the names of steps
+const CORNERS = 4;  // Each memory stands four times in the buffer. Instances would need one, but software renderers draw them one by one.
 const VERTEX = `#version 300 es
 layout(location = 0) in vec4 life;  // birth, death, row, colour
 uniform vec4 area;                  // first and last step, first and last row
 uniform vec3 now;                   // cursor, pixels high, end of time
-out vec4 seen;                      // step, death, colour, alive at the cursor
+uniform sampler2D scale;
+out vec3 seen;                      // step, death, strength
+flat out vec3 tint;
 void main() {
-  float step = gl_VertexID % 2 == 0 ? life.x : min(life.y, now.z);
+  int corner = gl_VertexID % 4;
+  float step = corner % 2 == 0 ? life.x : min(life.y, now.z);
   float rows = area.w - area.z, thick = rows * 3.0 > now.y ? max(1.0, rows / now.y) : 0.84;
-  float row = life.z + (gl_VertexID < 2 ? 0.0 : thick);
+  float row = life.z + (corner < 2 ? 0.0 : thick);
   float alive = life.x <= now.x && now.x < life.y ? 1.0 : 0.0;
-  seen = vec4(step, life.y, life.w, alive);
+  seen = vec3(step, life.y, mix(0.6, 1.0, alive));
+  tint = textureLod(scale, vec2(life.w * 0.996 + 0.002, 0.5), 0.0).rgb;
   gl_Position = vec4((step - area.x) / (area.y - area.x) * 2.0 - 1.0, 1.0 - (row - area.z) / rows * 2.0, 0.0, 1.0);
 }`;
 const FRAGMENT = `#version 300 es
 precision highp float;
-in vec4 seen;
-uniform sampler2D scale;
+in vec3 seen;
+flat in vec3 tint;
 uniform float ramp;
 out vec4 colour;
 void main() {
-  float fading = clamp((seen.y - seen.x) / ramp, 0.0, 1.0);
-  float strength = mix(0.15, 1.0, fading) * mix(0.6, 1.0, seen.w);
-  colour = vec4(texture(scale, vec2(seen.z * 0.996 + 0.002, 0.5)).rgb * strength, strength);
+  float strength = clamp((seen.y - seen.x) / ramp, 0.15, 1.0) * seen.z;
+  colour = vec4(tint * strength, strength);
 }`;
 
 class Quads {
@@ -33,6 +37,12 @@ class Quads {
     this.canvas = canvas;
     this.gl = canvas.getContext("webgl2", { antialias: false, premultipliedAlpha: true, preserveDrawingBuffer: true });
     if (this.gl) this.prepare();
+  }
+
+  // Whether the processor plays the graphics card: then plain rectangles are faster.
+  get slow() {
+    const known = this.gl && this.gl.getExtension("WEBGL_debug_renderer_info");
+    return Boolean(known) && /swiftshader|llvmpipe|software/i.test(this.gl.getParameter(known.UNMASKED_RENDERER_WEBGL));
   }
 
   prepare() {
@@ -50,7 +60,8 @@ class Quads {
     this.buffer = gl.createBuffer();
     gl.bindBuffer(gl.ARRAY_BUFFER, this.buffer);
     gl.enableVertexAttribArray(0);
-    gl.vertexAttribDivisor(0, 1);
+    gl.bindBuffer(gl.ELEMENT_ARRAY_BUFFER, gl.createBuffer());
+    this.room = 0;
     gl.bindTexture(gl.TEXTURE_2D, gl.createTexture());
     gl.texParameteri(gl.TEXTURE_2D, gl.TEXTURE_MIN_FILTER, gl.LINEAR);
     gl.texParameteri(gl.TEXTURE_2D, gl.TEXTURE_WRAP_S, gl.CLAMP_TO_EDGE);
@@ -66,10 +77,28 @@ class Quads {
     this.gl.texImage2D(this.gl.TEXTURE_2D, 0, this.gl.RGBA, 256, 1, 0, this.gl.RGBA, this.gl.UNSIGNED_BYTE, row);
   }
 
-  load(lives) { if (this.gl) this.gl.bufferData(this.gl.ARRAY_BUFFER, lives, this.gl.DYNAMIC_DRAW); }
+  load(lives) {
+    const gl = this.gl, count = lives.length / 4;
+    if (!gl) return;
+    const corners = new Float32Array(4 * CORNERS * count);
+    for (let i = 0; i < count; i++) {
+      for (let k = 0; k < CORNERS; k++) for (let n = 0; n < 4; n++) corners[16 * i + 4 * k + n] = lives[4 * i + n];
+    }
+    gl.bufferData(gl.ARRAY_BUFFER, corners, gl.DYNAMIC_DRAW);
+    if (count > this.room) this.number(Math.max(2 * this.room, count));
+  }
+
+  // Two triangles for each memory; the numbers do not depend on the trace.
+  number(count) {
+    const order = new Uint32Array(6 * count);
+    for (let i = 0; i < count; i++) [0, 1, 2, 2, 1, 3].forEach((corner, n) => { order[6 * i + n] = CORNERS * i + corner; });
+    this.gl.bufferData(this.gl.ELEMENT_ARRAY_BUFFER, order, this.gl.STATIC_DRAW);
+    this.room = count;
+  }
 
   clear(below) {
-    if (!this.gl) return;
+    if (!this.gl || (this.empty && !below)) return;
+    this.empty = !below;  // an empty canvas need not be cleared, and shown, again
     this.gl.viewport(0, below, this.canvas.width, Math.max(this.canvas.height - below, 1));
     this.gl.clearColor(0, 0, 0, 0);
     this.gl.clear(this.gl.COLOR_BUFFER_BIT);
@@ -81,20 +110,24 @@ class Quads {
     gl.uniform4fv(this.places.area, area);
     gl.uniform3fv(this.places.now, now);
     gl.uniform1f(this.places.ramp, Math.max(ramp, 1e-3));
-    gl.vertexAttribPointer(0, 4, gl.FLOAT, false, 16, 16 * first);
-    gl.drawArraysInstanced(gl.TRIANGLE_STRIP, 0, 4, count);
+    gl.vertexAttribPointer(0, 4, gl.FLOAT, false, 16, 0);
+    gl.drawElements(gl.TRIANGLES, 6 * count, gl.UNSIGNED_INT, 4 * 6 * first);
   }
 }
 
 class Timeline {
-  constructor(stage, glCanvas, inkCanvas, noGl) {
+  constructor(stage, glCanvas, inkCanvas, wanted) {
     this.stage = stage;
     this.glCanvas = glCanvas;
     this.ink = inkCanvas;
-    this.quads = noGl ? { gl: null, load() {}, clear() {}, paint() {} } : new Quads(glCanvas);
+    const none = { gl: null, load() {}, clear() {}, paint() {} }, quads = wanted === "off" ? none : new Quads(glCanvas);
+    const slow = quads.slow && wanted !== "on";
+    if (slow) quads.gl.getExtension("WEBGL_lose_context")?.loseContext();
+    this.quads = slow ? none : quads;
     this.scratch = document.createElement("canvas");
     this.from = 0; this.to = 1; this.cursor = 0; this.count = 0;
     this.mode = "";
+    this.mostQuads = MOST_QUADS;
   }
 
   // span and death of each memory, and how rows are given.
@@ -116,12 +149,17 @@ class Timeline {
   // Memories that may be seen between two steps: born before the end, and not all dead before the beginning.
   range() {
     const last = Math.min(Math.max(Math.ceil(this.to), 0), this.count);
-    let low = 0, high = last;
+    return [Math.min(this.firstAlive(this.from - 1), last), last];
+  }
+
+  // No memory before this one is alive at or after a step.
+  firstAlive(step) {
+    let low = 0, high = this.count;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.latest[middle] < this.from) low = middle + 1; else high = middle;
+      if (this.latest[middle] <= step) low = middle + 1; else high = middle;
     }
-    return [low, last];
+    return low;
   }
 
   area(first, last) {
@@ -138,7 +176,7 @@ class Timeline {
     if (!this.count) { this.quads.clear(0); return; }
     const [first, last] = this.range(), area = this.area(first, last);
     this.shown = { first, last, area, wide, high };
-    const dense = last - first > MOST_QUADS;
+    const dense = last - first > this.mostQuads;
     this.mode = dense ? "density" : this.quads.gl ? "webgl2" : "2d";
     if (this.mode === "webgl2") {
       this.quads.draw(first, last - first, area, [this.cursor, this.glCanvas.height - below, this.end], this.ramp, below);
@@ -151,13 +189,13 @@ class Timeline {
   }
 
   drawPlain(context, first, last, area, wide, high) {
-    const scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
+    const names = this.table().names, scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
     for (const bar of this.bars(first, last)) {
       const x = Math.max((bar.birth - area[0]) * scaleX, -1), y = (bar.row - area[2]) * scaleY;
       const tall = scaleY < 3 ? Math.max(scaleY, 1) : 0.84 * scaleY, end = Math.min((bar.end - area[0]) * scaleX, wide + 1);
       const solid = Math.min(Math.max((bar.death - this.ramp - area[0]) * scaleX, x), end);
       context.globalAlpha = bar.alive ? 1 : 0.6;
-      context.fillStyle = css(bar.colour);
+      context.fillStyle = names[bar.shade];
       context.fillRect(x, y, solid - x, tall);
       context.globalAlpha *= 0.5;
       context.fillRect(solid, y, end - solid, tall);
@@ -169,8 +207,8 @@ class Timeline {
     for (let i = first; i < last; i++) {
       const death = this.death[i];
       if (death < this.from) continue;
-      const share = 0.12 + 0.88 * this.lives[4 * i + 3];
-      yield { birth: i, death, end: Math.min(death, this.end), row: this.rows[i], colour: colourAt(share), alive: i <= this.cursor && this.cursor < death };
+      const shade = (255 * this.lives[4 * i + 3]) | 0;
+      yield { birth: i, death, end: Math.min(death, this.end), row: this.rows[i], shade, alive: i <= this.cursor && this.cursor < death };
     }
   }
 
@@ -203,6 +241,7 @@ class Timeline {
         out[p] = (strength << 24 | colour) >>> 0;
       }
     }
+    if (w === this.ink.width) { context.putImageData(this.pixels, 0, 0); return; }  // one device pixel each
     this.scratch.getContext("2d").putImageData(this.pixels, 0, 0);
     context.drawImage(this.scratch, 0, 0, wide, high);
   }
@@ -210,7 +249,9 @@ class Timeline {
   table() {
     if (this.dark !== darkMode.matches || !this.colours) {
       this.dark = darkMode.matches;
-      this.colours = Uint32Array.from({ length: 256 }, (_, n) => { const [r, g, b] = colourAt(0.12 + 0.88 * n / 255); return b << 16 | g << 8 | r; });
+      const all = Array.from({ length: 256 }, (_, n) => colourAt(0.12 + 0.88 * n / 255));
+      this.colours = Uint32Array.from(all, ([r, g, b]) => b << 16 | g << 8 | r);
+      this.colours.names = all.map(css);
     }
     return this.colours;
   }

@@ -10,7 +10,7 @@ function paintToken(node, share) {
 }
 
 function fillTokens(box, trace, span, range, from, to, changed) {
-  const nodes = cellsOf(trace, from, to).map((cell) => {
+  const cells = cellsOf(trace, from, to), nodes = cells.map((cell) => {
     let widest = -Infinity;
     for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
     const text = cell.text === "\n" ? "⏎\n" : cell.text;
@@ -23,19 +23,19 @@ function fillTokens(box, trace, span, range, from, to, changed) {
   });
   box.classList.toggle("es-words", trace.header.vocabulary !== "bytes");
   box.replaceChildren(...nodes);
+  Object.assign(box, { cells, nodes, marks: new Uint8Array(cells.length) });
 }
 
-// Marks the cursor's token, and underlines what is alive at it.
+// Marks the cursor's token, and underlines what is alive at it. Only what changes is touched: the rest costs no drawing.
 function markTokens(box, death, cursor) {
-  for (const node of box.children) {
-    const i = Number(node.dataset.i), end = Number(node.dataset.end);
-    let alive = false;
-    for (let k = i; death && k < end; k++) alive = alive || (k <= cursor && cursor < death[k]);
-    node.classList.toggle("es-alive", alive);
-    const here = i <= cursor && cursor < end;
-    node.classList.toggle("es-cursor", here);
-    if (here) keepInView(box, node);
-  }
+  box.cells.forEach((cell, n) => {
+    let mark = cell.start <= cursor && cursor < cell.end ? 2 : 0;
+    for (let k = cell.start; death && k < cell.end; k++) if (k <= cursor && cursor < death[k]) mark |= 1;
+    if (mark === box.marks[n]) return;
+    box.marks[n] = mark;
+    box.nodes[n].className = (mark & 1 ? "es-alive " : "") + (mark & 2 ? "es-cursor" : "");
+    if (mark & 2) keepInView(box, box.nodes[n]);
+  });
 }
 
 // Scrolls the box, never the page.
@@ -45,11 +45,29 @@ function keepInView(box, node) {
 }
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
-  const { layers, heads } = trace.header;
-  const { ratio, wide } = fitCanvas(canvas, layers * (STRIP + 3) + 2);
-  const context = canvas.getContext("2d"), count = Math.max(to - from, 1), columns = Math.max(Math.floor(wide * ratio) - MARGIN * ratio, 1);
+  const { layers } = trace.header, { ratio, wide } = fitCanvas(canvas, layers * (STRIP + 3) + 2);
+  const context = canvas.getContext("2d"), key = [trace.revision, from, to, canvas.width, darkMode.matches, trace.header.name].join();
+  if (canvas.key !== key) paintStrips(canvas, trace, ranges, from, to, ratio);
+  canvas.key = key;
   context.setTransform(1, 0, 0, 1, 0, 0);
   context.clearRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(canvas.painted, 0, 0);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.font = "11px system-ui, sans-serif";
+  for (let layer = 0; layer < layers; layer++) {
+    context.fillStyle = ink(layer === chosen ? "accent" : "soft");
+    context.fillText(String(layer + 1), 1, layer * (STRIP + 3) + 11);
+  }
+  context.fillStyle = ink("accent");
+  context.fillRect(MARGIN + (cursor + 0.5 - from) / Math.max(to - from, 1) * (wide - MARGIN) - 1, 0, 2, layers * (STRIP + 3));
+}
+
+// The strips without the cursor, kept until the trace or the window changes.
+function paintStrips(canvas, trace, ranges, from, to, ratio) {
+  canvas.painted = document.createElement("canvas");
+  canvas.painted.width = canvas.width; canvas.painted.height = canvas.height;
+  const { layers, heads } = trace.header, context = canvas.painted.getContext("2d");
+  const count = Math.max(to - from, 1), columns = Math.max(Math.floor(canvas.width - MARGIN * ratio), 1);
   const pixels = context.createImageData(columns, 1);
   for (let layer = 0; layer < layers; layer++) {
     for (let x = 0; x < columns; x++) {
@@ -61,14 +79,6 @@ function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
     const top = Math.round(layer * (STRIP + 3) * ratio);
     for (let y = 0; y < STRIP * ratio; y++) context.putImageData(pixels, MARGIN * ratio, top + y);
   }
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.font = "11px system-ui, sans-serif";
-  for (let layer = 0; layer < layers; layer++) {
-    context.fillStyle = ink(layer === chosen ? "accent" : "soft");
-    context.fillText(String(layer + 1), 1, layer * (STRIP + 3) + 11);
-  }
-  context.fillStyle = ink("accent");
-  context.fillRect(MARGIN + (cursor + 0.5 - from) / count * (wide - MARGIN) - 1, 0, 2, layers * (STRIP + 3));
 }
 
 // Blue below zero, orange above; with `still`, only what hardly changes from one step to the next.

@@ -50,32 +50,41 @@ class BigBird(AttentionMixer):
         return MixerOutput(self.out(y.flatten(2)), after, MixerAux(live=live, bytes_held=bytes_of(after)))
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, now: int, base: int) -> tuple[Tensor, Tensor]:
-        """Gather each query block's key blocks and attend; y [B, T, H, D] and the mean number of tokens read."""
+        """Each query block gathers its key blocks and attends; y [B, T, H, D] and the mean number of tokens read.
+
+        start [B] is the position of each row's first token, `now` that of the first query, `base` that of the first key.
+        """
         size, count, heads = self.settings.block, q.shape[2], q.shape[1]
-        phase, first = (now - start) % size, (now - start) // size  # [B]: of the first query
+        phase = (now - start) % size  # [B]: place of the first query in its block
         blocks = -(-(count + size - 1) // size)
-        own = first.unsqueeze(1) + torch.arange(blocks, device=q.device)  # [B, N]: number of each query block
-        places = (self._blocks(own)[..., None] * size + torch.arange(size, device=q.device)).flatten(
-            2
-        )  # [B, N, K * size]
-        index = own[..., None] * size + torch.arange(size, device=q.device)  # of the queries, from the row's start
-        held = (places >= 0) & (places < (now + count - start)[:, None, None])
-        seen = held.unsqueeze(2) & (places.unsqueeze(2) <= index.unsqueeze(3))  # [B, N, size, K * size]
+        own = ((now - start) // size).unsqueeze(1) + torch.arange(
+            blocks, device=q.device
+        )  # [B, N]: number of each block
+        index, places, seen = self._find_pairs(own, (now + count - start)[:, None, None])
         slots = (places + (start - base)[:, None, None]).clamp(0, k.shape[2] - 1).flatten(1)
-        gather = slots[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-        keys, values = (self._fold(x.gather(2, gather), blocks, heads) for x in (k, v))
+        keys, values = (self._gather(x, slots, blocks, heads) for x in (k, v))
         queries = place_rows(q.transpose(1, 2), phase, blocks * size, q.new_zeros(len(q), 0, heads, q.shape[3]))
         queries = queries.unflatten(1, (blocks, size)).flatten(0, 1).transpose(1, 2)  # [B * N, H, size, D]
-        allowed = (seen | ~seen.any(-1, keepdim=True)).flatten(0, 1).unsqueeze(1)
+        allowed = (seen | ~seen.any(-1, keepdim=True)).flatten(0, 1).unsqueeze(1)  # padding reads anything
         age = (index.unsqueeze(3) - places.unsqueeze(2)).flatten(0, 1).unsqueeze(1)
         y = attend(queries, keys, values, allowed, age, self.relative_keys)
         y = y.transpose(1, 2).unflatten(0, (len(q), blocks)).flatten(1, 2)
         live = take_rows(seen.sum(-1).flatten(1), phase, count).float().mean()
         return take_rows(y, phase, count), live
 
-    def _fold(self, x: Tensor, blocks: int, heads: int) -> Tensor:
-        """[B, Hkv, N * S, D] -> [B * N, H, S, D]."""
-        return share_heads(x, heads).unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
+    def _find_pairs(self, own: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For query blocks `own` [B, N] of rows with so many `tokens`: the queries' numbers [B, N, size], the keys' numbers
+        [B, N, K * size], and which query sees which key [B, N, size, K * size]. Tokens are numbered from the row's first."""
+        within = torch.arange(self.settings.block, device=own.device)
+        index = own[..., None] * self.settings.block + within
+        places = (self._blocks(own)[..., None] * self.settings.block + within).flatten(2)
+        held = (places >= 0) & (places < tokens)
+        return index, places, held.unsqueeze(2) & (places.unsqueeze(2) <= index.unsqueeze(3))
+
+    def _gather(self, x: Tensor, slots: Tensor, blocks: int, heads: int) -> Tensor:
+        """Keys or values [B, Hkv, S, D] at slots [B, N * K], for all query heads: [B * N, H, K, D]."""
+        index = slots[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        return share_heads(x.gather(2, index), heads).unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
 
     @torch.compiler.disable()  # few numbers; the compiler would carry them through everything as formulas, and fails
     def _blocks(self, own: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from expire_span.models.kit.banded import LEAST_BLOCK
 from expire_span.models.kit.rows import place_rows, take_rows
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.systems.compressive import CompressiveConfig
+from expire_span.models.systems.compressive.reconstruction import reconstruction_loss
 from expire_span.store import NEVER
 
 
@@ -83,7 +84,7 @@ class Compressive(AttentionMixer):
         after = self._advance(state, raw, pooled, hidden, phase, count)
         aux = MixerAux(live=self._live(state["seen"], count), bytes_held=bytes_of(after))
         if self.reconstruction and self.training:
-            aux.loss = self._reconstruct(queries, raw, hidden, block)
+            aux.loss = reconstruction_loss(self, queries, raw, hidden, block)
         return MixerOutput(self.out(y.flatten(2)), after, aux)
 
     def _extend(self, old: Tensor, new: Tensor, phase: Tensor, length: int) -> Tensor:
@@ -96,38 +97,44 @@ class Compressive(AttentionMixer):
     def _compress(self, hidden: Tensor, pos: Tensor) -> dict[str, Tensor]:
         """Groups of hidden states [B, length, C] -> pooled keys and values; unfinished groups are empty."""
         groups, places = hidden.unflatten(1, (-1, self.rate)), pos.unflatten(1, (-1, self.rate))
-        h = self._pool(groups)  # [B, N, C]
+        h = self.pool_groups(groups)  # [B, N, C]
         last = torch.where((places != NEVER).all(-1), places[..., -1], NEVER)
         keys = self.keys(h, last.clamp_min(0))
         return {"k": keys.transpose(1, 2), "v": self.values(h).transpose(1, 2), "pos": last}
 
-    def _pool(self, groups: Tensor) -> Tensor:
+    def pool_groups(self, groups: Tensor) -> Tensor:
         if self.pool is not None:
             return self.pool(groups)
         return groups.mean(2) if self.pooling == "mean" else groups.amax(2)
 
     def _read(self, q: Tensor, raw: dict[str, Tensor], pooled: dict[str, Tensor], block: int) -> Tensor:
-        """q [B, length, H, D] in blocks, each over one stretch of raw and one of pooled memories."""
-        device, c = q.device, self.rate
-        wide, deep = self.raw + block, self.pooled + block // c
-        cut = {name: x.unfold(1, wide, block) for name, x in raw.items()}  # [B, N, .., wide]
-        far = {name: x.unfold(1, deep, block // c) for name, x in pooled.items()}
-        place = self.raw + torch.arange(block, device=device)[:, None]  # of the query in its stretch
-        border = (place + 1 - self.window).div(c, rounding_mode="floor") * c
-        slot, group = torch.arange(wide, device=device), torch.arange(deep, device=device)
-        near = (slot <= place) & (slot >= border)
-        old = (group < border // c + self.compressed) & (group >= border // c)
+        """q [B, length, H, D] in N blocks, each over one stretch of raw and one of pooled memories."""
+        cut = {name: x.unfold(1, self.raw + block, block) for name, x in raw.items()}  # [B, N, .., raw + block]
+        far = {name: x.unfold(1, self.pooled + block // self.rate, block // self.rate) for name, x in pooled.items()}
         keys, values = (  # the head dim last in memory, or torch's fused attention would not serve
             torch.cat([far[n].transpose(-1, -2), cut[n].transpose(-1, -2)], -2).flatten(0, 1) for n in ("k", "v")
         )
         k_pos = torch.cat([far["pos"], cut["pos"]], -1).flatten(0, 1)[:, None, None]  # [B * N, 1, 1, S]
-        seen = torch.cat([old, near], -1) & (k_pos != NEVER)
         q_pos = cut["pos"][..., self.raw :].flatten(0, 1)[:, None, :, None]
-        seen = seen | (q_pos == NEVER)  # padding reads anything, so that no row is empty
+        seen = self._in_reach(block, q.device) & (k_pos != NEVER)
+        seen = seen | (q_pos == NEVER)  # padding reads anything, so that no row of the mask is empty
         q = q.unflatten(1, (-1, block)).flatten(0, 1).transpose(1, 2)  # [B * N, H, block, D]
         heads = q.shape[1]
         y = attend(q, share_heads(keys, heads), share_heads(values, heads), seen, q_pos - k_pos, self.relative_keys)
         return y.transpose(1, 2).unflatten(0, (raw["pos"].shape[0], -1)).flatten(1, 2)
+
+    def _in_reach(self, block: int, device: torch.device) -> Tensor:
+        """Which pooled and which raw memories of its stretch each query of a block reads, [block, pooled + raw slots].
+
+        Raw memories are read from the start of the group in which the query's window begins; pooled ones up to there.
+        """
+        place = self.raw + torch.arange(block, device=device)[:, None]  # of the query in its stretch
+        border = (place + 1 - self.window).div(self.rate, rounding_mode="floor") * self.rate
+        slot = torch.arange(self.raw + block, device=device)
+        group = torch.arange(self.pooled + block // self.rate, device=device)
+        near = (slot <= place) & (slot >= border)
+        old = (group < border // self.rate + self.compressed) & (group >= border // self.rate)
+        return torch.cat([old, near], -1)
 
     def _advance(self, state, raw, pooled, hidden, phase: Tensor, count: int) -> dict[str, Any]:
         """The last slots of every row, counted from its newest group."""
@@ -148,30 +155,3 @@ class Compressive(AttentionMixer):
         # Not in whole numbers: torch.compile fails to sum quotients of indices.
         groups = ((past - self.window).clamp_min(0) / self.rate).floor()
         return (past - groups * self.rate + groups.clamp(max=self.compressed)).float().mean()
-
-    def _reconstruct(self, q: Tensor, raw: dict[str, Tensor], hidden: Tensor, block: int) -> Tensor:
-        """Mean squared difference [B] between what a block's queries read from its finished groups, raw and pooled.
-
-        Everything but the pooling is held fixed.
-        """
-        pos = raw["pos"][:, self.raw :]
-        whole = (pos.unflatten(1, (-1, self.rate)) != NEVER).all(-1)  # [B, groups]
-        h = self._pool(hidden.detach().unflatten(1, (-1, self.rate)))
-        places = pos[:, self.rate - 1 :: self.rate].clamp_min(0)
-        keys = self.place(self.split_heads(F.linear(h, self.key.weight.detach())), places)
-        values = self.split_heads(F.linear(h, self.value.weight.detach()))
-        pooled = (keys.transpose(1, 2), values.transpose(1, 2))
-        given = (raw["k"][:, self.raw :].detach(), raw["v"][:, self.raw :].detach())
-        few = self._look(q.detach(), *pooled, whole, block, block // self.rate)
-        many = self._look(q.detach(), *given, whole.repeat_interleave(self.rate, 1), block, block)
-        finished = whole.unflatten(1, (-1, block // self.rate)).any(-1)  # [B, blocks]
-        counts = (finished[:, :, None] & (pos != NEVER).unflatten(1, (-1, block))).flatten(1)  # queries with an answer
-        error = (few - many).square().mean((2, 3)) * counts
-        return error.sum(1) / counts.sum(1).clamp_min(1)
-
-    def _look(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, block: int, width: int) -> Tensor:
-        q = q.unflatten(1, (-1, block)).flatten(0, 1).transpose(1, 2)
-        k, v = (share_heads(x.unflatten(1, (-1, width)).flatten(0, 1).transpose(1, 2), q.shape[1]) for x in (k, v))
-        seen = valid.unflatten(1, (-1, width)).flatten(0, 1)[:, None, None]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~seen.any(-1, keepdim=True))
-        return y.transpose(1, 2).unflatten(0, (valid.shape[0], -1)).flatten(1, 2)

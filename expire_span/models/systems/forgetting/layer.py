@@ -94,8 +94,8 @@ class Forgetting(AttentionMixer):
         dim, device = q.shape[3], q.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else q.dtype
         k_sums = (k_sums - sums[..., -1:].detach()).masked_fill((k_pos == NEVER).unsqueeze(1), UNSEEN)
-        q = torch.cat([q.to(dtype), _widen_queries(sums * dim**0.5, dtype)], 3)
-        k = torch.cat([k.to(dtype), _widen_keys(-k_sums * dim**0.5, dtype)], 3)
+        q = torch.cat([q.to(dtype), _query_columns(sums * dim**0.5, dtype)], 3)
+        k = torch.cat([k.to(dtype), _key_columns(-k_sums * dim**0.5, dtype)], 3)
         v = F.pad(v.to(dtype), (0, EXTRA))
         if q.shape[2] == k.shape[2]:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=dim**-0.5)
@@ -111,29 +111,31 @@ class Forgetting(AttentionMixer):
 
 
 EXTRA = 8
-"""Dimensions added to every head: fused kernels want multiples of eight."""
+"""Columns added to every head: fused kernels want multiples of eight."""
 DIGITS = 3
-"""How many of them hold a memory's bias: three numbers in bf16 have the digits of one in float32."""
+"""How many of them hold a memory's bias: three bfloat16 numbers have the digits of one float32."""
 UNSEEN = 1e30
 """Running sum of an empty slot: its bias leaves it no weight."""
 
 
-def _widen_queries(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, T] -> [B, H, T, EXTRA]: ones that read the keys' bias, and the queries' own.
+def _query_columns(own: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns [B, H, T, EXTRA] beside the queries: ones, which read the keys' bias, and the query's own bias [B, H, T].
 
-    Softmax does not see a query's own bias, so that zero stands for it. It is there for its gradient: that is zero but for
-    the rounding of a query's scores, which the keys' gradients hold too, and which must cancel in the long sum that a gate
-    gets.
+    Softmax does not depend on a query's own bias, so its value here is zero. It is present for its gradient alone: that
+    gradient is zero except for rounding errors, which also sit in the gradients of the keys' biases and must cancel in the
+    long sum that a gate receives.
     """
-    ones, own = bias.new_ones(*bias.shape, DIGITS), bias - bias.detach()
-    return F.pad(torch.cat([ones, own.unsqueeze(-1)], -1), (0, EXTRA - DIGITS - 1)).to(dtype)
+    ones, zero_with_gradient = own.new_ones(*own.shape, DIGITS), own - own.detach()
+    columns = torch.cat([ones, zero_with_gradient.unsqueeze(-1)], -1)
+    return F.pad(columns, (0, EXTRA - DIGITS - 1)).to(dtype)
 
 
-def _widen_keys(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, S] -> [B, H, S, EXTRA]: the bias to more digits than `dtype` has, and a one for the queries' own."""
+def _key_columns(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns [B, H, S, EXTRA] beside the keys: the bias [B, H, S] as a sum of numbers of `dtype`, and a one."""
     first, *rest = split_digits(bias.detach().clamp_min(torch.finfo(dtype).min), dtype, DIGITS)
-    first = first + (bias - bias.detach()).to(dtype)  # zero, for its gradient
-    return F.pad(torch.stack([first, *rest, torch.ones_like(first)], -1), (0, EXTRA - DIGITS - 1))
+    first = first + (bias - bias.detach()).to(dtype)  # adds zero, and the gradient
+    columns = torch.stack([first, *rest, torch.ones_like(first)], -1)
+    return F.pad(columns, (0, EXTRA - DIGITS - 1))
 
 
 def _score(q, k, v, sums, k_sums, pos, k_pos, relative_keys) -> Tensor:

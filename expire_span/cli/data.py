@@ -1,0 +1,84 @@
+"""`expire-span data`: fetch or make a data set, check it, and put it where the recipes look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from expire_span.runs import UserError
+
+from .parsing import PROGRAM, nearest, parse
+
+NAMES = {
+    "enwik8": "the first 100,000,000 bytes of English Wikipedia (36 MB to fetch)",
+    "books": "PG-19: whole books in train, validation and test folders (11 GB), or your own with --from",
+    "pg19": "the same as books",
+    "collision": "saved simulations of the collision task",
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Fetch or make a data set, check it and keep it; the same command goes on after an interruption."""
+
+    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE|URL")] = None
+    """Local file, folder or URL to take instead of the public home."""
+    to: Path | None = None
+    """Where to put it; data/NAME by default, where the recipes look for it."""
+    frames: int = 1_200_000
+    """collision: how many frames to save over all splits."""
+    books: int | None = None
+    """books: only so many of each split; None fetches all."""
+
+
+def run_data(args: list[str]) -> int:
+    listed = "\n".join(f"  {name:<11}{text}" for name, text in NAMES.items())
+    if not args or args[0].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            print(f"usage: {PROGRAM} data NAME [--from FILE|URL] [--to PLACE]\n\ndata sets:\n{listed}")
+            return 0
+        raise UserError(f"data needs a name before its options; known are: {', '.join(NAMES)}")
+    name, rest = args[0], args[1:]
+    if name not in NAMES:
+        raise UserError(f"unknown data set {name!r}; {nearest(name, list(NAMES))}")
+    command = parse(Data, rest, f"{PROGRAM} data {name}")
+    _check(name, command)
+    place = command.to or Path("data") / {"pg19": "books"}.get(name, name)
+    with _progress(name) as report:
+        path = _make(name, place, command, report)
+    print(f"{name} is ready: {path}")
+    return 0
+
+
+def _check(name: str, command: Data) -> None:
+    if name == "collision" and command.source is not None:
+        raise UserError(f"collision is simulated and takes no --from, got {command.source}")
+    if command.books is not None and command.books < 1:
+        raise UserError(f"--books must be at least 1, got {command.books}")
+
+
+def _make(name: str, place: Path, command: Data, report: Callable[[int, int | None], None]) -> Path:
+    from expire_span.tasks import datasets
+
+    if name == "enwik8":
+        return datasets.make_enwik8(place, command.source, report)
+    if name == "collision":
+        return datasets.make_collision(place, command.frames, report)
+    return datasets.make_books(place, command.source, report, limit=command.books)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar on stderr that vanishes when the work is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,135 @@
+"""The verb evaluate-cache: forgetting methods of one model side by side, at equal peak bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from expire_span.errors import UserError
+
+from .parsing import PROGRAM, parse
+
+
+@dataclass(frozen=True)
+class EvaluateCache:
+    """Compare caches of a model: perplexity of long documents, retrieval, time per token."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder, .gguf file or hub name of a causal language model."""
+    data: Path
+    """Text to read: a file, or a folder of .txt files. Not what the adapter learned from."""
+    adapter: Path | None = None
+    """Adapter folder, for the method expire."""
+    methods: str = "none,window,sinks,knorm,snap,expire"
+    """Which caches, with commas."""
+    budgets: str = "0.5,0.25,0.125"
+    """Peak bytes as shares of the full cache, with commas."""
+    context: int = 4096
+    """Tokens of each document."""
+    documents: int = 16
+    """How many documents to read at most."""
+    questions: int = 8
+    """Retrieval questions of each kind (passkey, pairs)."""
+    chunk: int = 128
+    """Tokens per forward pass."""
+    out: Path = Path("evaluate_cache")
+    """Where the table goes: the name without ending; .json and .png are written."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+
+def run_evaluate_cache(args: list[str]) -> int:
+    command = parse(EvaluateCache, args, f"{PROGRAM} evaluate-cache")
+    methods = [x.strip() for x in command.methods.split(",")]
+    budgets = [_share(x) for x in command.budgets.split(",")]
+    if "expire" in methods and command.adapter is None:
+        raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
+    from expire_span.files import to_json, write_atomic
+    from expire_span.hf import RetrofitConfig, load_adapter, retrofit
+    from expire_span.hf.evaluate import evaluate
+    from expire_span.hf.loading import open_model
+
+    model, tokenizer = open_model(command.model, command.dtype, command.device)
+    handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+    documents, questions = _material(command, tokenizer, next(model.parameters()).device)
+    rows = evaluate(handle, documents, questions, methods, budgets, chunk=command.chunk, progress=_print_row)
+    compare_with_expire(rows)
+    command.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"model": command.model, "context": command.context, "chunk": command.chunk, "dtype": command.dtype}
+    write_atomic(command.out.with_suffix(".json"), to_json({"settings": settings, "rows": rows}))
+    draw(rows, command.out.with_suffix(".png"))
+    print(f"wrote {command.out.with_suffix('.json')} and {command.out.with_suffix('.png')}")
+    return 0
+
+
+def _share(word: str) -> float:
+    try:
+        share = float(word)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"--budgets are shares in (0, 1], got {word}")
+    return share
+
+
+def _material(command: EvaluateCache, tokenizer: Any, device: Any) -> tuple[list, list]:
+    from expire_span.hf.loading import read_documents
+    from expire_span.hf.questions import make_questions
+
+    documents = read_documents(tokenizer, command.data)
+    cut = [part for x in documents for part in x.split(command.context) if len(part) == command.context]
+    if not cut:
+        longest = max(len(x) for x in documents)
+        raise UserError(
+            f"no document has {command.context} tokens, the longest has {longest}; give --context or more text"
+        )
+    chosen = [x.to(device) for x in cut[:: max(1, len(cut) // command.documents)][: command.documents]]
+    questions = []
+    for kind in ("passkey", "pairs"):
+        questions += make_questions(tokenizer, chosen, command.questions, kind)
+    return chosen, questions
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    accuracy = "     -" if row["accuracy"] is None else f"{row['accuracy']:6.1%}"
+    peak = f"{row['peak_bytes'] / 2**20:9.2f} MiB"
+    dial = f"  spans x {row['dial']:.2f}" if row["dial"] < 1 else ""
+    print(
+        f"{row['method']:<8}{row['budget']:<7g} perplexity {row['perplexity']:9.3f}  retrieval {accuracy}  peak {peak}  "
+        f"{row['seconds_per_token'] * 1000:7.2f} ms a token{dial}",
+        flush=True,
+    )
+
+
+def compare_with_expire(rows: list[dict[str, Any]]) -> None:
+    """Add to each rival's row by how much expire is better on the same documents, with a paired bootstrap."""
+    from expire_span.hf.evaluate import bootstrap
+
+    ours = {row["budget"]: row for row in rows if row["method"] == "expire"}
+    for row in rows:
+        if row["method"] not in ("none", "expire") and row["budget"] in ours:
+            mean, low, high = bootstrap(ours[row["budget"]]["losses"], row["losses"])
+            row["expire_minus_this"] = {"mean": mean, "low": low, "high": high}
+            print(f"expire - {row['method']} at {row['budget']:g}: {mean:+.4f} nats a token [{low:+.4f}, {high:+.4f}]")
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Perplexity over the budget, a line for each method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["method"] for row in rows):
+        points = sorted((row["budget"], row["perplexity"]) for row in rows if row["method"] == name)
+        if name == "none":
+            axes.axhline(points[0][1], color="black", linestyle=":", label="full cache")
+        else:
+            axes.plot(*zip(*points), marker="o", label=name)
+    axes.set(xlabel="peak bytes, share of the full cache", ylabel="perplexity", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,107 @@
+"""Verbs that make and check adapters: retrofit, verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from expire_span.errors import UserError
+from expire_span.hf.settings import DistillConfig, RetrofitConfig
+
+from .parsing import PROGRAM, parse
+
+
+@dataclass(frozen=True)
+class RetrofitCommand:
+    """Teach a frozen Hugging Face model what it can forget; writes an adapter folder."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder, .gguf file or hub name of a causal language model."""
+    data: Path
+    """Text to learn from: a file, or a folder of .txt files."""
+    out: Path = Path("runs/retrofit")
+    """Run folder; the adapter is its subfolder adapter. A folder that holds an interrupted run is gone on with."""
+    expiry: Annotated[RetrofitConfig, tyro.conf.arg(name="")] = field(default_factory=RetrofitConfig)
+    learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: DistillConfig(budget=0.125)
+    )
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model; the predictors are always float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+
+@dataclass(frozen=True)
+class VerifyCommand:
+    """Check an adapter folder: whole, for this model, and exact with real deletion."""
+
+    adapter: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ADAPTER")]
+    """Adapter folder."""
+    model: str | None = None
+    """Base model; None takes the one that the adapter names."""
+    tokens: int = 512
+    """Tokens to stream with deletion and compare with the undeleted computation."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+
+def run_retrofit(args: list[str]) -> int:
+    args = _one_budget(args)
+    command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
+    if (command.out / "result.json").exists():
+        raise UserError(f"{command.out} holds a finished run; name another folder with --out")
+    if not command.data.exists():
+        raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
+    from expire_span.hf.handle import retrofit
+    from expire_span.hf.loading import open_model, read_documents
+    from expire_span.train.distill import distill
+
+    model, tokenizer = open_model(command.model, command.dtype, command.device)
+    handle = retrofit(model, command.expiry)
+    documents = read_documents(tokenizer, command.data)
+    result = distill(handle, documents, command.learning, command.out, _say)
+    print(
+        f"{command.out / 'adapter'}: {result['live']:.0f} living memories per head at {result['context']} tokens "
+        f"(budget {result['target']:.0f}), KL to the base model {result['kl']:.4f} nats a token"
+    )
+    return 0
+
+
+def _one_budget(args: list[str]) -> list[str]:
+    """A budget in tokens or bytes replaces the default share."""
+    words = {word.split("=")[0].replace("_", "-") for word in args}
+    if words & {"--budget-tokens", "--budget-bytes"} and "--budget" not in words:
+        return [*args, "--budget", "None"]
+    return args
+
+
+def _say(line: dict) -> None:
+    if line["step"] == 1 or line["step"] % 10 == 0:
+        text = f"step {line['step']:5d}  KL {line['kl']:.5f}  live {line['live']:.0f} (goal {line['goal']:.0f})"
+        print(f"{text}  {line['seconds']:.2f} s", flush=True)
+
+
+def run_verify(args: list[str]) -> int:
+    command = parse(VerifyCommand, args, f"{PROGRAM} verify")
+    from expire_span.hf.adapter import read_head, read_weights
+    from expire_span.hf.handle import load_adapter
+    from expire_span.hf.loading import open_model
+    from expire_span.hf.verify import streamed_error
+
+    head = read_head(command.adapter)
+    read_weights(command.adapter, head)
+    name = command.model or head["base"]["name"]
+    if not name:
+        raise UserError(f"adapter {command.adapter} does not say where its base model is; name it with --model")
+    model, _ = open_model(name, "fp32", command.device)
+    error, kept = streamed_error(load_adapter(model, command.adapter), command.tokens)
+    print(
+        f"{command.adapter}: sound, made for {name}; {command.tokens} tokens streamed with deletion differ from the "
+        f"undeleted computation by {error:.1e} of the largest logit; {kept:.0%} of the memories were kept"
+    )
+    if error > 1e-4:
+        raise UserError(f"streaming {command.tokens} tokens should agree to 1e-4 of the largest logit, got {error:.1e}")
+    return 0

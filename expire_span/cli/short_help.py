@@ -1,0 +1,61 @@
+"""The usual options of a command with many: what --help shows; --help-all shows the rest."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+
+def show_usual(prog: str, command: Any, usual: Sequence[str]) -> str:
+    """Help on the usual options. `command` holds the defaults; options that it does not have are left out."""
+    lines = [f"usage: {prog} [OPTIONS]", "", (command.__doc__ or "").strip(), "", "usual options:"]
+    for option in usual:
+        found = find_field(command, option)
+        if found is not None:
+            lines += _describe(option, *found)
+    lines += ["", f"All options: {prog} --help-all"]
+    return "\n".join(lines)
+
+
+def find_field(command: Any, option: str) -> tuple[Any, str] | None:
+    """Default and documentation of an option like train.steps; those of a run are reached through `command.config`."""
+    inside: Any = command
+    *path, last = option.replace("-", "_").split(".")
+    if not hasattr(inside, [*path, last][0]):
+        inside = getattr(inside, "config", None)
+    for name in path:
+        inside = getattr(inside, name, None)
+    if inside is None or not hasattr(inside, last):
+        return None
+    return getattr(inside, last), field_docs(type(inside)).get(last, "")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass and of its bases, which is its documentation."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError, SyntaxError):  # no source, as in a frozen program: names and defaults still help
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+                docs[field.target.id] = str(ast.literal_eval(after.value))
+    return docs
+
+
+def _describe(option: str, default: Any, doc: str) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 100)
+    shown = f"(default: {default})" if default not in ("", None) else ""
+    text = textwrap.wrap(" ".join(f"{doc} {shown}".split()), max(width - 28, 20)) or [""]
+    head = f"  --{option}"
+    first = [f"{head:<27} {text[0]}"] if len(head) < 27 else [head, f"{'':28}{text[0]}"]
+    return [*first, *(f"{'':28}{line}" for line in text[1:])]

@@ -1,0 +1,98 @@
+"""The adapter folder: what a retrofit learned, apart from the model it was learned for.
+
+    adapter.json         format, settings, and the base model: class, name, hash
+    adapter.safetensors  the predictors' weights
+
+The base model is named by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each, as bfloat16, so that
+the same model loaded in float32 or bfloat16 is the same, and a large one is hashed at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from expire_span.errors import UserError
+from expire_span.files import to_json, write_atomic
+
+from .settings import RetrofitConfig
+
+FORMAT = 1
+_SAMPLES = 64
+
+
+def save_adapter(handle: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: x.detach().cpu().contiguous() for name, x in handle.predictors.state_dict().items()}
+    data = safetensors.torch.save(weights)
+    model = handle.model
+    base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
+    head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
+    write_atomic(folder / "adapter.safetensors", data)
+    write_atomic(folder / "adapter.json", to_json(head))
+
+
+def read_head(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter.json"
+    if not path.is_file():
+        raise UserError(f"no adapter at {folder}: it has no adapter.json")
+    try:
+        head = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if head.get("format") != FORMAT:
+        raise UserError(f"adapter {folder} has format {head.get('format')}, this version reads format {FORMAT}")
+    return head
+
+
+def load_into(handle: Any, folder: Path) -> None:
+    head = read_head(folder)
+    check_base(handle.model, head, folder)
+    theirs, ours = (asdict(RetrofitConfig(**head["config"])), asdict(handle.config))
+    for name in ("max_span", "ramp", "temperature"):
+        if theirs[name] != ours[name]:
+            raise ValueError(f"adapter {folder} was made with {name} {theirs[name]}, this retrofit has {ours[name]}")
+    handle.predictors.load_state_dict(read_weights(folder, head))
+
+
+def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
+    path = folder / "adapter.safetensors"
+    if not path.is_file():
+        raise UserError(f"adapter {folder} has no adapter.safetensors")
+    data = path.read_bytes()
+    if _sha256(data) != head["sha256"]:
+        raise UserError(f"{path} does not match its checksum in adapter.json; copy the adapter again")
+    return safetensors.torch.load(data)
+
+
+def base_hash(model: nn.Module) -> str:
+    """A name for a model's weights; see the top of this file."""
+    digest = hashlib.sha256()
+    for name, x in sorted(model.state_dict().items()):
+        flat = x.detach().flatten()
+        places = torch.linspace(0, max(x.numel() - 1, 0), min(_SAMPLES, x.numel()), dtype=torch.float64).long()
+        sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {tuple(x.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
+    base, ours = head["base"], base_hash(model)
+    if base["hash"] != ours:
+        was = base["name"] or base["class"]
+        raise ValueError(
+            f"adapter {folder} was made for {was} (hash {base['hash'][:12]}), this {type(model).__name__} has hash "
+            f"{ours[:12]}; load the model it was made for"
+        )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

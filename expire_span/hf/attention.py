@@ -1,0 +1,106 @@
+"""The attention function and the mask function that retrofitted layers run through.
+
+Transformers looks both up by name. The name must be registered for masks too: an unregistered one silently drops padding. It
+must not contain flash, sdpa or flex_attention, which transformers treats specially.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from expire_span.ops import expire_attention, spans_of_heads
+from expire_span.ops.reference import ages, expiry_mask
+from expire_span.store import NEVER
+
+NAME = "expire_span"
+
+
+@dataclass(eq=False)
+class Reading:
+    """What the queries of one forward pass read in one layer; handed from the hook through the cache to the attention."""
+
+    span: Tensor
+    """Spans [B, Hkv, S] in tokens; padding has -ramp, which is dead at birth."""
+    start: int
+    """Position of the first query."""
+    ramp: float
+    impl: Any = "auto"
+    k_pos: Tensor | None = None
+    """Positions of the memories; None where there is no cache and they are those of the queries."""
+    documents: Tensor | None = None
+    """Ids [B, T] of packed documents, or None."""
+    wants_weights: bool = False
+    hidden: Tensor | None = None
+    """What the predictor read, [B, T, C]; kept by caches that teach."""
+    predictor: nn.Module | None = None
+
+
+def register() -> None:
+    """Make the name known to transformers; doing it again changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, keep_padding)
+
+
+def keep_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask function: the 2-D padding mask itself. Causality, windows and lifetimes are the operator's."""
+    return attention_mask
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    expire_reading: Reading,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function: query [B, Hq, T, D], key and value [B, Hkv, S, D] -> [B, T, Hq, D] and weights or None."""
+    if dropout:
+        raise ValueError(
+            f"expiring attention has no attention dropout, got {dropout}; set it to 0 or call model.eval()"
+        )
+    r = expire_reading
+    q_pos = torch.arange(r.start, r.start + query.shape[2], device=query.device)
+    k_pos = q_pos if r.k_pos is None else r.k_pos
+    weights = dense_weights(query, key, r, q_pos, k_pos, scaling) if r.wants_weights else None
+    y = expire_attention(
+        query,
+        key.to(query.dtype),
+        value.to(query.dtype),
+        r.span,
+        q_pos,
+        k_pos,
+        ramp=r.ramp,
+        scale=scaling,
+        documents=r.documents,
+        impl=r.impl,
+        check_values=False,
+    )
+    return y.transpose(1, 2), weights
+
+
+def dense_weights(q: Tensor, k: Tensor, r: Reading, q_pos: Tensor, k_pos: Tensor, scale: float | None) -> Tensor:
+    """Attention weights [B, Hq, T, seen] by absolute position, for output_attentions; zero where a memory is deleted."""
+    batch, kv_heads, slots = k.shape[:3]
+    span = spans_of_heads(r.span, kv_heads).expand(batch, kv_heads, slots)
+    k_pos = (k_pos if k_pos.dim() == 3 else k_pos.expand(batch, slots).unsqueeze(1)).expand(batch, kv_heads, slots)
+    mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=r.ramp, include_self=True).unsqueeze(2)
+    if r.documents is not None:
+        same = r.documents.unsqueeze(-1) == r.documents.unsqueeze(-2)
+        mask = mask * same[:, None, None]
+    scores = q.unflatten(1, (kv_heads, -1)).float() @ k.float().unsqueeze(2).mT  # [B, Hkv, G, T, S]
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + mask.log()
+    weights = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
+    place = torch.where(k_pos == NEVER, 0, k_pos)[:, :, None, None].expand_as(weights)
+    seen = r.start + q.shape[2]
+    out = weights.new_zeros(*weights.shape[:-1], seen).scatter_add(-1, place, weights)
+    return out.flatten(1, 2).to(q.dtype)

@@ -1,0 +1,251 @@
+"""ExpiringCache: what a retrofitted model remembers, as `past_key_values`; memories are deleted for good as they expire.
+
+Three facts hold it together. `get_seq_length` counts tokens seen, not memories kept, so that positions go on. Keys stay
+rotated at the position they were born with, since only differences of positions matter. `update` gets keys and values but
+no spans: the hook of the layer stages them just before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from expire_span.files import write_atomic
+from expire_span.models.state import pack, unpack
+from expire_span.store import ExpiringMemory
+
+from .attention import Reading
+from .rotary import turn_keys
+
+
+class ExpiringLayer(CacheLayerMixin):
+    """One layer's memories, in a row for each batch row and key/value head."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, ramp: float, cap: int | None = None, inverse_frequencies: Tensor | None = None) -> None:
+        super().__init__()
+        self.ramp, self.cap = ramp, cap
+        self.inverse_frequencies = inverse_frequencies
+        self.memory: ExpiringMemory | None = None
+        self.seen = 0
+        self.staged: Reading | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.memory is not None
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The base class writes this; here it follows from the memory."""
+
+    def stage(self, reading: Reading) -> None:
+        """Take what `update` must know about the coming tokens."""
+        self._check_fits(reading.span)
+        self.staged = reading
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows = tuple(key_states.shape[:2])
+        self.memory = ExpiringMemory.empty(rows, ramp=self.ramp, cap=self.cap, device=key_states.device)
+
+    @torch.compiler.disable
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new memories; returns all that the new queries may read, then deletes what no later query can."""
+        reading, self.staged = self.staged, None
+        if reading is None:
+            raise ValueError(
+                "an ExpiringCache works with the retrofitted model that made it, but this model has no span predictors "
+                "(was it detached?); pass past_key_values=None, or retrofit the model"
+            )
+        if self.memory is None:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._remember(reading, key_states, value_states)
+        self.seen += key_states.shape[2]
+        self.memory = self._kept().expire(self.seen)
+        return keys, values
+
+    def _kept(self) -> ExpiringMemory:
+        assert self.memory is not None
+        return self.memory
+
+    def _remember(self, reading: Reading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        old = self._kept()
+        pos = torch.arange(self.seen, self.seen + keys.shape[2], device=keys.device)
+        self.memory = old.append(pos, reading.span, k=keys, v=values, check_values=False)
+        if torch.is_grad_enabled() and (keys.requires_grad or reading.span.requires_grad) and len(old):
+            # The store holds no gradient: new memories are read beside the old ones, where they are still attached.
+            reading.k_pos = self.memory.pos
+            reading.span = torch.cat([old.span, reading.span], -1)
+            return torch.cat([old["k"], keys], 2), torch.cat([old["v"], values], 2)
+        if not len(old):
+            return keys, values
+        reading.k_pos, reading.span = self.memory.pos, self.memory.span
+        return self.memory["k"], self.memory["v"]
+
+    def _check_fits(self, span: Tensor) -> None:
+        if self.memory is None:
+            return
+        if self.memory.rows[0] != span.shape[0]:
+            rows = f"{self.memory.rows[0]} rows, got {span.shape[0]}"
+            raise ValueError(f"this cache holds a batch of {rows}; use a new cache, or batch_repeat_interleave")
+        device = self.memory.slots["pos"].device
+        if device != span.device:
+            raise ValueError(
+                f"the cache is on {device} but the model is on {span.device}; move it with cache.to(device)"
+            )
+
+    # What transformers asks
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.memory, self.seen, self.staged = None, 0, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"an expiring cache cannot take back {abs(tokens_to_remove)} tokens, because what expired is gone; fork it "
+                "before, and decode without prompt lookup or an assistant model"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda memory: memory.select(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda memory: memory.select(torch.arange(memory.rows[0]).repeat_interleave(repeats)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+        self._change(lambda memory: memory.select(rows))
+
+    def offload(self) -> None:
+        self._change(lambda memory: memory.map_tensors(lambda x: x.cpu()))
+
+    def prefetch(self) -> None:
+        raise ValueError(
+            "an expiring cache is small and is not offloaded by transformers; move it with cache.to(device)"
+        )
+
+    def _change(self, change: Callable[[ExpiringMemory], ExpiringMemory]) -> None:
+        if self.memory is not None:
+            self.memory = change(self.memory)
+
+    # Ours
+
+    def rebase(self, offset: int) -> None:
+        """Count positions from `offset` on and turn stored keys back by as much."""
+        self.seen -= offset
+        if self.memory is None:
+            return
+        self.memory = self.memory.rebase(offset)
+        if self.inverse_frequencies is not None and "k" in self.memory.slots:
+            turned = turn_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
+            self.memory = self.memory.replace_field("k", turned)
+
+
+class ExpiringCache(Cache):
+    """Build one with `handle.new_cache()`."""
+
+    layers: list[ExpiringLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: list[ExpiringLayer]) -> None:
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    @property
+    def seen(self) -> int:
+        """Tokens read so far, since the last rebase."""
+        return self.layers[0].seen
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all buffers, spare room included."""
+        return sum(layer.memory.bytes_held for layer in self.layers if layer.memory is not None)
+
+    def live(self) -> list[Tensor]:
+        """Living memories of each layer, per batch row and head: [B, Hkv] each."""
+        return [layer.memory.live(layer.seen) for layer in self.layers if layer.memory is not None]
+
+    def compact(self) -> ExpiringCache:
+        """Squeeze out everything dead now, spare room apart."""
+        for layer in self.layers:
+            layer._change(lambda memory: memory.compact())
+        return self
+
+    def check_whole(self) -> None:
+        """Refuse a cache that an exception left with some layers further than others."""
+        seen = {layer.seen for layer in self.layers}
+        if len(seen) > 1:
+            raise ValueError(
+                f"an earlier forward pass through this cache stopped half way (layers have seen {min(seen)} and {max(seen)} "
+                "tokens); take a new cache or a fork made before it"
+            )
+
+    def fork(self, copies: int = 1) -> ExpiringCache:
+        """An independent copy; with `copies`, each row so many times, to go on in as many ways."""
+        twin = ExpiringCache([])
+        for layer in self.layers:
+            other = object.__new__(type(layer))
+            vars(other).update(vars(layer), staged=None)
+            other._change(lambda memory: memory.fork())
+            twin.layers.append(other)
+        if copies > 1:
+            twin.batch_repeat_interleave(copies)
+        return twin
+
+    def to(self, device: torch.device | str) -> ExpiringCache:
+        for layer in self.layers:
+            layer._change(lambda memory: memory.map_tensors(lambda x: x.to(device)))
+        return self
+
+    def rebase(self, offset: int) -> None:
+        """Count positions from `offset` on, so that an endless stream keeps small numbers and exact rotary angles."""
+        if not 0 <= offset <= self.seen:
+            raise ValueError(f"offset must lie between 0 and the {self.seen} tokens seen, got {offset}")
+        for layer in self.layers:
+            layer.rebase(offset)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [{"seen": x.seen, "memory": None if x.memory is None else x.memory.state_dict()} for x in self.layers]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        if len(state) != len(self.layers):
+            raise ValueError(f"the saved cache has {len(state)} layers, this model has {len(self.layers)}")
+        for layer, saved in zip(self.layers, state):
+            memory = saved["memory"]
+            if memory is not None and memory["ramp"] != layer.ramp:
+                raise ValueError(f"the saved cache has ramp {memory['ramp']}, this retrofit has {layer.ramp}")
+            layer.seen = saved["seen"]
+            layer.memory = None if memory is None else ExpiringMemory.from_state_dict(memory)
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one safetensors file, whole or not at all."""
+        tensors, skeleton = pack(self.state_dict())
+        tensors = {name: x.contiguous().cpu() for name, x in tensors.items()}
+        write_atomic(Path(path), safetensors.torch.save(tensors, {"skeleton": json.dumps(skeleton)}))
+
+    def load(self, path: str | Path, device: torch.device | str = "cpu") -> ExpiringCache:
+        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            self.load_state_dict(unpack(tensors, json.loads(file.metadata()["skeleton"])))
+        return self

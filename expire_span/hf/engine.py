@@ -1,0 +1,111 @@
+"""Several streams on one model: each request has its own memory, and takes its turn token by token.
+
+One thread runs the model. A request that is done makes room for the next that waits; those under way share the model in turn.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .handle import Retrofit
+from .streams import Drawing, Stream
+
+
+@dataclass(eq=False)
+class Request:
+    """What to go on from, for how long; text comes out as it is written."""
+
+    prompt: list[int]
+    limit: int
+    drawing: Drawing
+    stop: tuple[str, ...] = ()
+    pieces: queue.Queue = field(default_factory=queue.Queue)
+    """Text as it is written; then None, or the exception that ended it."""
+    cancelled: bool = False
+    written: list[int] = field(default_factory=list)
+    reason: str = "length"
+    """Why it ended: stop or length."""
+
+    def text(self) -> Iterator[str]:
+        """The pieces, until the end."""
+        while (piece := self.pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+class Engine:
+    """Runs requests until it is closed; at most `rows` of them at a time."""
+
+    def __init__(self, handle: Retrofit, tokenizer: Any, *, rows: int = 8) -> None:
+        self.handle, self.tokenizer, self.rows = handle, tokenizer, rows
+        self._waiting: queue.Queue[Request | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-engine")
+        self._thread.start()
+
+    def submit(self, request: Request) -> Request:
+        self._waiting.put(request)
+        return request
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        active: list[_Turn] = []
+        closing = False
+        while not closing or active:
+            while len(active) < self.rows and (not self._waiting.empty() or not (active or closing)):
+                request = self._waiting.get()
+                if request is None:
+                    closing = True
+                else:
+                    active.append(_Turn(self, request))
+            active = [turn for turn in active if turn.take()]
+
+
+class _Turn:
+    """One request under way."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine, self.request = engine, request
+        self.steps = self._steps()
+
+    def take(self) -> bool:
+        """Read the prompt or write one token; False when it is done."""
+        try:
+            next(self.steps)
+            return not self.request.cancelled
+        except StopIteration:
+            self.request.pieces.put(None)
+        except Exception as error:  # handed to whoever waits for the text; the other requests go on
+            self.request.pieces.put(error)
+        return False
+
+    def _steps(self) -> Iterator[None]:
+        request, decode = self.request, self.engine.tokenizer.decode
+        stream = Stream(self.engine.handle)
+        stream.read(torch.tensor([request.prompt]))
+        yield
+        shown, ends = "", self.engine.tokenizer.eos_token_id
+        for (token,) in stream.write(request.limit, request.drawing):
+            if int(token) == ends:
+                request.reason = "stop"
+                break
+            request.written.append(int(token))
+            text = decode(request.written, skip_special_tokens=True)
+            cut = min((text.find(s) for s in request.stop if s in text), default=-1)
+            whole = text[:cut] if cut >= 0 else text.removesuffix("\ufffd")  # a character may need several tokens
+            if len(whole) > len(shown):
+                request.pieces.put(whole[len(shown) :])
+                shown = whole
+            if cut >= 0:
+                request.reason = "stop"
+                break
+            yield

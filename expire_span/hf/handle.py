@@ -1,0 +1,266 @@
+"""Give a causal language model lifetimes: `handle = retrofit(model)`, without changing one of its weights or classes.
+
+A hook before each attention layer predicts spans from the hidden states that the layer reads, hands them to the cache and to
+the attention function, and that is all. Layers that see a window by their own design keep it: such a window is a span
+that all memories share, with a hard edge, and they delete by it. `handle.detach()` takes everything off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from .adapter import check_base, load_into, read_head, save_adapter
+from .attention import NAME, Reading, register
+from .cache import ExpiringCache, ExpiringLayer
+from .layouts import AttentionLayer, find_layers, table_length, text_config
+from .learning import LearningLayer
+from .predictors import build_predictor
+from .rotary import inverse_frequencies
+from .settings import RetrofitConfig
+
+HARD_EDGE = 0.5
+"""A ramp shorter than one step: a memory has full weight up to its span and none beyond it."""
+
+
+def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit:
+    """Add span predictors to a causal language model. Nothing is changed where this raises."""
+    config = config or RetrofitConfig()
+    if getattr(model, "_expire_span_handle", None) is not None:
+        raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its handle first")
+    return Retrofit(model, find_layers(model), config)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
+    """Retrofit a model with what an adapter folder holds; the model stays as it was where this raises."""
+    head = read_head(Path(folder))
+    check_base(model, head, Path(folder))
+    handle = retrofit(model, RetrofitConfig(**head["config"]))
+    try:
+        handle.load(folder)
+    except BaseException:
+        handle.detach()
+        raise
+    return handle
+
+
+class Retrofit:
+    """A retrofitted model: makes caches, holds the predictors, and can be taken off."""
+
+    def __init__(self, model: nn.Module, layers: list[AttentionLayer], config: RetrofitConfig) -> None:
+        self.model: Any = model
+        self.layers, self.config = layers, config
+        device = next(model.parameters()).device
+        self.predictors = nn.ModuleDict(
+            {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
+        ).to(device)
+        self.dial = 1.0
+        """Multiplies all predicted spans. Below 1 it tightens the memory at run time; that is not what was trained."""
+        self._length = table_length(text_config(model))
+        configs: dict[int, Any] = {
+            id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
+        }
+        self.configs = list(configs.values())
+        self._hooks: list[Any] = []
+        self._attach()
+
+    # The handle
+
+    def new_cache(self, *, learning: bool = False) -> ExpiringCache:
+        """An empty cache for `past_key_values`; one that teaches keeps hidden states too, so that old memories' spans learn."""
+        layers = []
+        for x in self.layers:
+            ramp, frequencies = self._ramp(x), inverse_frequencies(self.model, x.module)
+            kind = LearningLayer if learning and x.window is None else ExpiringLayer
+            layers.append(kind(ramp, self.config.cap, frequencies))
+        return ExpiringCache(layers)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The predictors' weights: all that a retrofit trains."""
+        return self.predictors.parameters()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the predictors as an adapter folder: safetensors and JSON, the base model named by its hash."""
+        save_adapter(self, Path(folder))
+
+    def load(self, folder: str | Path) -> Retrofit:
+        """Read the predictors of an adapter folder that was made for this model and these settings."""
+        load_into(self, Path(folder))
+        return self
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._hooks)
+
+    def detach(self) -> nn.Module:
+        """Take everything off: the model is bit for bit what it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._restore()
+        if getattr(self.model, "_expire_span_handle", None) is self:
+            del self.model._expire_span_handle
+        return self.model
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[Any]:
+        """Inside, the model runs as it did before the retrofit, with its own kind of cache."""
+        self._restore()
+        try:
+            yield self.model
+        finally:
+            if self.attached:
+                self._take_over()
+
+    def __enter__(self) -> Retrofit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    # Inside
+
+    def _attach(self) -> None:
+        register()
+        self._before = [c._attn_implementation for c in self.configs]
+        try:
+            self._hooks.append(self.model.register_forward_pre_hook(self._check_call, with_kwargs=True))
+            for layer in self.layers:
+                hook = layer.module.register_forward_pre_hook(self._hook_of(layer), with_kwargs=True)
+                self._hooks.append(hook)
+            self._take_over()
+            # Not a submodule: the model's state_dict and parameters stay its own.
+            object.__setattr__(self.model, "_expire_span_handle", self)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _take_over(self) -> None:
+        for config in self.configs:
+            config._attn_implementation_internal = NAME
+
+    def _restore(self) -> None:
+        for config, name in zip(self.configs, self._before):
+            config._attn_implementation_internal = name
+
+    def _hook_of(self, layer: AttentionLayer) -> Any:
+        def prepare(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+            if module.config._attn_implementation != NAME:
+                return None  # paused
+            return args, {**kwargs, "expire_reading": self._prepare(layer, args, kwargs)}
+
+        return prepare
+
+    def _prepare(self, layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> Reading:
+        """Predict the new tokens' spans and stage them with the cache."""
+        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        cache = _expiring(past, layer.index)
+        start = 0 if cache is None else cache.layers[layer.index].seen
+        span = self._mark_padding(self.spans(layer, hidden), kwargs.get("attention_mask"), start, self._ramp(layer))
+        reading = Reading(span, start, self._ramp(layer), self.config.impl, hidden=hidden)
+        reading.wants_weights = bool(kwargs.get("output_attentions")) or _collects_attentions()
+        if cache is not None:
+            reading.predictor = self._predictor(layer)
+            cache.layers[layer.index].stage(reading)
+        elif kwargs.get("attention_mask") is None:
+            reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
+        return reading
+
+    def spans(self, layer: AttentionLayer, hidden: Tensor) -> Tensor:
+        """Spans [B, Hkv, T] of hidden states [B, T, C]: predicted, or the layer's own window."""
+        if layer.window is not None:
+            shape = hidden.shape[0], layer.kv_heads, hidden.shape[1]
+            return torch.full(shape, float(layer.window - 1), device=hidden.device)
+        predictor = self._predictor(layer)
+        if next(predictor.parameters()).device != hidden.device:
+            predictor.to(hidden.device)  # the model was moved after the retrofit
+        span = predictor(hidden)
+        return span if self.dial == 1.0 else span * self.dial
+
+    def _predictor(self, layer: AttentionLayer) -> nn.Module:
+        return self.predictors[str(layer.index)] if layer.window is None else nn.Identity()
+
+    def _ramp(self, layer: AttentionLayer) -> float:
+        return float(self.config.ramp) if layer.window is None else HARD_EDGE
+
+    def _check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse before anything is computed: a cache left half way, or tokens beyond a learned position table."""
+        past = kwargs.get("past_key_values")
+        if isinstance(past, ExpiringCache):
+            past.check_whole()
+        new = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        tokens = (0 if past is None else int(past.get_seq_length())) + (0 if new is None else new.shape[1])
+        if self._length is not None and tokens > self._length:
+            kind = type(self.model).__name__
+            raise ValueError(
+                f"{kind} has a learned table of {self._length} positions, got a context of {tokens} tokens; "
+                "models with rotary positions can go on for ever"
+            )
+
+    def _mark_padding(self, span: Tensor, mask: Any, start: int, ramp: float) -> Tensor:
+        """Give padding the span -ramp: it is dead at birth, seen by no query and deleted at once."""
+        if mask is None:
+            return span
+        count = span.shape[-1]
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"a retrofitted model takes 2-D attention masks [B, tokens seen], got {shape}")
+        if mask.shape[1] not in (count, start + count):
+            raise ValueError(f"attention_mask must cover {start + count} tokens, got {mask.shape[1]}")
+        new = mask[:, -count:].to(device=span.device, dtype=torch.bool)
+        return torch.where(new.unsqueeze(1), span, -ramp)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's memory over all layers that learn: keys, values, span and position in every head."""
+        total = 0
+        for x in self.layers:
+            if x.window is None:
+                element = next(x.module.parameters()).element_size()
+                total += x.kv_heads * (2 * x.head_dim * element + 12)
+        return total
+
+    @property
+    def longest_life(self) -> int:
+        """Tokens after which any memory is gone."""
+        lives = [self.config.max_span + self.config.ramp if x.window is None else x.window for x in self.layers]
+        return math.ceil(max(lives))
+
+
+def _expiring(past: Any, layer: int) -> ExpiringCache | None:
+    """The cache if it is ours. An empty one of another kind is what a plain forward pass makes, and no harm."""
+    if past is None or isinstance(past, ExpiringCache):
+        return past
+    if past.get_seq_length(layer) > 0:
+        raise ValueError(
+            f"a retrofitted model needs its own cache, got a {type(past).__name__}; "
+            "pass past_key_values=handle.new_cache() to generate() or to the model"
+        )
+    return None
+
+
+def _collects_attentions() -> bool:
+    """Whether transformers is collecting attention weights in this forward pass: GPT-2 does not hand the wish down."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(output_capturing, "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or ())
+
+
+def _packed_documents(position_ids: Any, hidden: Tensor) -> Tensor | None:
+    """Ids [B, T] of documents packed into a row, read from positions that start again; None where there is one."""
+    if position_ids is None or hidden.shape[1] == 1 or torch.compiler.is_compiling():
+        return None
+    steps = position_ids.diff(dim=-1)
+    if bool((steps == 1).all()):
+        return None
+    ids = torch.nn.functional.pad((steps != 1).cumsum(-1), (1, 0))
+    return ids.expand(hidden.shape[0], -1)

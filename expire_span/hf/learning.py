@@ -1,0 +1,55 @@
+"""The cache layer that teaches: it keeps hidden states, so that the spans of memories of earlier blocks still learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.store import ExpiringMemory
+
+from .attention import Reading
+from .cache import ExpiringLayer
+
+
+class LearningLayer(ExpiringLayer):
+    """A row for each batch row: a memory lives while any head needs it. Spans are predicted anew in every block.
+
+    Keys and values are those of the frozen model and carry no gradient; the predictor's weights get theirs from all living
+    memories, old and new.
+    """
+
+    last: Reading | None = None
+    """What the last forward pass read: spans with gradient, for the span loss and the count of the living."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.memory = ExpiringMemory.empty(len(key_states), ramp=self.ramp, device=key_states.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self.last = None
+
+    def _remember(self, reading: Reading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert reading.hidden is not None and reading.predictor is not None
+        old = self._kept()
+        count = keys.shape[2]
+        pos = torch.arange(self.seen, self.seen + count, device=keys.device)
+        fields: dict[str, Any] = dict(k=keys.transpose(1, 2), v=values.transpose(1, 2), h=reading.hidden)
+        if len(old):
+            stored = {name: old[name] for name in fields}
+            reading.span = torch.cat([self._predict_again(reading, stored["h"], old), reading.span], -1)
+            keys = torch.cat([stored["k"].transpose(1, 2), keys], 2)
+            values = torch.cat([stored["v"].transpose(1, 2), values], 2)
+        k_pos = torch.cat([old.pos, pos.expand(len(keys), -1)], -1)
+        reading.k_pos, self.last = k_pos, reading
+        longest = reading.span.detach().amax(1)
+        self.memory = old.append(pos, longest[:, -count:], check_values=False, **fields)
+        if len(old):
+            self.memory = self.memory.with_span(longest)
+        return keys, values
+
+    def _predict_again(self, reading: Reading, hidden: Tensor, old: ExpiringMemory) -> Tensor:
+        assert reading.predictor is not None
+        span = reading.predictor(hidden)
+        return torch.where((old.span <= -self.ramp).unsqueeze(1), -self.ramp, span)  # padding stays dead

@@ -1,0 +1,35 @@
+"""Turning stored keys, so that positions of an endless stream can be counted anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
+"""Kinds of rotary positions whose angles change with the length of the context: keys at rest cannot follow."""
+
+
+def turn_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
+    """Keys [.., D] as if they stood `steps` later. Angles are reduced in float64: steps may be millions."""
+    angle = (inverse_frequencies.double() * steps) % (2 * torch.pi)
+    angle = torch.cat([angle, angle]).to(keys.device)
+    work = torch.promote_types(keys.dtype, torch.float32)
+    cos, sin = angle.cos().to(work), angle.sin().to(work)
+    turned, rest = keys.to(work).split([len(angle), keys.shape[-1] - len(angle)], -1)
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, rest], -1).to(keys.dtype)
+
+
+def inverse_frequencies(model: nn.Module, attention: Any) -> Tensor | None:
+    """The rotary frequencies of one attention layer [D/2], or None where positions are not rotary or change with length."""
+    found = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
+    if not found:
+        return None
+    rotary: Any = found[0]
+    kind, rope = getattr(attention, "layer_type", None), rotary.rope_type
+    if isinstance(rope, dict):
+        return None if rope[kind] in LENGTH_DEPENDENT else getattr(rotary, f"{kind}_inv_freq").detach().float().cpu()
+    return None if rope in LENGTH_DEPENDENT else rotary.inv_freq.detach().float().cpu()

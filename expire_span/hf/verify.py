@@ -1,0 +1,22 @@
+"""The promise, checked on a model at hand: deleting what expired changes no output."""
+
+from __future__ import annotations
+
+import torch
+
+from .handle import Retrofit
+
+
+@torch.no_grad()
+def streamed_error(handle: Retrofit, count: int, seed: int = 0) -> tuple[float, float]:
+    """Largest difference of streamed and undeleted logits, over the largest logit, and the share of memories kept."""
+    model = handle.model
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (1, count), generator=generator).to(device)
+    undeleted = model(ids, use_cache=False).logits
+    cache = handle.new_cache()
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(max(count // 8, 1), 1)]
+    error = (torch.cat(parts, 1) - undeleted).abs().max() / undeleted.abs().max()
+    kept = torch.cat([live.flatten().float() for live in cache.live()]).mean() / count
+    return float(error), float(kept)

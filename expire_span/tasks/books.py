@@ -1,0 +1,163 @@
+"""Next-character prediction over whole books, each of them a world of its own: memory is emptied where a book begins.
+
+A folder holds either `train`, `validation` and `test` with one .txt file a book (the layout in which PG-19 was released), or
+.txt files, which are split by book in sorted order: of every 16 books the first is for validation, the second for the test.
+Characters that are rare in the training books share one token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expire_span.task_configs import BooksTask
+
+from .contract import SPLITS, Batch, Score, Split, TaskSample, bits, sample_stretch
+from .episodes import key_of, mix
+from .text import check_rows
+
+RARE = 0
+"""Token of all characters outside the vocabulary."""
+SAMPLE = 8192
+"""Characters of a sample."""
+EVERY = 16
+"""Of so many books one is for validation and one for the test."""
+FOLDERS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
+
+
+class Books:
+    """Characters of books; the vocabulary is that of the training books."""
+
+    score = Score("bpc", higher_is_better=False)
+
+    def __init__(self, config: BooksTask) -> None:
+        self.config = config
+        self.files = find_books(config.path)
+        counts = np.zeros(0x110000, np.int64)
+        for path in self.files["train"]:
+            counts += np.bincount(read_codes(path), minlength=len(counts))
+        common = np.argsort(-counts, kind="stable")[: config.characters]
+        self.alphabet = np.sort(common[counts[common] > 0])
+        self.vocab = max(len(self.alphabet) + 1, 2)
+        self.token_of = np.zeros(len(counts), np.uint16)
+        self.token_of[self.alphabet] = np.arange(1, len(self.alphabet) + 1)
+        self.read: dict[Split, list[np.ndarray]] = {}
+
+    def split(self, split: Split) -> list[np.ndarray]:
+        """The books of one split as tokens; read when they are first asked for."""
+        if split not in self.read:
+            self.read[split] = [self.token_of[read_codes(path)] for path in self.files[split]]
+        return self.read[split]
+
+    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> BookRows:
+        return BookRows(self.split(split), batch=batch, block=block, endless=split == "train", key=key_of(split, seed))
+
+    def score_of(self, nll: float, correct: float, count: float) -> float:
+        return bits(nll, count)
+
+    def show(self, tokens: Tensor) -> list[str]:
+        return [self.label(token) for token in tokens.tolist()]
+
+    def sample(self, *, seed: int) -> TaskSample:
+        """The beginning of a test book."""
+        return sample_stretch(self, SAMPLE, seed=seed)
+
+    def label(self, token: int) -> str:
+        if token == RARE or token > len(self.alphabet):
+            return "rare"
+        letter = chr(int(self.alphabet[token - 1]))
+        return {"\n": "⏎", "\t": "⇥", " ": "␣"}.get(letter, letter if letter.isprintable() else f"U+{ord(letter):04X}")
+
+
+def find_books(path: str) -> dict[Split, list[Path]]:
+    """The books of each split, in sorted order."""
+    place, advice = Path(path), "give a folder of .txt files with --task.path, or get one with: expire-span data books"
+    if not path or not place.is_dir():
+        raise ValueError(f"{path or 'an empty path'} is not a folder of books; {advice}")
+    if all((place / folder).is_dir() for folder in FOLDERS.values()):
+        found = {split: sorted((place / FOLDERS[split]).glob("*.txt")) for split in SPLITS}
+    else:
+        books = sorted(place.rglob("*.txt"))
+        found = {"valid": books[0::EVERY], "test": books[1::EVERY]}
+        held = {*found["valid"], *found["test"]}
+        found["train"] = [book for book in books if book not in held]
+    for split in SPLITS:
+        if not found[split]:
+            have = {name: len(books) for name, books in found.items()}
+            raise ValueError(f"{path} has no book for {split} ({have}), each split needs at least 1; {advice}")
+    return found
+
+
+def read_codes(path: Path) -> np.ndarray:
+    """Code points of a UTF-8 file; line ends are those of the file."""
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start} of {len(raw)}; convert or remove it"
+        ) from error
+    if len(text) < 2:
+        raise ValueError(f"{path} holds {len(text)} characters, but a book needs at least 2; remove it")
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+class BookRows:
+    """Every row reads a book from front to back, then the next one that no row has taken.
+
+    A block never crosses a book's end: what is left of it is padding that is not scored, and the next block is fresh. In
+    training the books come in a new order each time round. Where there are fewer books than rows, rows start at different
+    places of their first book, so that they do not all read the same.
+    """
+
+    def __init__(self, books: list[np.ndarray], *, batch: int, block: int, endless: bool, key: np.ndarray) -> None:
+        self.books, self.block, self.endless, self.key = books, block, endless, key
+        self.turn = batch  # how many books have been taken
+        self.taken = list(range(batch))  # turn of the book that each row reads
+        few = endless and len(books) < batch
+        self.offset = [row * len(self._book(row)) // batch if few else 0 for row in range(batch)]
+        self.fresh = [True] * batch
+
+    def _book(self, turn: int) -> np.ndarray:
+        """The book of a turn; after the last one an empty book."""
+        lap, place = divmod(turn, len(self.books))
+        if not self.endless:
+            longest_first = sorted(range(len(self.books)), key=lambda n: -len(self.books[n]))
+            return self.books[longest_first[place]] if lap == 0 else np.zeros(0, np.uint16)
+        draws = mix(mix(self.key + np.uint64(lap)) + np.arange(len(self.books), dtype=np.uint64))
+        return self.books[int(np.argsort(draws)[place])]
+
+    def __iter__(self) -> BookRows:
+        return self
+
+    def __next__(self) -> Batch:
+        books = [self._book(turn) for turn in self.taken]
+        if not any(len(book) for book in books):
+            raise StopIteration
+        shape = (len(books), self.block)
+        x, y, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        fresh = np.array(self.fresh)
+        for row, book in enumerate(books):
+            start = self.offset[row]
+            count = max(min(self.block, len(book) - 1 - start), 0)
+            x[row, :count], y[row, :count] = book[start : start + count], book[start + 1 : start + count + 1]
+            mask[row, :count] = True
+            self._advance(row, start + count, over=start + count >= len(book) - 1)
+        return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
+
+    def _advance(self, row: int, offset: int, *, over: bool) -> None:
+        self.offset[row], self.fresh[row] = (0, True) if over else (offset, False)
+        if over:
+            self.taken[row], self.turn = self.turn, self.turn + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self.turn, "taken": list(self.taken), "offset": list(self.offset), "fresh": list(self.fresh)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_rows(len(state["taken"]), len(self.taken))
+        self.turn, self.taken = state["turn"], list(state["taken"])
+        self.offset, self.fresh = list(state["offset"]), list(state["fresh"])

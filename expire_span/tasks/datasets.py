@@ -1,0 +1,200 @@
+"""Data sets by name: fetched or made, checked, and kept where the recipes look for them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from expire_span.runs import RunError, UserError
+from expire_span.task_configs import CollisionTask
+
+from .collision import FRAME, Collision, Simulation
+from .contract import SPLITS
+from .download import CHUNK, TIMEOUT, Check, Report, fetch, hold_lock, open_source
+from .episodes import key_of
+
+ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
+ENWIK8 = Check(length=100_000_000, sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
+PG19_URL = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
+"""Listing of the bucket in which PG-19 was released: train, validation and test with one .txt file a book."""
+PG19_SPLITS = ("train", "validation", "test")
+SHARES = {"train": 10, "valid": 1, "test": 1}
+"""Frames of a saved collision split, in shares."""
+ROWS = 1024
+"""Simulations side by side while a split is saved; a saved split is one of them after the other."""
+
+
+def make_enwik8(target: Path, source: str | None, report: Report, *, check: Check = ENWIK8) -> Path:
+    """The first 10^8 bytes of English Wikipedia as one file."""
+    with hold_lock(target):
+        if target.exists() and check.fault_of(target) is None:
+            return target
+        given = source or ENWIK8_URL
+        packed = open_source(given, target.parent, Check(), report)
+        part = target.with_name(target.name + ".unpacked")
+        with unpack(packed) as stream, part.open("wb") as out:
+            shutil.copyfileobj(stream, out, CHUNK)
+        fault = check.fault_of(part)
+        if fault is not None:
+            part.unlink()
+            if "://" in given:
+                packed.unlink()
+            raise RunError(f"{given} is not enwik8: {fault}; give another source with --from")
+        os.replace(part, target)
+        if "://" in given:
+            packed.unlink()
+    return target
+
+
+def unpack(path: Path) -> IO[bytes]:
+    """The bytes of a file, or of the only file inside a compressed one."""
+    try:
+        if path.suffix == ".zip":
+            archive = zipfile.ZipFile(path)
+            names = [name for name in archive.namelist() if not name.endswith("/")]
+            if len(names) != 1:
+                raise UserError(f"{path} holds {len(names)} files, expected 1; unpack it and give the file with --from")
+            return archive.open(names[0])  # type: ignore[return-value]
+        openers = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+        return openers[path.suffix](path, "rb") if path.suffix in openers else path.open("rb")  # type: ignore[return-value]
+    except (zipfile.BadZipFile, IsADirectoryError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); give the file itself or a .zip, .xz, .gz or .bz2 of it"
+        ) from error
+
+
+# Books
+
+
+def make_books(
+    target: Path, source: str | None, report: Report, *, limit: int | None = None, listing: str = PG19_URL
+) -> Path:
+    """PG-19 from its public bucket, or a folder or archive of .txt files from elsewhere."""
+    if source is None:
+        return _fetch_pg19(target, listing, report, limit)
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target} already exists and is not empty; remove it, or name another folder with --to")
+    with hold_lock(target):
+        given = open_source(source, target.parent, Check(), report)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh = Path(folder) / "books"
+            if given.is_dir():
+                _copy_books(given, fresh)
+            else:
+                _unpack_books(given, fresh)
+            if not any(fresh.rglob("*.txt")):
+                raise UserError(f"{source} holds no .txt file; give a folder or an archive of books")
+            if target.exists():
+                target.rmdir()
+            os.replace(fresh, target)
+    return target
+
+
+def _copy_books(folder: Path, target: Path) -> None:
+    for book in sorted(folder.rglob("*.txt")):
+        place = target / book.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(book, place)
+
+
+def _unpack_books(archive: Path, target: Path) -> None:
+    """Only regular .txt files are unpacked, and none outside the target."""
+    target.mkdir(parents=True)
+    try:
+        with tarfile.open(archive) as files:
+            members = [m for m in files if m.isfile() and m.name.endswith(".txt")]
+            files.extractall(target, members, filter="data")
+    except (tarfile.TarError, EOFError, lzma.LZMAError, OSError) as error:
+        raise UserError(
+            f"{archive} cannot be unpacked ({error}); give a folder or a .tar, .tar.gz or .tar.xz"
+        ) from error
+
+
+def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[str, str, Check]]:
+    """Name, address and checks of every book of a split."""
+    token, count = None, 0
+    while True:
+        query = {"prefix": f"{split}/", "maxResults": "1000", **({"pageToken": token} if token else {})}
+        with urllib.request.urlopen(f"{listing}?{urllib.parse.urlencode(query)}", timeout=TIMEOUT) as answer:
+            page = json.load(answer)
+        for item in page.get("items", []):
+            if item["name"].endswith(".txt") and (limit is None or count < limit):
+                count += 1
+                digest = np.frombuffer(_from_base64(item["md5Hash"]), np.uint8).tobytes().hex()
+                yield item["name"], item["mediaLink"], Check(length=int(item["size"]), md5=digest)
+        token = page.get("nextPageToken")
+        if not token or (limit is not None and count >= limit):
+            return
+
+
+def _from_base64(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text)
+
+
+def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -> Path:
+    try:
+        books = [book for split in PG19_SPLITS for book in list_bucket(listing, split, limit)]
+    except OSError as error:
+        advice = "give a folder or an archive of .txt books with --from"
+        raise RunError(
+            f"the list of PG-19 books at {listing} cannot be read ({error}); try again, or {advice}"
+        ) from error
+    for number, (name, link, check) in enumerate(books, 1):
+        fetch(link, target / name, check)
+        report(number, len(books))
+    return target
+
+
+# Collision
+
+
+def make_collision(
+    target: Path, frames: int, report: Report, *, config: CollisionTask | None = None, seed: int = 0
+) -> Path:
+    """Save simulations as train.npy, valid.npy and test.npy: [frames, 9] bytes, eight tokens and the label."""
+    least = sum(SHARES.values())
+    if frames < least:
+        raise UserError(f"--frames must be at least {least}, got {frames}")
+    task = Collision(config or CollisionTask())
+    target.mkdir(parents=True, exist_ok=True)
+    done = 0
+    for split in SPLITS:
+        count = frames * SHARES[split] // least
+        path = target / f"{split}.npy"
+        with hold_lock(path):
+            if not path.exists():
+                _save_frames(task, path, count, Simulation(task.config, min(ROWS, count), key=key_of(split, seed)))
+        done += count
+        report(done, frames)
+    return target
+
+
+def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:
+    """Write one row of simulations after the other, so that neighbours in the file are neighbours in time."""
+    length = -(-count // simulation.rows)
+    parts = []
+    for start in range(0, length, 256):
+        out = simulation.run(min(256, length - start))
+        tokens = task.to_tokens(out).reshape(simulation.rows, -1, FRAME)
+        parts.append(np.concatenate([tokens, out.label.T[..., None]], -1).astype(np.uint8))
+    data = np.concatenate(parts, 1).reshape(-1, FRAME + 1)[:count]
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.save(file, data, allow_pickle=False)
+    os.replace(part, path)

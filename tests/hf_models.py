@@ -1,0 +1,91 @@
+"""Tiny random models of every family that can be retrofitted, and predictors that forget a lot."""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from expire_span.hf import Retrofit, RetrofitConfig, retrofit
+
+VOCAB = 97
+_SHARED = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+_SHARED |= dict(max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+_GROUPED = _SHARED | dict(num_key_value_heads=2, head_dim=8)
+_MIXED = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+_TABLE = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2048, bos_token_id=1, eos_token_id=2)
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(**_GROUPED),
+    "gemma": lambda: GemmaConfig(**_GROUPED),
+    "gemma3": lambda: Gemma3TextConfig(**_GROUPED | _MIXED, sliding_window=16),
+    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=24),
+    "gpt_neox": lambda: GPTNeoXConfig(**_SHARED),
+    "gpt2": lambda: GPT2Config(**_TABLE),
+}
+
+
+def tiny(family: str = "llama", seed: int = 0):
+    """A random model whose attention matters: its weights are larger than those of a fresh one."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.dim() == 2 and "embed" not in name and "wte" not in name and "wpe" not in name:
+                x.mul_(3)
+    return model
+
+
+def forgetful(model, max_span: int = 120, ramp: int = 16, seed: int = 1, **settings) -> Retrofit:
+    """A retrofit whose spans differ much from token to token and head to head."""
+    handle = retrofit(model, RetrofitConfig(max_span=max_span, ramp=ramp, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for predictor in handle.predictors.values():
+            predictor.weight.copy_(torch.randn(predictor.weight.shape, generator=generator))
+            predictor.bias.fill_(-2.0)
+    return handle
+
+
+def tokens(rows: int, count: int, seed: int = 2) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def byte_tokenizer():
+    """A token for each byte, and three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def model_folder(path, family: str = "llama"):
+    """A tiny model that reads bytes, saved with its tokenizer."""
+    config = FAMILIES[family]()
+    config.vocab_size = 259
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def text(words: int = 2000, seed: int = 0) -> str:
+    """Sentences of a small world."""
+    import random
+
+    rng = random.Random(seed)
+    parts = ["the old fox", "a red hen", "my friend", "the river", "saw", "took", "left", "a stone", "the road", "home"]
+    return " ".join(rng.choice(parts) + rng.choice(["", "", ".", ","]) for _ in range(words))

@@ -1,0 +1,191 @@
+"""What cannot be retrofitted or used is refused in one sentence, and the model stays as it was."""
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, LlamaModel, T5Config  # noqa: E402
+from transformers import T5ForConditionalGeneration as T5  # noqa: E402
+
+from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
+
+from .hf_models import FAMILIES, forgetful, tiny, tokens  # noqa: E402
+
+SMALL = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+def untouched(model):
+    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_handle")
+    assert model.config._attn_implementation != "expire_span"
+
+
+def bert():
+    return BertModel(BertConfig(**SMALL))
+
+
+def t5():
+    return T5(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+def gemma2():
+    return AutoModelForCausalLM.from_config(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8))
+
+
+def bidirectional():
+    config = FAMILIES["gemma3"]()
+    config.use_bidirectional_attention = True
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (bert, "unknown attention layout bert of BertModel; known families are gemma"),
+        (t5, "needs a decoder-only model, got the encoder-decoder T5ForConditionalGeneration"),
+        (gemma2, "Gemma2ForCausalLM .gemma2. soft-caps its attention scores at 50.0"),
+        (
+            lambda: LlamaModel(FAMILIES["llama"]()),
+            "needs a causal language model with an output layer .* got LlamaModel",
+        ),
+        (bidirectional, "attends in both directions"),
+    ],
+)
+def test_models_that_cannot_be_retrofitted(build, said):
+    model = build()
+    with pytest.raises(ValueError, match=said):
+        retrofit(model)
+    untouched(model)
+
+
+def test_not_a_model():
+    with pytest.raises(ValueError, match="needs a transformers causal language model, got Linear"):
+        retrofit(torch.nn.Linear(2, 2))
+
+
+def test_an_attention_layer_that_is_missing():
+    model = tiny()
+    del model.model.layers[1]
+    with pytest.raises(ValueError, match=r"unknown attention layout: .* layers 0 to 1 \(2\), got 0 to 0 \(1\)"):
+        retrofit(model)
+    untouched(model)
+
+
+def test_retrofitting_twice():
+    model = tiny()
+    handle = retrofit(model)
+    with pytest.raises(ValueError, match="is retrofitted already; call detach"):
+        retrofit(model)
+    handle.detach()
+    retrofit(model).detach()
+
+
+def test_a_context_beyond_the_position_table():
+    model = tiny("gpt2")
+    handle = retrofit(model, RetrofitConfig(max_span=64, ramp=8))
+    cache = handle.new_cache()
+    with torch.no_grad():
+        model(tokens(1, 2040), past_key_values=cache)
+        with pytest.raises(ValueError, match="learned table of 2048 positions, got a context of 2050 tokens"):
+            model(tokens(1, 10), past_key_values=cache)
+
+
+def test_a_forgotten_cache_is_explained():
+    model = tiny()
+    retrofit(model)
+    with pytest.raises(ValueError, match=r"got a DynamicCache; pass past_key_values=handle.new_cache\(\)"):
+        model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0)
+    model(tokens(1, 5))  # a plain forward pass makes an empty cache of its own, and needs none
+
+
+def test_a_cache_without_its_model():
+    model = tiny()
+    handle = retrofit(model)
+    cache = handle.new_cache()
+    handle.detach()
+    with pytest.raises(ValueError, match="this model has no span predictors"):
+        model(tokens(1, 5), past_key_values=cache)
+
+
+def test_a_cache_of_another_batch_or_device():
+    model = tiny()
+    handle = retrofit(model)
+    cache = handle.new_cache()
+    model(tokens(2, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match="holds a batch of 2 rows, got 3"):
+        model(tokens(3, 5), past_key_values=cache)
+    cache.to("meta")
+    with pytest.raises(ValueError, match="the cache is on meta but the model is on cpu"):
+        model(tokens(2, 5), past_key_values=cache)
+
+
+def test_masks_and_dropout_that_the_operator_does_not_have():
+    model = tiny("gpt2")
+    retrofit(model)
+    with pytest.raises(ValueError, match=r"takes 2-D attention masks .* got \(1, 1, 5, 5\)"):
+        model(tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5), use_cache=False)
+    with pytest.raises(ValueError, match=r"no attention dropout, got 0.1; set it to 0 or call model.eval"):
+        model.train()(tokens(1, 5), use_cache=False)
+
+
+def test_taking_tokens_back():
+    model = tiny()
+    handle = retrofit(model)
+    with pytest.raises(ValueError, match=r"cannot take back .* without prompt lookup"):
+        model.generate(
+            tokens(1, 20).repeat(1, 2),
+            past_key_values=handle.new_cache(),
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=12,
+            pad_token_id=0,
+        )
+
+
+def test_settings_are_checked():
+    for wrong, said in (
+        (dict(max_span=0), "max_span must be"),
+        (dict(ramp=0), "ramp must be"),
+        (dict(cap=0), "cap must"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RetrofitConfig(**wrong)
+
+
+# Adapters
+
+
+def test_an_adapter_loads_with_one_call(tmp_path):
+    model, ids = tiny(), tokens(1, 80)
+    handle = forgetful(model, max_span=40, ramp=4)
+    want = model(ids, use_cache=False).logits
+    handle.save(tmp_path / "adapter")
+    other = tiny()
+    load_adapter(other, tmp_path / "adapter")
+    assert torch.equal(other(ids, use_cache=False).logits, want)
+    half = load_adapter(tiny().to(torch.bfloat16), tmp_path / "adapter")  # the same model in another precision
+    assert half.config == handle.config
+
+
+def test_adapters_that_do_not_fit(tmp_path):
+    handle = forgetful(tiny(), max_span=40, ramp=4)
+    handle.save(tmp_path / "adapter")
+    other = tiny(seed=5)
+    with pytest.raises(ValueError, match=r"was made for LlamaForCausalLM .hash .*load the model it was made for"):
+        load_adapter(other, tmp_path / "adapter")
+    untouched(other)
+    with pytest.raises(ValueError, match="was made with max_span 40, this retrofit has 50"):
+        retrofit(tiny(), RetrofitConfig(max_span=50, ramp=4)).load(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"no adapter at .*: it has no adapter.json"):
+        load_adapter(other, tmp_path)
+    path = tmp_path / "adapter" / "adapter.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    model = tiny()
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        load_adapter(model, tmp_path / "adapter")
+    untouched(model)
+    head = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
+    (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(head | {"format": 9}))
+    with pytest.raises(ValueError, match="has format 9, this version reads format 1"):
+        load_adapter(model, tmp_path / "adapter")

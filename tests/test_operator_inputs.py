@@ -1,0 +1,150 @@
+"""What the operator makes of unusual inputs: plain defaults, empty shapes, and refusals in one sentence with both values."""
+
+import math
+import sys
+import warnings
+
+import pytest
+import torch
+
+from expire_span.ops import expire_attention, resolve_impl
+
+from .operator_cases import Case
+
+B, H, T, D = 2, 3, 12, 8
+
+
+def make(**change) -> dict:
+    g = torch.Generator().manual_seed(0)
+    x = {n: torch.randn(B, H, T, D, generator=g) for n in "qkv"}
+    return x | {"span": torch.rand(B, T, generator=g) * 9, "ramp": 4.0} | change
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_positions_default_to_consecutive_ones(impl):
+    pos, x = torch.arange(T), make(impl=impl)
+    assert torch.equal(expire_attention(**x), expire_attention(**x, q_pos=pos, k_pos=pos))
+    x["q"] = x["q"][:, :, -5:]  # fewer queries than memories: the last of them
+    assert torch.equal(expire_attention(**x), expire_attention(**x, q_pos=pos[-5:], k_pos=pos))
+
+
+def test_no_rows_and_no_queries_give_nothing():
+    for impl in ("reference", "chunked"):
+        none = make(q=torch.zeros(B, H, 0, D, requires_grad=True), impl=impl)
+        y = expire_attention(**none)
+        assert y.shape == (B, H, 0, D) and torch.autograd.grad(y.sum(), none["q"])[0].shape == y.shape
+        empty = {n: x[:0] if isinstance(x, torch.Tensor) else x for n, x in make(impl=impl).items()}
+        assert expire_attention(**empty).shape == (0, H, T, D)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_boundaries_may_be_a_tensor_or_a_list(impl):
+    ids = torch.tensor([0] * 5 + [1] * 4 + [2] * 3)
+    want = expire_attention(**make(impl=impl), documents=ids)
+    for bounds in ([0, 5, 9, 12], (0, 5, 9, 12), torch.tensor([0, 5, 9, 12], dtype=torch.int32), [0, 5, 5, 9, 12]):
+        assert torch.equal(expire_attention(**make(impl=impl), cu_seqlens=bounds), want)
+
+
+ENDS = "cu_seqlens must begin with 0 and end with the number of queries, 12, "
+BAD = {
+    "forgotten 0": (dict(cu_seqlens=torch.tensor([5, 12])), ENDS + "got 5 and 12$"),
+    "lengths": (
+        dict(cu_seqlens=torch.tensor([5, 4, 3])),
+        ENDS + "got 5 and 3; these look like lengths: give their running sum after a 0",
+    ),
+    "beyond the row": (dict(cu_seqlens=torch.tensor([0, 5, 13])), ENDS + "got 0 and 13"),
+    "short of the row": (dict(cu_seqlens=[0, 5]), ENDS + "got 0 and 5"),
+    "falling": (dict(cu_seqlens=torch.tensor([0, 7, 5, 12])), "cu_seqlens must not fall, got 7 then 5"),
+    "float boundaries": (dict(cu_seqlens=torch.tensor([0.0, 12.0])), r"got shape \(2,\) of torch.float32"),
+    "float list": (dict(cu_seqlens=[0, 5.5, 12]), r"cu_seqlens must hold integers, got \[0, 5.5, 12\]"),
+    "boundaries by row": (dict(cu_seqlens=torch.tensor([[0, 12]] * 2)), r"\(documents \+ 1,\), got shape \(2, 2\)"),
+    "no boundaries": (dict(cu_seqlens=[]), r"got shape \(0,\)"),
+    "boundaries and a store": (
+        dict(q=torch.ones(B, H, 5, D), cu_seqlens=[0, 12]),
+        "as many memories as queries, got 12 and 5; give documents=",
+    ),
+    "documents elsewhere": (
+        dict(documents=torch.zeros(T, dtype=torch.int64, device="meta")),
+        "documents of queries are on meta but q is on cpu",
+    ),
+    "integer q": (
+        {n: torch.ones(B, H, T, D, dtype=torch.int64) for n in "qkv"},
+        "q, k and v must be float tensors, got torch.int64, torch.int64 and torch.int64",
+    ),
+    "eps nan": (dict(normalizer_eps=math.nan), "normalizer_eps must be 0 or a positive number, got nan"),
+    "eps negative": (dict(normalizer_eps=-1e-8), "normalizer_eps must be 0 or a positive number, got -1e-08"),
+    "eps infinite": (dict(normalizer_eps=math.inf), "normalizer_eps must be 0 or a positive number, got inf"),
+    "ramp nan": (dict(ramp=math.nan), r"ramp must be greater than 0 and at most .*, got nan"),
+    "ramp infinite": (dict(ramp=math.inf), r"ramp must be greater than 0 and at most 1.07374e\+09, got inf"),
+    "scale nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "head dim 0": (
+        {n: torch.ones(B, H, T, 0) for n in "qkv"},
+        r"q must have a head dim of at least 1, got shape \(2, 3, 12, 0\)",
+    ),
+    "other layout": (
+        {n: torch.ones(B, T, H, D) for n in "qkv"},
+        r"span must have shape \(2, 3\) or \(2, 12, 3\), got \(2, 12\); q, k and v look like \[B, T, H, D\]: .*transpose",
+    ),
+    "one position missing": (
+        dict(q_pos=torch.arange(T)),
+        "q_pos and k_pos must be given together, got q_pos without k_pos",
+    ),
+    "more queries than memories": (
+        dict(q=torch.ones(B, H, T + 1, D)),
+        "got 13 queries and 12 memories; give q_pos and k_pos",
+    ),
+    "bool positions": (
+        dict(q_pos=torch.ones(T, dtype=torch.bool), k_pos=torch.arange(T)),
+        "q_pos must be an integer tensor, got torch.bool",
+    ),
+}
+
+NEEDS_DEFAULTS = ("one position missing", "more queries than memories", "other layout")
+"""Cases that are about positions that are not given; all others give them."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused_is_named_with_its_values(name):
+    change, message = BAD[name]
+    x = make(**change)
+    if name not in NEEDS_DEFAULTS:
+        x = {"q_pos": torch.arange(x["q"].shape[2]), "k_pos": torch.arange(T)} | x
+    with pytest.raises(ValueError, match=message):
+        expire_attention(**x)
+
+
+def test_spans_rounded_below_minus_ramp_are_accepted():
+    """-7.3 in bfloat16 is -7.3125."""
+    span = torch.full((B, T), -7.3, dtype=torch.bfloat16)
+    assert expire_attention(**make(span=span, ramp=7.3)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_spans_of_half_precision_are_the_same_numbers_in_float32(dtype):
+    case = Case(batch=1, queries=5, stored=40, gaps=True)
+    x = {n: t.detach() for n, t in case.tensors(torch.float32).items()}
+    x["k_pos"] = x["k_pos"] * 90  # ages of up to 9000 steps, which no half precision can count
+    x["q_pos"] = x["k_pos"][40:]
+    x["span"] = (torch.rand(1, 45, generator=torch.Generator().manual_seed(0)) * 9000).to(dtype)
+    for impl in ("reference", "chunked"):
+        want = expire_attention(**x | {"span": x["span"].float()}, ramp=7.0, impl=impl)
+        assert torch.equal(expire_attention(**x, ramp=7.0, impl=impl), want)
+    learned = x | {"span": x["span"].requires_grad_()}
+    y = expire_attention(**learned, ramp=7.0)
+    assert torch.autograd.grad(y.sum(), learned["span"])[0].dtype == dtype
+
+
+def test_a_gpu_that_falls_back_says_so_once(monkeypatch):
+    choice = sys.modules["expire_span.ops.choice"]
+    monkeypatch.setattr(choice, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "_warned", set())
+    gpu = torch.device("cuda")
+    with pytest.warns(UserWarning, match=r"'chunked' on this GPU, because impl='triton' serves head dims .*, got 48"):
+        resolve_impl("auto", gpu, head_dim=48)
+    with pytest.warns(UserWarning, match="got float64"):
+        resolve_impl("auto", gpu, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_impl("auto", gpu, head_dim=48) == "chunked"
+        assert resolve_impl("chunked", gpu, head_dim=49) == "chunked"  # asked for, so nothing to say
+        assert resolve_impl("auto", torch.device("cpu"), head_dim=50) == "chunked"
