@@ -151,6 +151,8 @@ class AgentTrainConfig:
     """How many checkpoints stay on disk."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
+    """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

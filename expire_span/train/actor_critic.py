@@ -38,6 +38,7 @@ from .optimizers import build_optimizers, rate_factor, set_rates
 from .progress import show_bytes
 from .replay import Window, replay
 from .rollout import Episodes, Player
+from .trackers import check_tracker
 
 VALID, TEST = 1, 2
 """Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
@@ -97,6 +98,7 @@ class AgentLearner:
     """A policy that learns in its environments: everything that changes while a run is trained. See `loop.Learner`."""
 
     def __init__(self, config: AgentRunConfig) -> None:
+        check_tracker(config.train.tracker)
         self.accelerator = build_accelerator(config)
         processes, device = self.accelerator.num_processes, self.accelerator.device
         count = config.train.envs // processes
