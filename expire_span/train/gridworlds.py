@@ -22,8 +22,8 @@ class GridWorlds(Environments):
 
     def __init__(self, task: EnvTask, count: int, device: torch.device, first: int) -> None:
         super().__init__(task, count, device)
-        backend = "torch" if device.type == "cuda" else "numpy"
-        self.engine = build_engine(_settings(task), count, backend=backend, device=str(device))
+        where = ("torch", str(device)) if device.type == "cuda" else ("numpy", "cpu")
+        self.engine = build_engine(_settings(task), count, backend=where[0], device=where[1])
         self.numbers = list(range(first, first + count))
         view, text = self.engine.view, self.engine.text_length
         self.fields = (ObservationField("image", "grid", (view, view, 3)),)
