@@ -103,6 +103,8 @@ class AgentTrainConfig:
     """Between one-step advantages (0) and those of whole returns (1)."""
     clip_ratio: float = 0.2
     """How far an action's probability may move, as a share, before it brings no further gain."""
+    kl_limit: float = 0.02
+    """Go on to the next window once an epoch has moved the policy this far (Kullback-Leibler divergence, nats)."""
     entropy: float = 0.01
     """Weight of the entropy, which keeps the agent trying things."""
     value_weight: float = 0.5
@@ -163,7 +165,7 @@ class AgentTrainConfig:
         fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
         require(self.envs % self.minibatches == 0, fits)
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
-        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio"):
+        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio", "kl_limit"):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
         for name in ("warmup", "clip", "weight_decay", "span_weight", "entropy", "value_weight", "imitate"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")

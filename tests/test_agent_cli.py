@@ -47,11 +47,12 @@ def test_an_agent_from_training_to_report(call, tmp_path):
 
 
 def test_other_memory_systems_act_too(call):
-    code, out, err = call("train", "agent", "--mixer", "gru", *ENV, *SMALL)
+    code, _, err = call("train", "agent", "--mixer", "gru", *ENV, *SMALL)
     assert code == 0, err
 
 
 def test_bad_agents_are_refused(call):
+    refused(call("compare", "agent", "--mixers", "gru"), "agent is an agent; train it once for each --mixer")
     refused(call("train", "agent"), "needs an environment", "--task.env")
     refused(call("train", "agent", "--task.env", "Nothing-v0"), "environment 'Nothing-v0' cannot be made")
     refused(call("train", "agent", "--task.env", "Pendulum-v1"), "actions must be Discrete or MultiDiscrete, got Box")

@@ -17,7 +17,14 @@ SMALL += ["--train.eval-episodes", "4", "--train.test-episodes", "4", "--train.d
 @pytest.mark.long
 def test_two_processes_train_one_agent(tmp_path):
     """Both play all of each evaluation's episodes with the same weights, so that the run has one result."""
-    env = ["--task.env", "ExpireSpan/Corridor-Easy-v0", "--task.options", '{"max_length": 4}', "--train.budget.live", "3"]
+    env = [
+        "--task.env",
+        "ExpireSpan/Corridor-Easy-v0",
+        "--task.options",
+        '{"max_length": 4}',
+        "--train.budget.live",
+        "3",
+    ]
     code, output = call("ddp", "train", "agent", *env, *SMALL, "--runs-dir", str(tmp_path), "--name", "two")
     assert code == 0, output
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]

@@ -143,6 +143,39 @@ def test_episodes_that_were_cut_off_are_worth_what_they_missed():
     assert any(f.truncated.any() for f in seen) and any(f.terminated.any() for f in seen)
 
 
+# One update
+
+
+def test_the_surrogate_by_hand():
+    """Gains beyond the limit bring nothing more; losses always count."""
+    improver = AgentLearner(tiny_agent(clip_ratio=0.2)).model
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
+    loss, more = improver._surrogate(ratio.log(), advantage)
+    scaled = advantage / advantage.std()
+    torch.testing.assert_close(loss, -(torch.tensor([1.2, 0.5, 1.5, 0.8]) * scaled).mean())
+    assert more["clipped"] == 1
+
+
+def test_noise_is_not_blown_up():
+    """Advantages that hardly differ give a loss as small as they are."""
+    improver = AgentLearner(tiny_agent()).model
+    noise = 1e-3 * torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, _ = improver._surrogate(torch.tensor([0.1, 0.0, 0.1, 0.0]), noise)
+    assert 0 < -float(loss) < 1e-3
+
+
+def test_learning_stops_once_the_policy_has_moved_far(monkeypatch):
+    counts = {}
+    for limit in (1e-9, 1e9):
+        learner, calls = AgentLearner(tiny_agent(kl_limit=limit, epochs=3, minibatches=2, lr=1e-2)), []
+        real = learner._improve
+        learner._improve = lambda *a, real=real, calls=calls: calls.append(1) or real(*a)
+        learner.step(0)
+        counts[limit] = len(calls)
+    assert counts == {1e-9: 2, 1e9: 6}
+
+
 # Whole runs
 
 

@@ -42,6 +42,9 @@ from .trackers import check_tracker
 
 VALID, TEST = 1, 2
 """Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
+LEAST_ADVANTAGE = 0.1
+"""Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
+blown up they would undo what was learned."""
 _PREFIX = "policy."
 """Where the policy's weights lie inside the trained module; checkpoints hold them without it."""
 
@@ -87,7 +90,7 @@ class Improver(nn.Module):
 
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's clipped gain, negated."""
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(LEAST_ADVANTAGE)
         ratio, limit = log_ratio.exp(), self.config.clip_ratio
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - limit, 1 + limit) * advantage)
         clipped = ((ratio - 1).abs() > limit).float().mean()
@@ -148,13 +151,24 @@ class AgentLearner:
         weight = self.budget.weight if self.budget is not None else torch.tensor(c.span_weight)
         weight = weight.to(self.accelerator.device)
         self.policy.train()
-        pieces = [self._improve(played.window, rows, weight) for _ in range(c.epochs) for rows in self._parts()]
+        pieces = self._improve_all(played.window, weight)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
         self.played += c.window * c.envs
         self._update_budget(played.live, played.episodes)
         return c.window * c.envs
+
+    def _improve_all(self, window: Window, weight: Tensor) -> list[dict[str, Tensor]]:
+        """Learn from a window, epoch by epoch, until the policy has moved far enough from the one that played it."""
+        pieces: list[dict[str, Tensor]] = []
+        for _ in range(self.train_config.epochs):
+            epoch = [self._improve(window, rows, weight) for rows in self._parts()]
+            pieces += epoch
+            moved = torch.stack([piece.get("kl", piece["loss"].new_zeros(())) for piece in epoch]).mean()
+            if float(self.accelerator.reduce(moved, "mean")) > self.train_config.kl_limit:  # type: ignore[arg-type]
+                break
+        return pieces
 
     def _parts(self) -> list[list[int] | None]:
         """The rows of each optimizer step of an epoch, in random order."""
