@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from expire_span.agent_configs import AgentRunConfig, AgentTrainConfig, EnvTask, PolicyConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
+from expire_span.models.systems.sliding_window import SlidingWindowConfig
 from expire_span.train_configs import BudgetConfig
 
 
@@ -36,6 +37,12 @@ def agent_corridor() -> AgentRunConfig:
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
     )
+
+
+def agent_corridor_window() -> AgentRunConfig:
+    """Control for agent_corridor: a window of 16 steps, which must be at chance where the cue lies further back."""
+    base = agent_corridor()
+    return replace(base, model=replace(base.model, mixer=SlidingWindowConfig(window=16)))
 
 
 def agent_corridor_hard() -> AgentRunConfig:
@@ -77,6 +84,7 @@ AGENT_RECIPES: dict[str, Callable[[], AgentRunConfig]] = {
     "agent": agent,
     "agent_corridor_tiny": agent_corridor_tiny,
     "agent_corridor": agent_corridor,
+    "agent_corridor_window": agent_corridor_window,
     "agent_corridor_hard": agent_corridor_hard,
     "agent_portal": agent_portal,
     "agent_repeat_first": agent_repeat_first,

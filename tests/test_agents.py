@@ -99,7 +99,7 @@ def test_spans_are_priced_without_padding():
     learner = play_twice(tiny_agent(window=16))
     window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
     out = replay(learner.policy, window)
-    singles = [replay(learner.policy, window, [row]).span for row in range(window.rows)]
+    singles = [replay(learner.policy, window.take([row])).span for row in range(window.rows)]
     torch.testing.assert_close(torch.cat(singles).mean(), out.span.mean(), rtol=1e-5, atol=1e-6)
     out.span.mean().backward()
     assert all(block.mixer.span_predictor.bias.grad.abs() > 0 for block in learner.policy.layers())

@@ -101,7 +101,13 @@ class Policy(nn.Module):
         keep: Keep = "hidden",
     ) -> PolicyOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        h, after, aux = self.backbone(self.encoder(observation), state, fresh=fresh, keep=keep)
+        return self.read(self.encoder(observation), state, fresh=fresh, keep=keep)
+
+    def read(
+        self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "hidden"
+    ) -> PolicyOutput:
+        """The same for observations that the encoder has read, x [B, T, C]."""
+        h, after, aux = self.backbone(x, state, fresh=fresh, keep=keep)
         choices = Choices(self.action_head(h), self.config.actions)
         return PolicyOutput(choices, self.value_head(h).squeeze(-1), after, aux)
 
@@ -167,8 +173,8 @@ class GridPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.long().clamp_max(CELL_VALUES - 1).unbind(-1)  # 3 x [B, T, V, W]
-        cells = torch.stack([embed(channel) for embed, channel in zip(self.embed, channels)]).sum(0)
-        return self.map(cells.flatten(-3))
+        kinds, colours, states = (embed(channel) for embed, channel in zip(self.embed, channels))
+        return self.map((kinds + colours + states).flatten(-3))
 
 
 def _flatten(x: Tensor, depth: int) -> Tensor:

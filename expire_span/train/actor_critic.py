@@ -74,7 +74,8 @@ class Improver(nn.Module):
 
     def forward(self, window: Window, rows: list[int] | None, span_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of a window, and what it consists of."""
-        out = replay(self.policy, window, rows)
+        window = window.take(rows)
+        out = replay(self.policy, window)
         of = lambda x: x.flatten()[out.index]  # noqa: E731
         error = (out.value - of(window.target)).square().mean()
         price = out.span.mean() + out.other_price

@@ -7,7 +7,7 @@ the probabilities and values that were met when it was played, since a memory th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -42,6 +42,16 @@ class Window:
     @property
     def rows(self) -> int:
         return self.begins.shape[1]
+
+    def take(self, rows: list[int] | None) -> Window:
+        """Some rows of the window; None is all of them."""
+        if rows is None:
+            return self
+        chosen = torch.tensor(rows, device=self.begins.device)
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("state", "observation")}
+        parts = {name: None if x is None else x[:, chosen] for name, x in parts.items()}
+        seen = {name: x[:, chosen] for name, x in self.observation.items()}
+        return Window(state=select_rows(self.state, chosen), observation=seen, **parts)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -85,29 +95,27 @@ class Replayed:
     """Where each entry lies in the window, flattened [T * B]."""
 
 
-def replay(policy: Policy, window: Window, rows: list[int] | None = None) -> Replayed:
-    """Read the stretches of a window (or of some of its rows) as blocks."""
-    chosen = None if rows is None else set(rows)
-    stretches = [s for s in cut(window.begins) if chosen is None or s.row in chosen]
-    parts = []
+def replay(policy: Policy, window: Window) -> Replayed:
+    """Read the stretches of a window as blocks."""
+    stretches, parts = cut(window.begins), []
+    encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
     for goes_on in (True, False):
         group = [s for s in stretches if s.goes_on == goes_on]
         if group:
-            parts.append(_read(policy, window, group, goes_on))
+            parts.append(_read(policy, window, encoded, group, goes_on))
     return _join(parts)
 
 
-def _read(policy: Policy, window: Window, group: list[Stretch], goes_on: bool) -> Replayed:
+def _read(policy: Policy, window: Window, encoded: Tensor, group: list[Stretch], goes_on: bool) -> Replayed:
     device, longest = window.begins.device, max(s.length for s in group)
     rows, firsts, lengths = (torch.tensor([getattr(s, n) for s in group]) for n in ("row", "first", "length"))
     time = torch.arange(longest)
     mask = time < lengths[:, None]  # [n, longest]; what lies behind a stretch's end is read and not used
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
     mask, places = mask.to(device), places.to(device)
-    observation = {name: x.flatten(0, 1)[places] for name, x in window.observation.items()}
     state = select_rows(window.state, rows) if goes_on else None
     with SpanWatch(policy) as spans:
-        choices, value, _, aux = policy(observation, state, keep="hidden" if goes_on else "nothing")
+        choices, value, _, aux = policy.read(encoded[places], state, keep="hidden" if goes_on else "nothing")
     index = places[mask]
     given = choices.log_prob(window.actions.flatten(0, 1)[places])[mask]
     expert = None
