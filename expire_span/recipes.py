@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace
 
+from expire_span.agent_recipes import AGENT_RECIPES
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
@@ -196,6 +197,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "instruction": instruction,
     "collision": collision,
     "books": books,
+    **AGENT_RECIPES,
 }
 
 

@@ -43,7 +43,7 @@ class Generate(OnRun):
 def run_generate(args: list[str]) -> int:
     command = parse(Generate, args, f"{PROGRAM} generate")
     run = find_run(command.run, command.runs_dir)
-    if run.config.model.vocab != 256:
+    if getattr(run.config.model, "vocab", None) != 256:
         raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
     if not 1 <= command.samples <= MOST_SAMPLES:
         raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")

@@ -46,6 +46,8 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
     from expire_span.checkpoint import list_checkpoints
 
+    if run.config.task.kind == "env":
+        return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     reader = open_reader(run)
