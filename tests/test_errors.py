@@ -230,7 +230,7 @@ def test_leftovers_of_killed_runs_are_swept(tmp_path):
         (["--model.ff-dim", str(10**30)], ["model.ff_dim must be smaller than"]),
         (["--train.batch", "100000000000"], ["a batch of 40,200,000,000,000 tokens"]),
         (["--train.block", "10000000000"], ["tokens"]),
-        (["--model.dim", "0"], ["model.dim must be at least 1, got 0"]),
+        (["--model.dim", "0"], ["dim must be at least 1, got 0"]),
         (["--model.dim", "-128"], ["got -128"]),
         (["--model.ff-dim", "0"], ["ff_dim must be at least 1, got 0"]),
         (["--train.final-lr", "-5"], ["final_lr must lie in [0, 1]", "-5"]),

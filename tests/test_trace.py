@@ -15,6 +15,7 @@ from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.generate import Sampling
 from expire_span.mixer_configs import FullConfig, GRUConfig, SlidingWindowConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.systems.expire_span import HeadReach
 from expire_span.runs import UserError
 from expire_span.train.supervised import train
 from expire_span.view.limit import limit_spans
@@ -24,7 +25,7 @@ from expire_span.view.tracer import Tracer
 from tests.tiny import tiny_config, write_text
 
 SHARED = ExpireSpanConfig(max_span=40, ramp=5, initial_span=0.3)
-BY_HEAD = replace(SHARED, span_per="kv_head", initial_spread=4.0, min_span=-4.0)
+BY_HEAD = replace(SHARED, span_per="kv_head", reach=HeadReach(spread=4.0), min_span=-4.0)
 LENGTH = 333
 
 

@@ -110,7 +110,7 @@ def test_muon_takes_the_matrices_of_blocks_only(text):
     adam, muon = build_optimizers(decoder, config.train)
     names = {id(p): name for name, p in decoder.named_parameters()}
     taken = [names[id(p)] for group in muon.param_groups for p in group["params"]]
-    assert taken and all(n.startswith("blocks.") and "span_predictor" not in n for n in taken)
+    assert taken and all(n.startswith("backbone.blocks.") and "span_predictor" not in n for n in taken)
     assert len(names) == len(taken) + sum(len(group["params"]) for group in adam.param_groups)
 
 

@@ -67,11 +67,6 @@ class Trace:
     def load(cls, path: Path) -> Trace:
         return cls.of(read_lines(path))
 
-    def _repr_html_(self) -> str:
-        from .frame import show
-
-        return show(self)._repr_html_()
-
 
 def encode(line: Line) -> bytes:
     """One line of the file. Numbers that JSON does not know (NaN) are a mistake of the writer."""
