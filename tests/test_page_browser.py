@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 import xml.etree.ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
 from expire_span.view.trace import Trace
+from expire_span.view.tracer import Tracer
 from tests.browser import Watched, made_trace, open_browser, serving, wait_until, write_page
 from tests.tiny import tiny_config, write_text
 
@@ -28,7 +30,15 @@ def browser():
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     run = train(tiny_config(write_text(folder), steps=2), folder / "runs" / "tiny", shown=False)
-    with serving(Source(run)) as (port, app):
+    generate = Tracer.generate
+
+    def unhurried(*args):  # this model writes a thousand tokens before a hand could press a button
+        for step in generate(*args):
+            time.sleep(0.01)
+            yield step
+
+    with pytest.MonkeyPatch.context() as patch, serving(Source(run)) as (port, app):
+        patch.setattr(Tracer, "generate", unhurried)
         yield f"http://127.0.0.1:{port}/", app
 
 
