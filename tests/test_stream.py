@@ -14,6 +14,7 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.systems import SYSTEMS
 from expire_span.store.slots import FRESH
 from expire_span.stream import Sampling, Stream
+from expire_span.stream.tokens import Flight
 from tests.stream_cases import CASES, SHAPE, build, without_initial
 
 GREEDY = Sampling(temperature=0)
@@ -135,6 +136,25 @@ def test_rows_are_replaced_while_others_go_on():
     stream.replace(1, b"second")
     after = texts_of(stream, 30)
     assert after[1] == wanted and after[0] == texts_of(undisturbed, FRESH + 37)[0][FRESH + 7 :]
+
+
+def test_tokens_under_way_when_a_row_is_replaced_belong_to_nobody(monkeypatch):
+    """On a GPU a step is launched before the tokens of the one before are read: the same order of calls, on any device."""
+    monkeypatch.setattr("expire_span.stream.stream._send_to_host", lambda tokens: Flight(tokens.clone()))
+    decoder = build("spans per head")
+    wanted, stream, late = Stream(decoder, 1), Stream(decoder, 2), Stream(decoder, 2)
+    wanted.read([b"second"])
+    for each in (stream, late):
+        each.read([b"first prompt", b"gone soon"])
+    late._engine.lookahead = True
+    texts: list[list[int]] = []
+    for n, step in enumerate(late.generate(GREEDY, 30)):
+        texts.append(step.tokens.tolist())
+        if n == 9:
+            late.replace(1, b"second")
+    assert [row[0] for row in texts] == texts_of(stream, 30)[0]
+    assert [row[1] for row in texts[10:]] == [-1, *texts_of(wanted, 19)[0]]
+    assert late.position == 30
 
 
 def test_idle_rows_write_nothing():
