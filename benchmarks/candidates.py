@@ -14,7 +14,7 @@ PLAN_N = 64
 class Candidate:
     """One way to run one kernel."""
 
-    kernel: str  # forward, dq, dkv, or dkv+dq (dq added up inside)
+    kernel: str  # forward, dq or dkv
     dim: int
     block_n: int  # memories per program: one tile of the plan (64), or two for dkv
     block_m: int
@@ -27,9 +27,9 @@ class Candidate:
         launch = Launch(self.block_m, self.warps, self.stages)
         plan_m = Launch(self.block_m if self.kernel in ("forward", "dq") else 128)
         forward, dq = (launch if self.kernel == name else plan_m for name in ("forward", "dq"))
-        dkv = launch if self.kernel.startswith("dkv") else Launch(64)
+        dkv = launch if self.kernel == "dkv" else Launch(64)
         wide = self.block_n // PLAN_N
-        return Tuning(PLAN_N, forward, dq, dkv, wide, fuse_dq=self.kernel == "dkv+dq", tma=self.tma)
+        return Tuning(PLAN_N, forward, dq, dkv, wide, tma=self.tma)
 
     @property
     def name(self) -> str:
@@ -52,5 +52,4 @@ def candidates() -> list[Candidate]:
     for (kernel, dim), rows in tables.items():
         for row in rows:
             found += [Candidate(kernel, dim, *row, tma) for tma in (True, False)]
-    found += [Candidate("dkv+dq", 64, n, 64, w, 3, tma) for n, w in ((64, 4), (128, 8)) for tma in (True, False)]
     return found

@@ -99,14 +99,11 @@ class Problem:
         work = Backward(self.dy, self.q, y, lse, plan, self.k.shape[2], self.ramp, self.scale, False, t, "ieee")
         if c.kernel == "dq":
             return lambda: {"dq": work.query_gradient()[0]}
-        delta = work.delta()
+        delta = work.query_gradient()[1]
 
         def run() -> dict[str, Tensor]:
-            fused = c.kernel == "dkv+dq"
-            dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device) if fused else None
-            dk, dv, dspan = work.memory_gradients(delta, dq, splits)
-            extra = {"dq": dq.to(self.q.dtype)} if dq is not None else {}
-            return {"dk": dk, "dv": dv, "dspan": dspan.sum(1, keepdim=True), **extra}
+            dk, dv, dspan = work.memory_gradients(delta, splits)
+            return {"dk": dk, "dv": dv, "dspan": dspan.sum(1, keepdim=True)}
 
         return run
 
@@ -214,9 +211,7 @@ def pick(report: dict, dim: int) -> Tuning:
     names = [w.name for w in SWEEP[dim]]
     times = report["times"]
     totals: dict[tuple, tuple[float, list[Candidate]]] = {}
-    by_kernel = {
-        k: [c for c in candidates() if c.dim == dim and c.kernel == k] for k in ("forward", "dq", "dkv", "dkv+dq")
-    }
+    by_kernel = {k: [c for c in candidates() if c.dim == dim and c.kernel == k] for k in ("forward", "dq", "dkv")}
 
     def cost(c: Candidate) -> float:
         best = {n: min((v for v in times[n].values() if v), default=1.0) for n in names}
@@ -230,17 +225,12 @@ def pick(report: dict, dim: int) -> Tuning:
         pool = {k: [c for c in cs if c.tma == tma] for k, cs in by_kernel.items()}
         for f in pool["forward"]:
             split = [d for d in pool["dq"] if f.block_m % d.block_m == 0]
-            pairs = [(d, m) for d in split for m in pool["dkv"]] + [(None, m) for m in pool["dkv+dq"]]
-            for d, m in pairs:
-                parts = [c for c in (f, d, m) if c is not None]
+            for parts in ([f, d, m] for d in split for m in pool["dkv"]):
                 totals[tuple(c.name for c in parts)] = (sum(map(cost, parts)), parts)
     _, parts = min(totals.values(), key=lambda item: item[0])
     made = {c.kernel: Launch(c.block_m, c.warps, c.stages) for c in parts}
-    fuse = "dkv+dq" in made
-    forward, dkv = made["forward"], made["dkv+dq" if fuse else "dkv"]
-    dq = made.get("dq", Launch(forward.block_m, 8, 2))
     split_at = tuning.choose(dim, torch.bfloat16).split_at
-    return Tuning(PLAN_N, forward, dq, dkv, parts[-1].block_n // PLAN_N, fuse, parts[0].tma, split_at)
+    return Tuning(PLAN_N, *made.values(), parts[-1].block_n // PLAN_N, parts[0].tma, split_at)
 
 
 def dense_ms(w: Workload) -> dict[str, float]:
@@ -321,7 +311,7 @@ def compare(report: dict, deadline: float) -> None:
 def summarise(report: dict) -> None:
     for name, times in report["times"].items():
         print(f"\n{name} (plan {report['plan_ms'].get(name)} ms)")
-        for kernel in ("forward", "dq", "dkv", "dkv+dq"):
+        for kernel in ("forward", "dq", "dkv"):
             rows = sorted((v, k) for k, v in times.items() if v and k.split()[0] == kernel)
             print("\n".join(f"  {v:8.3f} {k}" for v, k in rows[:6]))
     print("\npicked:", report["picked"])

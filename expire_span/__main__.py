@@ -15,6 +15,14 @@ def main() -> int:
     except KeyboardInterrupt:
         print("expire-span: stopped", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:  # the command line itself needs the extra `train`
+        from expire_span.errors import explain
+
+        told = explain(error)
+        if told is None:
+            raise
+        print(f"expire-span: {told[0]}", file=sys.stderr)
+        return told[1]
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.errors import RunError, StorageError, UserError, describe
 from expire_span.files import sync_folder, to_json, write_synced
-from expire_span.models.decoder import Decoder
+from expire_span.models.decoder import Decoder, upgrade_name
+from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
 from expire_span.runs import RunFolder
 
@@ -114,12 +116,28 @@ def load(
 
 def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snapshot:
     state = json.loads((folder / "state.json").read_bytes())
-    step, model = int(state.pop("step")), safetensors.torch.load_file(folder / "model.safetensors")
+    step, model = int(state.pop("step")), _read_weights(folder)
     if state.pop("weights_only", False):
         return Snapshot.of_weights(model, step)
     memory = folder / _memory_name(rank)
     worker = _read_tree(memory, device) if memory.exists() else None
-    return Snapshot(step, state, worker, model, _read_tree(folder / "optimizer.safetensors", "cpu"))
+    optimizer = _upgrade_names(_read_tree(folder / "optimizer.safetensors", "cpu"))
+    return Snapshot(step, state, worker, model, optimizer)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights under the names that they have today."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    return {upgrade_name(name): x for name, x in weights.items()}
+
+
+def _upgrade_names(tree: Any) -> Any:
+    """Today's names of weights in every key and value of an optimizer's nested state."""
+    if isinstance(tree, str):
+        return upgrade_name(tree)
+    if isinstance(tree, dict):
+        return {_upgrade_names(key): _upgrade_names(value) for key, value in tree.items()}
+    return [_upgrade_names(value) for value in tree] if isinstance(tree, list) else tree
 
 
 @contextlib.contextmanager
@@ -135,15 +153,32 @@ def load_model(
     run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
 ) -> tuple[Decoder, RunConfig]:
     """The decoder of a run's newest sound checkpoint, in eval mode, and the run's config."""
+    if isinstance(run.config, AgentRunConfig):
+        raise UserError(f"run {run.path} is an agent's, which reads no tokens; expire-span eval {run.path} plays it")
     folder = newest_sound(run, warn)
     if folder is None:
         raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
     with _readable(folder):
-        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        weights = _read_weights(folder)
     decoder = Decoder(run.config.model)
     check_weights(weights, decoder.state_dict(), str(folder))
     decoder.load_state_dict(weights)
     return decoder.to(device).eval(), run.config
+
+
+def load_policy(run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None) -> Policy:
+    """The policy of an agent's run, in eval mode: the best weights that its newest sound checkpoint knows of."""
+    if not isinstance(run.config, AgentRunConfig):
+        raise UserError(f"run {run.path} is not an agent's: its task is {run.config.task.kind}")
+    snapshot = load(run, warn=warn)
+    if snapshot is None:
+        raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
+    best = snapshot.worker["best"] if snapshot.worker is not None else None
+    weights = best["weights"] if best is not None else snapshot.model
+    policy = Policy(run.config.model)
+    check_weights(weights, policy.state_dict(), str(run.path))
+    policy.load_state_dict(weights)
+    return policy.to(device).eval()
 
 
 def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:

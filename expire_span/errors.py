@@ -18,6 +18,23 @@ _OS_CAUSES = {
 }
 
 
+EXTRAS = {
+    "accelerate": "train",
+    "tyro": "train",
+    "rich": "train",
+    "tensorboard": "train",
+    "matplotlib": "view",
+    "jinja2": "view",
+    "fastapi": "view",
+    "uvicorn": "view",
+    "gymnasium": "rl",
+    "popgym": "popgym",
+    "transformers": "hf",
+    "triton": "gpu",
+}
+"""Which extra of this package brings a package that is not always installed."""
+
+
 class RunError(Exception):
     """A run cannot go on; the message says why and what to do. The command line prints it and exits with `exit_code`."""
 
@@ -53,6 +70,9 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError):
         place = f"{error.filename}: " if isinstance(error.filename, (str, bytes)) else ""
         return f"{place}{describe(error)}; mend that and repeat the command", 2
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRAS:
+        missing = (error.name or "").split(".")[0]
+        return f"this needs the package {missing}; install it with: pip install 'expire-span[{EXTRAS[missing]}]'", 2
     if _is_out_of_memory(error):
         return f"there is not enough memory ({_first_line(error)}); {_LESS_MEMORY}", 2
     if type(error).__name__ == "SafetensorError":

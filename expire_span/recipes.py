@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace
 
+from expire_span.agent_recipes import AGENT_RECIPES
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
@@ -123,13 +124,13 @@ def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -
 
 
 def copy() -> RunConfig:
-    """Count a few tokens, then carry the count through 2,048 steps of filler; minutes on a CPU."""
-    # Lengths grow while training: the count is learned on short episodes, where nothing needs to be forgotten, and by the
-    # time episodes are long the filler is. Unnormalised keys can outweigh thousands of fillers.
-    task = CopyTask(min_length=16, growth=6400)
+    """Count a few tokens, then carry the count through 2,048 steps of filler; tens of minutes on a CPU."""
+    # Lengths grow over the first 300 steps: the count is learned on short episodes. Spans are pressed only after that, since
+    # they shrink to what the lengths so far have needed. Unnormalised keys can outweigh thousands of fillers.
+    task = CopyTask(min_length=16, growth=1600)
     mixer = ExpireSpanConfig(max_span=4096, ramp=16, initial_span=0.999, span_loss="l1")
     model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
-    budget = BudgetConfig(live=20, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.3, patience_loss=0.3)
+    budget = BudgetConfig(live=24, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.08, patience_loss=0.08)
     train = TrainConfig(steps=1000, batch=32, block=2048, carry=False, lr=4e-3, span_lr_scale=0.5, warmup=10)
     train = replace(train, budget=budget, schedule="linear", decay_share=0.3, eval_every=500, eval_batches=1)
     return RunConfig(task, model, replace(train, test_batches=16))
@@ -196,6 +197,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "instruction": instruction,
     "collision": collision,
     "books": books,
+    **AGENT_RECIPES,
 }
 
 

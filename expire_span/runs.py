@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
 from expire_span.errors import RunError, StorageError, UserError, describe
 from expire_span.files import (
@@ -192,7 +193,8 @@ class RunFolder:
         if version >= 2:
             check_seal(head, file)
         try:
-            config = from_dict(RunConfig, migrate(_table(head, "config"), version, FORMAT_VERSION))
+            settings = migrate(_table(head, "config"), version, FORMAT_VERSION)
+            config = from_dict(_kind_of_run(settings), settings)
             recipe = head.get("recipe", "")
             if not isinstance(recipe, str):
                 raise ValueError(f"recipe must be text, got {recipe!r}")
@@ -281,6 +283,12 @@ class RunFolder:
                     )
                 out.append((value, line))
         return out
+
+
+def _kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
+    """The class of a run's config: that of an agent where the task is an environment."""
+    task = settings.get("task")
+    return AgentRunConfig if isinstance(task, dict) and task.get("kind") == "env" else RunConfig
 
 
 def _table(head: dict[str, Any], name: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Watched:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", self._hear)
         self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(60_000)
 
     def _hear(self, message: Any) -> None:
         # The browser itself writes down answers that refuse, and what it thinks of drawing without a graphics card.

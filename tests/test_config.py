@@ -26,7 +26,7 @@ from expire_span.recipes import RECIPES, get_recipe, summary
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_survives_json(name):
     config = RECIPES[name]()
-    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
     assert summary(RECIPES[name]).endswith(".")
 
 

@@ -183,7 +183,7 @@ def test_books_come_from_a_folder_or_an_archive(tmp_path, capsys):
     assert main(["data", "books", "--from", str(tmp_path / "mine"), "--to", str(target)]) == 2
     assert "already exists and is not empty" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no .txt file"):
+    with pytest.raises(UserError, match=r"holds no \.txt file"):
         datasets.make_books(tmp_path / "out3", str(tmp_path / "empty"), lambda *_: None)
     (tmp_path / "bad.tar").write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match="cannot be unpacked"):
@@ -210,9 +210,11 @@ def test_pg19_is_fetched_book_by_book_from_its_listing(server, tmp_path):
         return json.dumps({"items": items, **({} if second else {"nextPageToken": "2"})}).encode()
 
     server.files |= {**texts, "o": listing}
-    make = lambda limit: datasets.make_books(
-        tmp_path / "pg", None, lambda *_: None, limit=limit, listing=f"{server.url}/all/o"
-    )
+
+    def make(limit):
+        link = f"{server.url}/all/o"
+        return datasets.make_books(tmp_path / "pg", None, lambda *_: None, limit=limit, listing=link)
+
     make(1)
     assert len(list((tmp_path / "pg").rglob("*.txt"))) == 3
     make(None)
@@ -221,7 +223,7 @@ def test_pg19_is_fetched_book_by_book_from_its_listing(server, tmp_path):
     (tmp_path / "pg" / "test" / "2.txt").unlink()
     with pytest.raises(RunError, match="is damaged"):
         make(None)
-    with pytest.raises(RunError, match="list of PG-19 books at .* cannot be read"):
+    with pytest.raises(RunError, match=r"list of PG-19 books at .* cannot be read"):
         datasets.make_books(tmp_path / "pg2", None, lambda *_: None, listing=f"{server.url}/all/none")
 
 

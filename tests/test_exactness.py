@@ -159,11 +159,11 @@ def test_rows_in_segments_hold_what_a_rectangle_holds(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_store_deletes_nothing_that_the_operator_still_sees(dtype):
-    """Spans in the dtype of lifetimes, keys and values in that of the model."""
+    """Spans, keys and values all in the dtype of the model: the store keeps lifetimes with all their digits."""
     for seed in range(SHORT):
         case = Deletion.draw(seed, dtype, 8)
         x, heads = case.x, case.x["k"].shape[1]
-        lifetimes = x["span"].to(lifetime_dtype(x["span"], x["q"])).reshape(1, -1, x["span"].shape[-1])
+        lifetimes = x["span"].reshape(1, -1, x["span"].shape[-1])
         memory = ExpiringMemory.empty((1, heads), ramp=case.ramp)
         memory = memory.append(x["k_pos"].long(), lifetimes.expand(1, heads, -1), k=x["k"], v=x["v"])
         memory = memory.expire(int(x["q_pos"][0])).compact()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -113,3 +115,20 @@ def test_previous_action_and_reward_only_through_the_wrapper():
     assert observation["action"] == 4 and env.observation_space.contains(observation)
     observation, *_ = env.step(1)
     assert observation["action"] == 1 and observation["reward"] == np.float32(-0.005)
+
+
+# Imports
+
+
+def test_engines_need_no_gymnasium_and_the_package_registers_nothing():
+    code = (
+        "import sys; sys.modules['gymnasium'] = None\n"
+        "from importlib.machinery import PathFinder; import importlib.util as u\n"
+        "u.find_spec = (lambda old: lambda name, *a: None if name == 'gymnasium' else old(name, *a))(u.find_spec)\n"
+        "from expire_span.tasks.gridworlds import build_engine, level_config\n"
+        "print(build_engine(level_config('Portal', 'Easy'), 2).oracle_steps().shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "(2,)", done.stderr
+    code = "import gymnasium, expire_span, expire_span.recipes; print([i for i in gymnasium.registry if 'Expire' in i])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -388,20 +385,3 @@ def test_renderings(config, tmp_path):
     assert save_gif(tmp_path / "a.gif", frames).read_bytes()[:3] == b"GIF"
     with pytest.raises(ValueError, match="at least 1 frame, got 0"):
         save_strip(tmp_path / "b.png", [])
-
-
-# Imports
-
-
-def test_engines_need_no_gymnasium_and_the_package_registers_nothing():
-    code = (
-        "import sys; sys.modules['gymnasium'] = None\n"
-        "from importlib.machinery import PathFinder; import importlib.util as u\n"
-        "u.find_spec = (lambda old: lambda name, *a: None if name == 'gymnasium' else old(name, *a))(u.find_spec)\n"
-        "from expire_span.tasks.gridworlds import build_engine, level_config\n"
-        "print(build_engine(level_config('Portal', 'Easy'), 2).oracle_steps().shape)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "(2,)", done.stderr
-    code = "import gymnasium, expire_span, expire_span.recipes; print([i for i in gymnasium.registry if 'Expire' in i])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -20,6 +20,8 @@ ROWS = {
     "train_configs": 1,
     "memories": 1,
     "config": 1,
+    "agent_configs": 1,
+    "agent_recipes": 1,
     "runs": 1,
     "recipes": 1,
     "ops": 2,

@@ -104,14 +104,14 @@ def test_streaming_gives_their_log_probabilities_and_auxiliary_loss(pre_norm, tr
     exact = dense_stream({n: x.double() for n, x in sd.items()}, tokens, pre_norm)
     rounded = dense_stream(sd, tokens, pre_norm)
     decoder = official.load(sd, pre_norm=pre_norm, **SETTINGS).train(training).to(dtype)
-    state, logs, losses = decoder.initial_state(3), [], []
+    state, logs, losses = decoder.initial_state(3, "hidden" if training else "kv"), [], []
     for block in tokens.split(SETTINGS["block"], 1):
         logits, state, aux = decoder(block, state)
         logs.append(torch.log_softmax(logits, -1))
         losses.append(aux.row_loss)
     for got, *both in zip((torch.cat(logs, 1), torch.stack(losses, 1)), exact, rounded):
         assert_within_budget(got, *both)
-    stored = [int(part["living"].max()) if training else len(part["memory"]) for part in state]
+    stored = [int(part["memory"].living.max()) if training else len(part["memory"]) for part in state]
     assert max(stored) < 60, "expired memories are still stored"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +39,24 @@ def text_page(tmp_path_factory) -> str:
 
 
 def test_page_names_nothing_outside_itself(recall_page, text_page):
+    """The view's own script is inside; it and the page's rules keep the page from asking for anything."""
     for page in (recall_page[1], text_page):
-        assert "http" not in page.replace("&lt;", "")
-        assert not re.search(r"<(script|link|iframe|img)\b", page)
+        assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}, "a name, never asked for"
+        assert not re.search(r"<iframe\b", page) and page.count("<script") == 2
         assert not re.search(r"(src|href)=\"(?!#|data:)", page)
+        assert "default-src 'none'" in page and "connect-src" not in page
         assert "<svg" in page and "prefers-color-scheme: dark" in page
+
+
+def test_page_carries_the_trace(recall_page, text_page):
+    for page, task in ((recall_page[1], "recall"), (text_page, "text")):
+        packed = re.search(r'id="es-trace">([\w+/=]+)<', page)[1]
+        header, *steps = map(json.loads, gzip.decompress(base64.b64decode(packed)).splitlines())
+        assert header["task"] == task and 5 < len(steps) <= 2048
+        assert len(page) < 5_000_000
+    assert "lower is better" in text_page and "higher is better" in recall_page[1]
+    assert "The task.</b> A colour cue" in recall_page[1]
+    assert recall_page[1].index("Birth and expiry") < recall_page[1].index("What gets a long span")
 
 
 def test_page_mentions_the_numbers(recall_page):
@@ -62,7 +78,7 @@ def test_episode_is_marked(recall_page):
 
 def test_names_and_text_are_escaped(recall_page, text_page):
     assert "corridor&lt;b&gt;" in recall_page[1] and "corridor<b>" not in recall_page[1]
-    assert "<script" not in text_page and "&lt;script&gt;" in text_page
+    assert "<script>" not in text_page and "&lt;script&gt;" in text_page
 
 
 def test_text_page_lists_bytes_and_words(text_page):

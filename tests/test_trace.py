@@ -65,10 +65,11 @@ def test_births_and_deaths_follow_the_definition(mixer):
     torch.testing.assert_close(torch.tensor(trace.spans, dtype=torch.float32), spans, atol=2e-4, rtol=0)
     age = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)  # [query, memory]
     alive = (spans[..., None, :] + mixer.ramp - age > 0) & (age >= 0)
-    expected = {}
-    for layer, head, birth in np.ndindex(*spans.shape):
-        dead = [t for t in range(birth, LENGTH) if not alive[layer, head, t, birth]]
-        expected |= {(layer, head, birth): dead[0]} if dead else {}
+    dead = (~alive & (age >= 0)).numpy()  # [layers, heads, query, memory]
+    first = dead.argmax(2)
+    expected = {
+        place: int(first[place]) for place in np.ndindex(*spans.shape) if dead[:, :, :, place[2]][place[:2]].any()
+    }
     assert deaths_of(trace) == expected
     live = alive.sum(-1).float().mean(1).T  # [T, layers]
     assert [step["live"] for step in trace.steps] == live.tolist()
@@ -115,6 +116,15 @@ def test_systems_without_spans():
         trace.spans  # noqa: B018
     full = trace_of(decoder_of(FullConfig()), tokens_of(64))
     assert full.steps[-1]["live"][0] > 40, "the mean over the last block"
+
+
+def test_a_task_that_asks_has_answers_instead_of_bits():
+    decoder, tokens = decoder_of(SHARED), tokens_of(5)
+    steps = list(Tracer(decoder, name="", task="recall").read(tokens, {4: 7}))
+    logits, _, _ = decoder(tokens[None], None)
+    cost = -float(logits[0, 4].detach().log_softmax(-1)[7]) / math.log(2)
+    assert [step["bits"] for step in steps] == [None] * 5 and steps[4]["answer"]["text"] == "7"
+    assert abs(steps[4]["answer"]["bits"] - cost) < 1e-3 and "answer" not in steps[3]
 
 
 def test_recurrent_states_are_shown():
@@ -233,3 +243,29 @@ def test_command_refuses(run, capsys, args, words):
 def test_empty_text_is_refused(run):
     with pytest.raises(UserError, match="the text is empty"):
         list(Reader.open(run).trace_text(b""))
+
+
+# Figures
+
+
+def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
+    from expire_span.cli.figure import NAMES
+    from expire_span.view.figures import FIGURES
+
+    assert tuple(FIGURES) == NAMES
+    monkeypatch.chdir(tmp_path)
+    trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
+    begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
+    for name, kind in zip(NAMES, ("png", "png", "svg", "pdf")):
+        assert main(["figure", name, "a.jsonl", "--out", f"{name}.{kind}"]) == 0
+        data = (tmp_path / f"{name}.{kind}").read_bytes()
+        assert data.startswith(begins[kind]) and len(data) > 2000
+    assert main(["figure", "growth", str(run.path)]) == 0 and (tmp_path / "growth.pdf").exists()
+    capsys.readouterr()
+    for args, words in (
+        (["spam", "a.jsonl"], "unknown figure 'spam'"),
+        (["spans", "nothing"], "'nothing'"),
+        (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
+    ):
+        assert main(["figure", *args]) == 2
+        assert words in capsys.readouterr().err

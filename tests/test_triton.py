@@ -119,18 +119,8 @@ def test_half_precision(dtype, paper):
     assert_within_budget(Case(1, 2, 1, 33 if paper else 63, 30, 32, gaps=True, **extra), dtype)
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_both_ways_to_the_query_gradient(fuse):
-    before = tuning.choose(32, torch.float32)
-    tuning.override(Tuning(before.block_n, before.forward, before.dq, before.dkv, fuse_dq=fuse))
-    try:
-        assert_within_budget(Case(1, 2, 1, 45, 20, 32), torch.float32)
-    finally:
-        tuning.override(None if ON_GPU else SMALL)
-
-
 @pytest.mark.parametrize("name", ["63", "111 in a store, gaps", "all alive", "one survivor per block"])
-@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(split_at=32), dict(wide=2, fuse_dq=True)], ids=str)
+@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(split_at=32)], ids=str)
 def test_long_lives_shared_and_tiles_taken_in_pairs(name, options):
     """Tiles of several classes in one program, some of them dead; query tiles half as large as the forward pass's."""
     block_n, m = (64, 64) if ON_GPU else (16, 16)
@@ -154,9 +144,9 @@ def test_descriptors_read_what_pointers_read():
         assert_all_within_budget(got, exact, coarse)
 
 
-@pytest.mark.parametrize("options", [dict(wide=2, split_at=16, fuse_dq=True), dict(tma=True)], ids=str)
+@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(tma=True)], ids=str)
 def test_relative_keys_whatever_the_block_sizes(options):
-    """Tiles old enough need no table, in every kernel; a query gradient added up in parts gives way to the other one."""
+    """Tiles that are old enough need no table, in every kernel."""
     block_n, m = (64, 64) if ON_GPU else (16, 16)
     tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), **options))
     try:

@@ -69,7 +69,7 @@ def test_padding_has_no_place_in_a_table_of_young_ages():
     options = dict(ramp=7.0, include_self=False, block_m=block_m, block_n=block_n, window=512)
     plan = lists.build_plan(x["k"], x["v"], *where, None, None, **options)
     slots = int(plan.class_tiles[0, lists.NUM_CLASSES]) * block_n
-    born = plan.words[0, layout.HEAD_WORDS + 3 * plan.k.shape[2] :][: 2 * slots : 2]
+    born = plan.births[0, :slots]
     entries = plan.entries(block_m, block_n)[0]
     since = entries[:, layout.RUN_WORDS :].contiguous().view(torch.float32).int()
     age = (since + entries[:, [layout.POSITION_AT.value]]).view(-1, 1) - born  # in 32 bits, as the kernels have it

@@ -67,6 +67,7 @@ def test_activation_checkpointing_and_autocast():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:impl=.auto. uses the slower")
 def test_what_is_refused_says_what_to_use_instead(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")

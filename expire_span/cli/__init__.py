@@ -13,6 +13,7 @@ from .chat import run_chat
 from .compare import run_compare
 from .data import run_data
 from .evaluate_cache import run_evaluate_cache
+from .figure import run_figure
 from .generate import run_generate
 from .importing import run_import
 from .lists import run_memories, run_recipes
@@ -82,6 +83,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
+    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth RUN", run_figure),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.compare.plan import (
     Comparison,
     System,
@@ -73,6 +74,8 @@ def run_compare(args: list[str]) -> int:
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
+    if isinstance(get_recipe(recipe)(), AgentRunConfig):
+        raise UserError(f"compare takes recipes with data, and {recipe} is an agent; train it once for each --mixer")
     command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()), USUAL)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"

@@ -12,6 +12,9 @@ from expire_span.runs import UserError, find_run
 from .parsing import PROGRAM, parse, warn
 from .runs import OnRun
 
+MOST_SAMPLES = 100_000
+"""Continuations that are written side by side at most."""
+
 
 @dataclass(frozen=True)
 class Generate(OnRun):
@@ -40,8 +43,14 @@ class Generate(OnRun):
 def run_generate(args: list[str]) -> int:
     command = parse(Generate, args, f"{PROGRAM} generate")
     run = find_run(command.run, command.runs_dir)
-    if run.config.model.vocab != 256:
+    if getattr(run.config.model, "vocab", None) != 256:
         raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
+    if not 1 <= command.samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
+    if not 0 <= command.temperature < float("inf"):
+        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
+    if not 0 <= command.seed < 2**63:
+        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
     prompt = _read_prompt(command)

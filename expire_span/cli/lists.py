@@ -53,4 +53,5 @@ def run_recipes(args: list[str]) -> int:
 
 
 def recipe_lines() -> str:
-    return "\n".join(f"  {name:<14}{summary(recipe)}" for name, recipe in RECIPES.items())
+    width = max(map(len, RECIPES)) + 2
+    return "\n".join(f"  {name:<{width}}{summary(recipe)}" for name, recipe in RECIPES.items())

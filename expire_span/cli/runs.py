@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.memories import find_limits
 from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
 from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
 
+from .agent import eval_agent, resume_agent, train_agent
 from .files import eval_file
 from .lists import recipe_lines
 from .parsing import PROGRAM, parse, spell_out, warn
@@ -54,7 +56,10 @@ class Resume(OnRun):
 
 @dataclass(frozen=True)
 class Eval(OnRun):
-    """Score a run's newest checkpoint and print the result as JSON."""
+    """Score a run's newest checkpoint and print the result as JSON.
+
+    Of an agent: its best weights on fresh episodes. Options from `episodes` on are for agents, those before it for the rest.
+    """
 
     split: Literal["valid", "test", "train"] = "test"
     """Which part of the data."""
@@ -66,6 +71,14 @@ class Eval(OnRun):
     """Tokens per row and forward pass; None takes the training's."""
     path: str | None = None
     """A file or folder to score in place of the one that the run learned from; for runs of text and words."""
+    episodes: int = 1000
+    """Whole episodes of an agent, at least."""
+    greedy: bool = False
+    """Let an agent take the likeliest actions; off, they are drawn, as in training."""
+    options: str | None = None
+    """Other arguments of an agent's environment, as JSON; None takes the training's."""
+    control: Literal["none", "forget", "delete", "swap"] = "none"
+    """Change what an agent remembers while it plays; see docs/agents.md."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     file: Path | None = None
@@ -109,6 +122,8 @@ def run_train(args: list[str]) -> int:
         raise UserError(f"train needs a recipe before its options; known are: {', '.join(RECIPES)}")
     recipe, rest = args[0], args[1:]
     config = _with_mixer(get_recipe(recipe)(), rest)
+    if isinstance(config, AgentRunConfig):
+        return train_agent(recipe, config, rest)
     command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config), USUAL)
     name = command.name or recipe
     check_name(name)
@@ -155,6 +170,8 @@ def run_resume(args: list[str]) -> int:
     run = find_run(command.run, command.runs_dir)
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
+    if isinstance(run.config, AgentRunConfig):
+        return resume_agent(run)
     from expire_span.train.supervised import resume
 
     return _finish(resume(run, allow_changed_data=command.allow_changed_data))
@@ -165,23 +182,30 @@ def run_eval(args: list[str]) -> int:
     run = find_run(command.run, command.runs_dir)
     if command.file is not None:
         return eval_file(run, command.file, command.device)
-    for name in ("batches", "batch", "block"):
+    for name in ("batches", "batch", "block", "episodes"):
         value = getattr(command, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} must be at least 1, got {value}")
+    if isinstance(run.config, AgentRunConfig):
+        return eval_agent(run, command)
     run = _with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
+    from expire_span.train.estimate import TOKEN_BYTES, check_fits
     from expire_span.train.evaluate import evaluate
 
+    train = run.config.train
+    rows = command.batch or train.eval_batch or train.batch
+    tokens = rows * (command.block or train.eval_block or train.block)
+    check_fits(tokens * TOKEN_BYTES, f"a batch of {tokens:,} tokens", f"--batch {rows:,}", check_device("cpu"))
     decoder, config = load_model(run, check_device(command.device), warn)
     batches = command.batches or (config.train.eval_batches if command.split == "train" else None)
     result = evaluate(
         decoder,
         build_task(config.task),
         command.split,
-        batch=command.batch or config.train.eval_batch or config.train.batch,
+        batch=rows,
         block=command.block or config.train.eval_block or config.train.block,
         batches=batches,
         seed=config.seed,

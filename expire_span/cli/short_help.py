@@ -13,7 +13,7 @@ from typing import Any
 
 def show_usual(prog: str, command: Any, usual: Sequence[str]) -> str:
     """Help on the usual options. `command` holds the defaults; options that it does not have are left out."""
-    lines = [f"usage: {prog} [OPTIONS]", "", (command.__doc__ or "").strip(), "", "usual options:"]
+    lines = [f"usage: {prog} [OPTIONS]", "", textwrap.fill((command.__doc__ or "").strip(), 78), "", "usual options:"]
     for option in usual:
         found = find_field(command, option)
         if found is not None:

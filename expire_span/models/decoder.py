@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -57,12 +58,23 @@ class Decoder(nn.Module):
         self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> DecoderOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        h, after, aux = self.backbone(self.embed(tokens), state, fresh=fresh, keep=keep)
+        h, after, aux = self.backbone(self._embed(tokens), state, fresh=fresh, keep=keep)
         return DecoderOutput(self.head(h), after, aux)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, C]. On a CPU, tokens outside the vocabulary are named; a GPU reports them by itself, later."""
+        try:
+            return self.embed(tokens)
+        except IndexError:
+            low, high, last = int(tokens.min()), int(tokens.max()), self.config.vocab - 1
+            raise ValueError(f"tokens must lie between 0 and {last}, got {low} to {high}") from None
+
+
+def upgrade_name(name: str) -> str:
+    """A weight's name as it is today: in checkpoints from before there was a backbone, blocks lie one level higher."""
+    return re.sub(r"^((?:decoder\.)?)(blocks\.|norm\.|relative_keys)", r"\1backbone.\2", name)
 
 
 def _rename_old_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Weights of checkpoints from before there was a backbone lie one level higher."""
-    for name in list(weights):
-        if name.startswith((f"{prefix}blocks.", f"{prefix}norm.", f"{prefix}relative_keys")):
-            weights[f"{prefix}backbone.{name.removeprefix(prefix)}"] = weights.pop(name)
+    for name in [name for name in weights if name.startswith(prefix)]:
+        weights[prefix + upgrade_name(name.removeprefix(prefix))] = weights.pop(name)

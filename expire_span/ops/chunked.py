@@ -1,7 +1,8 @@
 """Expiring attention in plain PyTorch over live lists: any device, training and inference.
 
-Queries run in chunks; a chunk attends to its live list only. No scores outlive their chunk: the backward pass recomputes
-them, so memory grows linearly with T. With a_ti the softmax over what lives, m the mask and eps the normaliser's:
+Queries are processed in chunks, and a chunk attends only to the memories of its live list. Scores are not kept: the backward
+pass recomputes them, so that the memory needed grows linearly with T. With a the softmax over living memories, m the mask and
+eps = normalizer_eps:
 
     w = m a / (sum m a + eps),   dw = dy . v,   ds = w (dw - dy . y)   where eps = 0
 """
@@ -19,7 +20,8 @@ from .lists import LiveList, live_lists
 from .reference import without_unseen
 
 _CHUNK = 128
-"""Queries per chunk: long enough for the matrix products, short beside the spans that matter."""
+"""Queries per chunk. Longer chunks make matrix products more efficient; shorter ones list fewer memories that most of their
+queries cannot see."""
 
 
 def chunked_attention(
@@ -45,7 +47,7 @@ def chunked_attention(
 
 @dataclass
 class _Problem:
-    """The inputs laid out for gathering: N rows share one live list; K key heads a row, G query heads a key head."""
+    """The inputs laid out for gathering. Each of N rows has one live list, K key/value heads and K x G query heads."""
 
     q: Tensor  # [N, K, G, T, D]
     k: Tensor  # [N, S, K, D]
@@ -110,7 +112,7 @@ def _rows_of_memories(x: Tensor, parts: int) -> Tensor:
 
 
 def _memories_of_rows(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `_rows_of_memories`, as a view where it can be."""
+    """The inverse of `_rows_of_memories`; a view where possible."""
     return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)
 
 
@@ -153,12 +155,12 @@ def _attend(p: _Problem, live: LiveList) -> _Chunk:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """[N, K, n, D] -> [N, K, D, n], copied: CPU matrix products run up to twice as fast with rows in order."""
+    """[N, K, n, D] -> [N, K, D, n] as a contiguous copy: CPU matrix products run up to twice as fast on it."""
     return x.transpose(-1, -2).contiguous()
 
 
 def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
-    """The mask of the entries that need one, and the ages of all where relative positions ask for them."""
+    """The mask of the entries that need one; and the ages of all entries if there are relative keys, else None."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
     q_pos = p.q_pos[:, live.start : live.stop, None]
     first = 0 if p.relative_keys.shape[0] else live.full
@@ -177,7 +179,7 @@ def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
 
 
 def _softmax(scores: Tensor, live: LiveList, mask: Tensor) -> Tensor:
-    """Softmax over the last dimension; zero for a query that sees nothing alive."""
+    """Softmax over the last dimension; zero for a query that sees no living memory."""
     weight = torch.softmax(scores, -1)
     if live.full == 0:
         weight.masked_fill_(mask.sum(-1, keepdim=True) == 0, 0)
@@ -283,7 +285,7 @@ def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, ys: Tensor, grads:
 
 
 def _score_gradient(p: _Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:
-    """Turn ds, holding dw - delta, into the gradient of the scores in place; return that of the mask, over all heads."""
+    """Turn ds, which holds dw - delta, into the gradient of the scores in place; return that of the mask, summed over heads."""
     if c.softmax is None:
         ds.mul_(c.weight)
         return ds[..., live.full :].sum((1, 2)) / torch.where(c.mask > 0, c.mask, 1)[:, 0, 0]

@@ -1,4 +1,7 @@
-"""A few queries without gradient over a compacted store, in plain PyTorch: one pass, no lists. Any device."""
+"""A few queries without gradient over a compacted store, in plain PyTorch on any device.
+
+Nearly all memories of such a store are alive, so that one dense pass is faster than building live lists.
+"""
 
 from __future__ import annotations
 

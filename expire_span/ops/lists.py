@@ -1,7 +1,8 @@
 """Live lists in plain PyTorch: for each chunk of queries, the indices of the memories that any of them can see.
 
-A memory is in play from the chunk in which it is born to the chunk in which its ramp ends. Once dead it stays dead, so the
-list of a chunk is what survives of the list before plus the newly born: the sweep costs what lives.
+A memory belongs to the lists of all chunks from the one in which it is born to the one in which its ramp ends. A dead memory
+stays dead, so the list of a chunk is made from the list before: its survivors, then the newly born. The work for all lists is
+therefore proportional to their total length.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ import torch
 from torch import Tensor
 
 _MARGIN = 1e-2
-"""Lists may hold a memory that is just dead (its mask is zero); they must never miss a living one to rounding."""
+"""Steps by which lists keep memories longer than needed: rounding must never drop a living one. The mask of a dead one is 0."""
 
 
 @dataclass
 class LiveList:
-    """The memories of one chunk: the `full` ones first, which every query of the chunk sees at full weight."""
+    """The memories of one chunk. The first `full` of them have full weight for every query of the chunk."""
 
     start: int
     stop: int
     """The chunk is queries [start, stop)."""
     index: Tensor | None
-    """[N, n] into S; rows with fewer repeat an arbitrary memory where `valid` is False. None: `window` says it all."""
+    """Indices of memories [N, n]; shorter rows are padded with any others, where `valid` is False. None with `window`."""
     window: tuple[int, int] | None
-    """The same memories as one range of S, where all rows agree and there are no gaps."""
+    """The memories as one range of S, if all rows have the same ones and these are consecutive."""
     valid: Tensor | None
-    """[N, n], or None where every entry counts."""
+    """Which entries are no padding [N, n], or None if there is no padding."""
     full: int
     """How many leading entries need no mask."""
 
     def take(self, rows: Tensor) -> Tensor:
-        """Gather rows [N, S, ...] -> [N, n, ...]."""
+        """Gather the listed memories of rows [N, S, ...] -> [N, n, ...]."""
         if self.window is not None:
             return rows[:, self.window[0] : self.window[1]]
         assert self.index is not None
@@ -44,7 +45,7 @@ class LiveList:
         return flat.reshape(*self.index.shape, *rows.shape[2:])
 
     def add(self, rows: Tensor, update: Tensor) -> None:
-        """Add update [N, n, ...] to rows [N, S, ...] (contiguous) where they were taken from."""
+        """The gradient of `take`: add update [N, n, ...] to the listed memories of rows [N, S, ...], which are contiguous."""
         if self.window is not None:
             rows[:, self.window[0] : self.window[1]] += update
             return
@@ -78,7 +79,7 @@ def live_lists(
 
 
 def _first_chunk(k_pos: Tensor, reach: Tensor, last: Tensor) -> Tensor:
-    """Encoders: the first chunk whose last query lies within reach before the memory."""
+    """Encoders see memories that lie ahead: the first chunk whose last query is at most `reach` steps before the memory."""
     return torch.searchsorted(last.double(), k_pos.double() - reach)
 
 
@@ -119,7 +120,7 @@ def _sweep_all(born: Tensor, dies: Tensor, chunks: int) -> Iterator[tuple[Tensor
 
 
 def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop what is not valid, keeping the order; rows with fewer end in invalid padding."""
+    """Drop invalid entries and keep the order of the others; shorter rows are padded with invalid entries at the end."""
     if index.shape[0] == 1:
         index = index[valid].unsqueeze(0)
         return index, torch.ones_like(index, dtype=torch.bool)
@@ -129,7 +130,7 @@ def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _arrange(start: int, stop: int, index: Tensor, valid: Tensor, whole: Tensor, c: int) -> LiveList:
-    """Full-weight memories first; a single range where there is one."""
+    """The list of chunk c: memories of full weight first, or a plain range if the memories are consecutive."""
     if index.shape[1] == 0:
         return LiveList(start, stop, index, None, None, 0)
     ranges = whole.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))

@@ -1,4 +1,4 @@
-"""Which memories live, counted in closed form: no query-memory pair is ever looked at one by one.
+"""Counts of living memories in closed form, without a loop over pairs of queries and memories.
 
 Memory i is alive for query t while `age < span + ramp`, and on the ramp while `span < age < span + ramp`. For queries at
 consecutive positions first..last these are ranges of whole ages, so counts and sums over pairs need O(S) work.

@@ -1,4 +1,4 @@
-"""The definition: dense expiring attention and its span loss, written to be read. Everything else is judged by it.
+"""The definition: dense expiring attention and its span loss, written to be read. All implementations are tested against it.
 
 With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
 
@@ -6,7 +6,7 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
-With `normalizer_eps`, that share of the living memories' unmasked sum is added to the normaliser.
+`normalizer_eps` times the sum of exp(s) over the living memories, without the mask, is added to the normaliser.
 
 Any float dtype, float64 included; memory grows as T x S.
 """

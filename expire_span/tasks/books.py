@@ -78,6 +78,7 @@ def find_books(path: str) -> dict[Split, list[Path]]:
     place, advice = Path(path), "give a folder of .txt files with --task.path, or get one with: expire-span data books"
     if not path or not place.is_dir():
         raise ValueError(f"{path or 'an empty path'} is not a folder of books; {advice}")
+    found: dict[Split, list[Path]]
     if all((place / folder).is_dir() for folder in FOLDERS.values()):
         found = {split: sorted((place / FOLDERS[split]).glob("*.txt")) for split in SPLITS}
     else:

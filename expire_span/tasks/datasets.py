@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
 import gzip
 import json
@@ -134,17 +135,11 @@ def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[s
         for item in page.get("items", []):
             if item["name"].endswith(".txt") and (limit is None or count < limit):
                 count += 1
-                digest = np.frombuffer(_from_base64(item["md5Hash"]), np.uint8).tobytes().hex()
+                digest = base64.b64decode(item["md5Hash"]).hex()
                 yield item["name"], item["mediaLink"], Check(length=int(item["size"]), md5=digest)
         token = page.get("nextPageToken")
         if not token or (limit is not None and count >= limit):
             return
-
-
-def _from_base64(text: str) -> bytes:
-    import base64
-
-    return base64.b64decode(text)
 
 
 def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -> Path:

@@ -6,7 +6,6 @@ first and then finds the finished file. An interrupted download goes on where it
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import os
@@ -54,10 +53,15 @@ def hash_file(path: Path, name: str) -> str:
 
 @contextmanager
 def hold_lock(target: Path) -> Iterator[None]:
-    """Only one process at a time makes a file; the others wait."""
+    """Only one process at a time makes a file; the others wait. Where files cannot be locked, nobody waits."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
         yield
 
 

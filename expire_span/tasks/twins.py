@@ -46,14 +46,11 @@ class Twin:
 
     score = Score("success", higher_is_better=True)
     config: Any
+    vocab: int
     pad: int
     longest: int
     shortest: int
     marks: tuple[str, ...] = ()
-
-    @property
-    def vocab(self) -> int:
-        return self.pad + 1
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> WholeEpisodes | BlockedEpisodes:
         """One episode per row; those that are longer than a block come block by block with memory carried."""
@@ -179,6 +176,7 @@ class CorridorTwin(Twin):
 
     def __init__(self, config: CorridorTask) -> None:
         self.config, self.pad = config, 1 + 3 * config.colours + len(MOVES)
+        self.vocab = self.pad + 1
         self.first_action = 1 + 3 * config.colours
         self.longest, self.shortest = 2 * config.max_length, 2 * (config.min_length - (config.colours - 1) // 2)
 
@@ -212,6 +210,7 @@ class PortalTwin(Twin):
         self.config, self.cells = config, 2 * config.width
         self.first_action = (config.rooms if config.marked else 1) * 2 * self.cells
         self.pad = self.first_action + len(MOVES)
+        self.vocab = self.pad + 1
         visits = config.rooms * config.laps + config.rooms * (config.rooms + 1) // 2
         self.shortest = config.steps_per_room * config.rooms * config.laps
         self.longest = config.steps_per_room * visits
@@ -253,6 +252,7 @@ class InstructionTwin(Twin):
         self.walk_on = len(WORDS)
         self.first_act = self.walk_on + 1
         self.pad = self.first_act + len(VERBS) * len(OBJECTS)
+        self.vocab = self.pad + 1
         far = 2 * (config.size - 1) + 2
         self.longest = LENGTH * (config.talk + config.instructions * far + 1)
         self.shortest = 2 * config.talk

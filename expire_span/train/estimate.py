@@ -51,7 +51,7 @@ def check_fits(need: int, what: str, settings: str, device: torch.device) -> Non
     have = device_bytes(device)
     if need > have:
         raise UserError(
-            f"{what} ({settings}) needs at least {show_bytes(need)} to train, and {device} has {show_bytes(have)}; "
+            f"{what} ({settings}) needs at least {show_bytes(need)}, and {device} has {show_bytes(have)}; "
             "give smaller sizes"
         )
 

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from expire_span.config import TrainConfig
-
 from .muon import BatchedMuon
 
 
-def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
+class OptimizerSettings(Protocol):
+    """The settings that are read here; `TrainConfig` and `AgentTrainConfig` have them and document each."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def muon_lr(self) -> float: ...
+    @property
+    def span_lr_scale(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def decay_share(self) -> float: ...
+    @property
+    def final_lr(self) -> float: ...
+
+
+def build_optimizers(model: nn.Module, config: OptimizerSettings) -> list[Optimizer]:
     """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; each group knows its peak rate."""
     matrices, spans, decayed, plain = [], [], [], []
     for name, p in model.named_parameters():
@@ -36,7 +62,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
     return optimizers
 
 
-def rate_factor(step: int, config: TrainConfig) -> float:
+def rate_factor(step: int, config: OptimizerSettings) -> float:
     """Share of the peak learning rate at optimizer step `step` (0, 1, ...): warm-up, then the schedule."""
     if step < config.warmup:
         return (step + 1) / config.warmup

@@ -6,50 +6,77 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from expire_span import __version__
 from expire_span.config import to_dict
 from expire_span.runs import RunFolder, write_atomic
 
+from .assets import environment, pack_trace, parts
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
-from .sample import Sample, find_keepsakes, marks_of, read_sample
+from .sample import Sample, find_keepsakes, marks_of, sample_from
+from .source import Reader, about_task, open_reader
+from .trace import Trace
 
 MAP_TOKENS = 400
 """Tokens of a text sample shown in its heat map and lifelines; an episode is shown whole."""
+VIEW_TOKENS = 2048
+"""Tokens of the trace that the page carries."""
 
 
 def write_report(run: RunFolder) -> Path:
     """Write `report.html` into the run folder and return its path."""
     metrics = run.read_metrics()
-    page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "note": ""}
-    page["curves"] = draw_training(metrics)
+    page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "memory": []}
+    page |= {**parts(), "packed": "", "about": about_task(run.config)}
     page["tables"] = {"Result": run.read_result() or {}, **flatten(to_dict(run.config)), "Environment": run.environment}
     page["tables"] = {name: show_values(table) for name, table in page["tables"].items() if table}
-    weights, sample, page["note"] = look_inside(run)
+    weights, trace, page["note"] = look_inside(run)
     page["facts"] = collect_facts(run, metrics, weights)
-    page["memory"] = draw_memory(run, sample) if sample is not None else []
-    page["keepsakes"] = find_keepsakes(sample, run.config) if sample is not None else []
-    loader = PackageLoader("expire_span", "view")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page["curves"] = draw_training(metrics, name_score(run))
+    if trace is not None:
+        page["packed"] = pack_trace(Trace(trace.header, trace.steps[:VIEW_TOKENS]))
+    if trace is not None and trace.has_spans:
+        sample = sample_from(trace)
+        page |= {"memory": draw_memory(run, sample), "keepsakes": find_keepsakes(sample, run.config)}
     path = run.path / "report.html"
-    write_atomic(path, environment.get_template("report.html").render(page).encode())
+    write_atomic(path, environment().get_template("report.html").render(page).encode())
     return path
 
 
-def look_inside(run: RunFolder) -> tuple[int | None, Sample | None, str]:
-    """Weights of the newest sound checkpoint and a sample read by it; or a note that says why there is none."""
-    from expire_span.checkpoint import list_checkpoints, load_model
-    from expire_span.tasks.task import build_task
+def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
+    """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
+    from expire_span.checkpoint import list_checkpoints
 
+    if run.config.task.kind == "env":
+        return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
-    decoder, config = load_model(run)
-    weights = sum(p.numel() for p in decoder.parameters())
+    reader = open_reader(run)
+    weights = sum(p.numel() for p in reader.decoder.parameters())
     try:
-        return weights, read_sample(decoder, build_task(config.task), config), ""
+        trace = _trace(reader)
     except ValueError as error:  # the data has moved: the rest of the report still stands
         return weights, None, f"No sample could be read: {error}."
+    return (
+        weights,
+        trace,
+        "" if trace.has_spans else f"The memory system {trace.header['system']} gives tokens no spans.",
+    )
+
+
+def _trace(reader: Reader) -> Trace:
+    """The task's sample; without spans there is nothing to rank, and less of it will do."""
+    return Trace.of(reader.trace_sample(None if reader.tracer().spans else VIEW_TOKENS))
+
+
+def name_score(run: RunFolder) -> str:
+    """The task's score and which way is better, for an axis."""
+    from expire_span.tasks.task import build_task
+
+    try:
+        score = build_task(run.config.task).score
+    except ValueError:  # the data has moved
+        return "score"
+    return f"{score.name} ({'higher' if score.higher_is_better else 'lower'} is better)"
 
 
 def series_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> Points:
@@ -64,15 +91,23 @@ def layers_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> dict[s
     return {f"layer {n + 1}": [(step, values[n]) for step, values in points] for n in range(layers)}  # type: ignore[index]
 
 
-def draw_training(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def draw_training(metrics: Sequence[dict[str, Any]], score: str = "score") -> list[tuple[str, str]]:
     """Captioned curves over the training steps."""
     both = lambda key: {split: series_of(metrics, key, split) for split in ("train", "valid")}  # noqa: E731
     drawn = [
-        ("Loss of the task, nats per scored token.", draw_curves(both("loss"), title="Loss", ylabel="nats", log=True)),
-        ("The task's own score.", draw_curves(both("score"), title="Score", ylabel="score")),
+        (
+            "Loss of the task, nats per scored token.",
+            draw_curves(both("loss"), title="Loss", ylabel="nats (lower is better)", log=True),
+        ),
+        ("The task's own score.", draw_curves(both("score"), title="Score", ylabel=score)),
         (
             "How many memories a query finds alive, on average, in each layer.",
-            draw_curves(layers_of(metrics, "live", "train"), title="Live memories", ylabel="memories", log=True),
+            draw_curves(
+                layers_of(metrics, "live", "train"),
+                title="Live memories",
+                ylabel="memories (lower is cheaper)",
+                log=True,
+            ),
         ),
         (
             "How hard training presses on the spans: the weight of the span loss.",
@@ -103,8 +138,8 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         "Below: memories alive at each step; the dotted line is a model that never forgets."
     )
     return [
-        ("What gets a long span", about_heat, to_svg(heat, "heat")),
         ("Birth and expiry", about_lines, to_svg(lines, "lines")),
+        ("What gets a long span", about_heat, to_svg(heat, "heat")),
     ]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expire_span.config import RunConfig
@@ -55,9 +57,14 @@ def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
     batches = [batch for batch, _ in zip(stream, range(EPISODES))]
     with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
     best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
-    tokens, mask = best.x[0], best.mask[0]
-    places = [] if config.task.kind in STREAMS else mask.nonzero().flatten().tolist()
-    return tokens, {place: int(best.y[0, place]) for place in places}
+    choose: Any = getattr(task, "sample", None)
+    if choose is not None:  # a task that picks its own sample; its answers are known if it is one of these batches
+        tokens = choose(seed=config.seed).tokens
+        best = next((batch for batch in batches if torch.equal(batch.x[0], tokens)), None)
+        if best is None:
+            return tokens, {}
+    places = [] if config.task.kind in STREAMS else best.mask[0].nonzero().flatten().tolist()
+    return best.x[0], {place: int(best.y[0, place]) for place in places}
 
 
 def read_sample(decoder: Decoder, task: Task, config: RunConfig) -> Sample:

@@ -14,9 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
+from expire_span.checkpoint import list_checkpoints
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
-from expire_span.train.checkpoint import list_checkpoints
 
 from .assets import render_page
 from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
@@ -94,13 +94,13 @@ def build_app(source: Source, port: int) -> FastAPI:
     @app.post("/api/sample")
     async def sample(request: Request) -> StreamingResponse:
         limit = number(await read_fields(request), "max_span", None, 0, 2**31)
-        return await _stream_lines(lambda: source.sample(limit))
+        return await _stream_lines(request, lambda: source.sample(limit))
 
     @app.post("/api/trace")
     async def trace(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
         limit = number(fields, "max_span", None, 0, 2**31)
-        return await _stream_lines(lambda: source.reader().trace_text(fields["text"], limit))
+        return await _stream_lines(request, lambda: source.reader().trace_text(fields["text"], limit))
 
     @app.post("/api/generate")
     async def generate(request: Request) -> StreamingResponse:
@@ -134,15 +134,17 @@ async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[Line]
         yield line
 
 
-async def _stream_lines(start: Any) -> StreamingResponse:
+async def _stream_lines(request: Request, start: Any) -> StreamingResponse:
     """A trace as it is made. What is wrong at once is an answer of its own; what goes wrong later is the last line."""
     lines = await run_in_threadpool(start)
     first = await run_in_threadpool(next, lines)
 
     async def rest() -> AsyncIterator[Line]:
         yield first
-        async for line in iterate_in_threadpool(_batches(lines)):
-            for step in line:
+        async for batch in iterate_in_threadpool(_batches(lines)):
+            if await request.is_disconnected():  # a closed tab: nobody reads the rest
+                return
+            for step in batch:
                 yield step
 
     return _json_lines(rest())

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expire_span.checkpoint import list_checkpoints, load_model
 from expire_span.config import RunConfig
 from expire_span.generate import START, Sampling
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.tasks.task import Task, build_task
-from expire_span.train.checkpoint import list_checkpoints, load_model
 
 from .limit import limit_spans
 from .sample import sample_of

@@ -81,6 +81,7 @@ class Tracer:
         self.decoder = decoder.eval()
         self.config = decoder.config
         self.name, self.task, self.about = name, task, about
+        self.vocabulary = {"text": "bytes", "words": "words"}.get(task, "symbols")
         self.show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
         self.state: Any = None
         self.logits: Tensor | None = None
@@ -127,7 +128,7 @@ class Tracer:
             "max_span": limit if self.spans else None,
             "ramp": self.ramp,
             "cap": self.cap,
-            "vocabulary": {"text": "bytes", "words": "words"}.get(self.task, "symbols"),
+            "vocabulary": self.vocabulary,
             "memory_bytes": self.memory_bytes if self.spans else None,
             "full_bytes": self.config.num_kv_heads * self._pair + 12,
         }
@@ -172,7 +173,9 @@ class Tracer:
             yield step
 
     def _costs(self, logs: Tensor, tokens: list[int]) -> list[float | None]:
-        """Bits of each token, as predicted from those before it."""
+        """Bits of each token, as predicted from those before it; None where the task predicts something else."""
+        if self.vocabulary == "symbols":
+            return [None] * len(tokens)
         first = None if self.logits is None else -float(self.logits.log_softmax(-1)[tokens[0]]) / math.log(2)
         later = -logs[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1) / math.log(2)
         return [None if first is None else _round(first), *(_round(x) for x in later.tolist())]

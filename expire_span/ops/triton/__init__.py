@@ -1,7 +1,7 @@
 """Fused GPU kernels over live memories. Nothing outside this folder imports triton.
 
-`triton_attention` trains and infers; `triton_decode` serves a few queries over a store, without gradients. Both take what the
-public operator takes, in any of its shapes, since every view costs the host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
+`triton_attention` serves training and inference; `triton_decode` serves a few queries over a store, without gradients. Both take
+the tensors of the public operator in any of the shapes it allows, because every view would cost host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
 span [B, S] or [B, P, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
 """
 
@@ -38,9 +38,9 @@ def triton_attention(
     documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
     are bitwise equal from run to run.
 
-    relative_keys [M, D]: their scores are made before the kernels, in a table [B, T, Hq, M], and looked up by age inside.
-    The table's gradient has one place per query and age: two memories of one position that live
-    at once would share it, and one of them would be lost.
+    relative_keys [M, D]: their scores are computed before the kernels, as a table [B, T, Hq, M] that the kernels index by age.
+    The table's gradient has one entry for each query and age. Two memories at one position that are alive at the same time
+    would both write that entry, and the gradient of one of them would be lost.
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
@@ -56,7 +56,7 @@ def triton_attention(
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the largest score before scaling, which needs a positive scale."""
+    """The kernels find the largest score before they scale it, which is right for a positive scale only: move the sign into q."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)

@@ -1,4 +1,4 @@
-"""The fused operator as PyTorch sees it: two opaque ops with shapes and a gradient, so that compiled graphs stay whole."""
+"""The fused operator as two PyTorch ops with known shapes and a gradient, so that torch.compile keeps one graph around them."""
 
 # No `from __future__ import annotations` here: torch.library reads the signatures' real types.
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself if the kernels can read it in place: contiguous rows, 16-byte aligned strides; else a copy."""
+    """x itself if the kernels can read it (contiguous rows, strides aligned to 16 bytes), else a contiguous copy."""
     step = 16 // x.element_size()
     strided = x.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:-1])
     return x if strided and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 def _define(name: str, run: Callable) -> Callable:
-    """An opaque op from a function. `custom_op` would do as well, but its wrapper costs more host time than a kernel launch."""
+    """A PyTorch op from a function. `torch.library.custom_op` does the same, but its wrapper takes longer than a kernel launch."""
     torch.library.define(f"expire_span::{name}", torch.library.infer_schema(run, mutates_args=()))
     for device in ("cpu", "cuda"):
         torch.library.impl(f"expire_span::{name}", device, run)
@@ -40,7 +40,7 @@ def _attention(
     k_doc: MaybeTensor, relative_keys: MaybeTensor, ramp: float, include_self: bool, scale: float, eps: float,
     deterministic: bool,
 ) -> Outputs:  # fmt: skip
-    """y, lse, then the fields of the plan, which the backward pass walks again."""
+    """y, lse, and the fields of the plan, which the backward pass uses again."""
     tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
     q = readable(q)
     table = relative_table(q, relative_keys)
@@ -75,7 +75,7 @@ def _attention_backward(
 ) -> Outputs:  # fmt: skip
     """dq, dk, dv, dspan with one part per key/value head, and the relative keys' gradient, which is empty without any.
 
-    The table of their scores is made anew: kept since the forward pass it would be the largest tensor of all.
+    The table of their scores is computed again: kept from the forward pass it would be the largest tensor of all.
     """
     q = readable(q)
     table = relative_table(q, relative_keys)
@@ -90,7 +90,7 @@ def _attention_backward(
 
 
 def _add_relative(dq: Tensor, q: Tensor, dtable: Tensor, relative_keys: Tensor) -> Tensor:
-    """dq with what reaches the queries through the table."""
+    """dq plus the gradient that reaches the queries through the table."""
     (batch, heads, count, dim), rows = q.shape, dtable.flatten(0, 2)
     return (
         torch.addmm(dq.transpose(1, 2).reshape(-1, dim), rows, relative_keys)
@@ -134,7 +134,7 @@ def _differentiate(ctx, dy, *_, run: Callable | None = None):
 
 
 def _sum_shared(dspan: Tensor, shape: torch.Size) -> Tensor:
-    """The spans' gradient by head [B, Hkv, S] as the spans were given: heads that share a row are added up."""
+    """The spans' gradient by head [B, Hkv, S] in the shape of the spans: the sum over heads that share a row of spans."""
     own = shape[1] - 1 if len(shape) == 3 else 0
     if own == dspan.shape[1] - 1:
         return dspan.view(shape)
@@ -150,7 +150,7 @@ torch.library.register_autograd("expire_span::attention", _differentiate, setup_
 
 
 class EagerAttention(torch.autograd.Function):
-    """The same function and gradient without the op around them: the dispatcher costs the host more than the launches do."""
+    """The same function and gradient without PyTorch's dispatcher, which takes more host time than the kernel launches."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -165,7 +165,7 @@ class EagerAttention(torch.autograd.Function):
 
 
 def attend(*inputs) -> Tensor:
-    """y of `attention`, by the cheapest way there is: the op where something traces it, or stands between it and the device."""
+    """y, by the op where torch.compile, a dispatch mode or a tensor subclass must see it, else by the cheaper direct call."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):
         return attention(*inputs)[0]
     return EagerAttention.apply(*inputs)

@@ -3,9 +3,9 @@
     dv_i = sum_t p dy_t      ds = p (dp - delta) - eps e delta      dk_i = sum_t ds q_t      dq_t = sum_i ds k_i
     dspan_i = sum over t on the ramp of e (dp - delta) / ramp            (never p / m: m may be tiny)
 
-A memory is seen by one contiguous range of queries, so one program owns a memory tile, walks its queries and writes its
-gradients once, without atomics. dq is added up on the way (atomically), or by a second, query-stationary kernel, which
-is bitwise repeatable. A tile that lives long may be shared by several programs, whose parts are added up atomically.
+A memory is seen by one contiguous range of queries, so that one program owns a memory tile, walks its queries and writes its
+gradients once, without atomics. A second kernel owns query tiles and computes dq. Both are bitwise repeatable. A tile that
+lives long may be shared by several programs, whose parts are added up atomically; `deterministic` leaves it to one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import memory_gradients as by_memory
@@ -26,20 +24,9 @@ from .layout import Plan, power_of_2
 from .tuning import Launch, Tuning
 
 
-@triton.jit
-def _delta(y, dy, delta, T, q_heads, dy_b, dy_h, dy_t, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    t, bh = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
-    b, h = bh // q_heads, bh % q_heads
-    d = tl.arange(0, D_PAD)
-    mask = (t[:, None] < T) & (d[None, :] < D)
-    a = tl.load(y + ((b * T + t) * q_heads + h)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(dy + b * dy_b + h * dy_h + t.to(tl.int64)[:, None] * dy_t + d[None, :], mask=mask, other=0.0)
-    tl.store(delta + bh * T + t, tl.sum(a * g.to(tl.float32), 1), mask=t < T)
-
-
 @dataclass(frozen=True)
 class Backward:
-    """One backward pass: what its kernels share. Each method runs one kernel."""
+    """One backward pass: the arguments that its kernels share, and a method for each kernel."""
 
     dy: Tensor
     q: Tensor
@@ -69,7 +56,7 @@ class Backward:
 
     @property
     def _table(self) -> Tensor:
-        """The table, or a tensor that stands in for it and is never read."""
+        """The table; without one, any tensor, since kernels need an argument that they then never read."""
         return self.lse if self.table is None else self.table
 
     def _numbers(self) -> tuple[int | float, ...]:
@@ -90,17 +77,6 @@ class Backward:
         )
         return dict(**shape, **kind, **launch.options)
 
-    def delta(self) -> Tensor:
-        """sum dy * y per query [B, Hq, T]."""
-        batch, q_heads, queries, dim = self.q.shape
-        out = torch.empty_like(self.lse)
-        run_kernel(
-            _delta, (-(-queries // 64), batch * q_heads),
-            self.y, self.dy, out, queries, q_heads, *self.dy.stride()[:3], D=dim, D_PAD=power_of_2(dim),
-            BLOCK=64,
-        )  # fmt: skip
-        return out
-
     def query_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq [B, Hq, T, D]; delta [B, Hq, T] for the memories' gradients; the table's gradient, or nothing [0]."""
         batch, q_heads, queries, dim = self.q.shape
@@ -116,48 +92,49 @@ class Backward:
         )  # fmt: skip
         return dq, delta, dtable
 
-    def memory_gradients(self, delta: Tensor, dq: Tensor | None, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-        """dk and dv [B, Hkv, S, D], dspan [B, Hkv, S], and, where `dq` (float32) is given, dq added to it.
+    def memory_gradients(self, delta: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """dk and dv [B, Hkv, S, D] and dspan [B, Hkv, S].
 
-        splits: programs that may share a long-lived tile's queries; more than one add into float32 with atomics.
+        splits: programs that may share a long-lived tile's queries. With more than one, the parts of such tiles are added
+        atomically into float32 `sums`, which are cleared before and rounded into dk and dv after.
         """
-        plan, launch, (kv_heads, group, heads) = self.plan, self.tuning.dkv, self._heads
-        batch, queries, dim, slots = self.q.shape[0], self.q.shape[2], self.q.shape[3], plan.k.shape[2]
+        kv_heads, group, heads = self._heads
+        (batch, _, queries, dim), launch = self.q.shape, self.tuning.dkv
         like = dict(dtype=self.q.dtype, device=self.q.device)
         dk, dv = (empty_rows(batch, kv_heads, self.memories, dim, **like) for _ in range(2))
         dspan = torch.empty(batch, kv_heads, self.memories, dtype=torch.float32, device=self.q.device)
-        sums = plan.k.new_empty(2, *plan.k.shape, dtype=torch.float32) if splits > 1 else dspan
-        dq_rows = self.lse if dq is None else query_source(dq, launch.block_m, self.tuning.tma)
-        plan_n, block_n = self.tuning.block_n, self.tuning.memories_per_program
-        row_words, num_rows, num_tiles = plan.words.shape[1], batch * kv_heads, -(-slots // block_n)
-        window = -(-queries // (launch.block_m * splits))
-
-        def long_tiles(finish: bool) -> None:
-            run_kernel(
-                by_memory.long_tiles, (num_tiles, num_rows),
-                plan.words, dk, dv, dspan, sums, self.memories, slots, kv_heads, heads, row_words, window, FINISH=finish,
-                PLAN_N=plan_n, D=dim, D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n,
-            )  # fmt: skip
-
+        sums = self.plan.k.new_empty(2, *self.plan.k.shape, dtype=torch.float32) if splits > 1 else dspan
+        out = (dk, dv, dspan, sums)
+        window = -(-queries // (launch.block_m * splits))  # query tiles per program
         if splits > 1:
-            long_tiles(finish=False)
+            self._run_long_tiles(out, window, finish=False)
+        block_n = self.tuning.memories_per_program
+        slots, row_words, num_rows = self.plan.k.shape[2], self.plan.words.shape[1], batch * kv_heads
+        read = (*self._rows(launch), self.lse, delta, *self._sorted(block_n), self.plan.words, self._table)
+        sizes = (queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows)
         run_kernel(
-            by_memory.memory_gradients, (num_tiles * num_rows * splits,),
-            *self._rows(launch), self.lse, delta, *self._sorted(block_n), plan.words, self._table, dq_rows, dk,
-            dv, dspan, sums, queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows,
-            *self._numbers(), self.ramp, 1 / self.ramp, ADD_DQ=dq is not None, SPLIT=splits > 1, PLAN_M=self.tuning.forward.block_m, PLAN_N=plan_n, BLOCK_N=block_n,
+            by_memory.memory_gradients, (-(-slots // block_n) * num_rows * splits,),
+            *read, *out, *sizes, *self._numbers(), self.ramp, 1 / self.ramp, SPLIT=splits > 1,
+            PLAN_M=self.tuning.forward.block_m, PLAN_N=self.tuning.block_n, BLOCK_N=block_n,
             EVEN=queries % launch.block_m == 0, **self._options(launch),
         )  # fmt: skip
         if splits > 1:
-            long_tiles(finish=True)
+            self._run_long_tiles(out, window, finish=True)
         return dk, dv, dspan
+
+    def _run_long_tiles(self, out: tuple[Tensor, Tensor, Tensor, Tensor], window: int, finish: bool) -> None:
+        """Clear the sums of tiles that live longer than `window` query tiles, or round them into dk and dv."""
+        (kv_heads, _, heads), (slots, dim) = self._heads, self.plan.k.shape[2:]
+        block_n = self.tuning.memories_per_program
+        sizes = (self.memories, slots, kv_heads, heads, self.plan.words.shape[1], window)
+        run_kernel(
+            by_memory.long_tiles, (-(-slots // block_n), self.q.shape[0] * kv_heads),
+            self.plan.words, *out, *sizes, FINISH=finish, PLAN_N=self.tuning.block_n, D=dim, D_PAD=power_of_2(dim),
+            BLOCK_M=self.tuning.dkv.block_m, BLOCK_N=block_n,
+        )  # fmt: skip
 
     def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv, dspan (one part per key/value head) and the table's gradient."""
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
-        if self.tuning.fuse_dq and not deterministic and self.table is None:
-            dq = empty_rows(*self.q.shape, dtype=torch.float32, device=self.q.device).zero_()
-            parts = self.memory_gradients(self.delta(), dq, splits)
-            return dq.to(self.q.dtype), *parts, dq.new_empty(0)
         dq, delta, dtable = self.query_gradient()
-        return dq, *self.memory_gradients(delta, None, splits), dtable
+        return dq, *self.memory_gradients(delta, splits), dtable

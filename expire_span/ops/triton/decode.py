@@ -1,11 +1,11 @@
-"""Decoding: a few queries per row over a store that is already compact, read in place, without gradients.
+"""Decoding: a few queries per row over a compacted store, read in place, without gradients.
 
-The memories of a row are split over several programs (so that one long row fills the GPU), each of which leaves a partial
-softmax; a second kernel joins them. All query heads of one key/value head, and all queries, share one tile: every living
-memory is read once, dead rows and padding never.
+The memories of a row are split over several programs, so that one long row keeps the whole GPU busy. Each program leaves a
+partial softmax, and a second kernel combines them. All queries of all query heads of one key/value head form one tile: every
+living memory is read once; dead ones and padding are not read at all.
 
-Rows of unequal length may lie in flat buffers, one behind the other (`Segments` of the store): each program then begins at its
-row's first slot and ends with its row.
+Rows of unequal length may be stored one after the other in flat buffers (`Segments` of the store): each program then begins at
+its row's first slot and ends with its row.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def triton_decode(
 ) -> Tensor:  # fmt: skip
     """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients.
 
-    segments: (first slot of each row [B * (1 or Hkv)], how many it has, how many more each has, the most that one has), where k, v,
-    span and k_pos are views of flat buffers that are the same for every row.
+    segments: (first slot of each row [B * (1 or Hkv)], memories of each row, memories added to every row since these were counted,
+    memories of the longest row); k, v, span and k_pos are then views of flat buffers that all rows share.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, memories = k.shape[1:3]
@@ -162,7 +162,7 @@ def triton_decode(
 
 
 def _split(memories: int, rows: int, block_n: int) -> tuple[int, int]:
-    """Memories per program, and programs per row: about two programs a multiprocessor, each with a few tiles to read."""
+    """Memories per program and programs per row: about two programs per multiprocessor, with a few tiles each."""
     wanted = max(1, 264 // rows)
     per_split = -(-memories // (wanted * 4 * block_n)) * 4 * block_n
     return per_split, -(-memories // per_split)

@@ -1,8 +1,8 @@
-"""Forward pass: one program per query tile walks its runs of memory tiles, first the fully living, then the masked.
+"""Forward pass: one program per query tile goes through its runs of memory tiles, first those of full weight, then the masked.
 
-Scores are in base 2. `lse` is log2 of the normaliser, sum m e^s + EPS sum e^s over what lives, per query; or +inf where
-nothing lives, so that exp2(s - lse) is 0 there. A `table` [T, WINDOW] per head adds to the scores of memories of ages
-1..WINDOW; the plan sees to it that all of them are met in the masked walk.
+Scores are in base 2. `lse` is log2 of each query's normaliser, sum m e^s + EPS sum e^s over living memories; it is +inf for a
+query without any, so that exp2(s - lse) is 0 there. A `table` [T, WINDOW] per head is added to the scores of memories of ages
+1..WINDOW; the plan puts every tile with such a memory among the masked ones, where the table is read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
-from .layout import FULL_AT, HEAD, MASKED_AT, POSITION_AT, WORDS, Plan, power_of_2
+from .layout import FULL_AT, MASKED_AT, POSITION_AT, WORDS, Plan, end_at, entry_at, fates_at, first_at, power_of_2
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
 STEEP = tl.constexpr(2.0**40)
-"""What half a step is multiplied with, to be longer than any ramp."""
+"""Factor that makes half a step longer than any ramp; see `find_life`."""
 BOUND = tl.constexpr(120.0)
-"""Scores above lse that the backward passes cut off: only the dead have such, and 0 times e^s must be 0."""
+"""Largest score above lse in the backward pass. Only dead memories exceed it, and 0 times e^s must be 0, not NaN."""
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def load_queries(
 
 
 def relative_table(q: Tensor, relative_keys: Tensor | None) -> Tensor | None:
-    """What relative keys [M, D] add to the scores of memories of ages 1..M: [B, T, Hq, M], or None without any."""
+    """The scores that relative keys [M, D] add for memories of ages 1..M: [B, T, Hq, M], or None without relative keys."""
     if relative_keys is None or relative_keys.shape[0] == 0:
         return None
     return (q.transpose(1, 2).reshape(-1, q.shape[3]) @ relative_keys.to(q.dtype).T).view(
@@ -79,7 +79,7 @@ def relative_table(q: Tensor, relative_keys: Tensor | None) -> Tensor | None:
 
 
 def empty_rows(batch: int, heads: int, count: int, dim: int, **like) -> Tensor:
-    """[B, H, T, D] that lies in memory as [B, T, H, D], as the projections around attention read and write it."""
+    """An uninitialised [B, H, T, D] stored as [B, T, H, D], the order in which the projections around attention read it."""
     return torch.empty(batch, count, heads, dim, **like).transpose(1, 2)
 
 
@@ -98,19 +98,19 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 
 @triton.jit
-def load_fate(keys, slots, slot, t0):
-    """Of each slot: its birth and its death, in steps from position t0 on. Both are read at once."""
-    pair = tl.load((keys + 2 * slots).to(tl.pointer_type(tl.int64)) + slot)
+def load_fate(words, slots, slot, t0):
+    """Birth and death of each slot's memory, in steps from position t0 on. Both words are read at once."""
+    pair = tl.load(fates_at(words, slots).to(tl.pointer_type(tl.int64)) + slot)
     birth = (pair.to(tl.int32) - t0).to(tl.float32)
     return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) + birth
 
 
 @triton.jit
 def find_life(birth, death, since, MIN_AGE: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Steps that memories have to live, not above 0 where they are dead or not yet born. All broadcast against each other.
+    """Steps that each memory has left; 0 or less if it is dead or not yet born. All arguments broadcast against each other.
 
-    One more product and a minimum are cheaper than a second comparison: what two comparisons find has to be packed into
-    bits, as there are few predicates. BY_QUERY: there are fewer queries than memories to a thread.
+    A product and a minimum are cheaper here than a second comparison, whose results the compiler would have to pack into bits
+    because a GPU has few predicate registers. BY_QUERY: a thread holds fewer queries than memories.
     """
     if BY_QUERY:
         seen = (since - (MIN_AGE - 0.5)) * STEEP - birth * STEEP
@@ -121,7 +121,7 @@ def find_life(birth, death, since, MIN_AGE: tl.constexpr, BY_QUERY: tl.constexpr
 
 @triton.jit
 def fade(life, inv_ramp):
-    """The multiplier of memories with so many steps to live; written so that the compiler finds one saturating product."""
+    """The mask of memories with `life` steps left, written so that the compiler makes one saturating multiplication of it."""
     return tl.minimum(tl.maximum(life * inv_ramp, 0.0), 1.0)
 
 
@@ -136,19 +136,11 @@ def load_since(entry, qt, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """x >= 0 in float32 with as many digits as dtype has. To bfloat16 in integers: single conversions are four times as slow."""
+    """x >= 0 rounded to dtype and back to float32. For bfloat16 by integer operations: converting is four times as slow."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def find_entry(words, row, row_words, qt, slots, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr):
-    """Where the words of this row's slots start, and those of a query tile's entry; even, so that pairs are read at once."""
-    words += row * row_words + HEAD
-    tiles = tl.multiple_of(4 * (slots // PLAN_N), 2)
-    return words, words + 5 * slots + tiles + qt * (WORDS + PLAN_M)
 
 
 @triton.jit
@@ -164,7 +156,7 @@ def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, keys, slots, q_index, q_heads, since, t0, scale,
+    acc, total, peak, q, k_source, v_source, table, first_row, runs, count, words, slots, q_index, q_heads, since, t0, scale,
     inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -177,18 +169,18 @@ def _walk(
         k = load_tile(k_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
-            born = tl.load(keys + 2 * slots + 2 * slot)
+            born = tl.load(fates_at(words, slots) + 2 * slot)
             at, near = find_entries(row, q_heads, since.to(tl.int32) + t0, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            birth, death = load_fate(keys, slots, slot, t0)
+            birth, death = load_fate(words, slots, slot, t0)
             life = find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True)
             s = tl.where(life > 0, s, float("-inf"))
             if HAS_DOCS:
-                first, end = tl.load(keys + slot), tl.load(keys + slots + slot)
+                first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
                 s = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), s, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -230,8 +222,8 @@ def _forward(
     inside = q_index < T
     mask = inside[:, None] & (d[None, :] < D)
     q_tile = load_queries(q, b, h, qt * BLOCK_M, T, q_b, q_h, q_t, D, D_PAD, BLOCK_M, TMA)
-    words, entry = find_entry(words, row, row_words, qt, slots, BLOCK_M, BLOCK_N)
-    keys = words + slots
+    words += row * row_words
+    entry = entry_at(words, qt, slots, slots // BLOCK_N, BLOCK_M)
     t0 = tl.load(entry + POSITION_AT)
     since = load_since(entry, qt, BLOCK_M, BLOCK_M)
     if WINDOW > 0:
@@ -240,11 +232,11 @@ def _forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + FULL_AT, tl.load(entry), keys, slots, q_index,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + FULL_AT, tl.load(entry), words, slots, q_index,
         q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
-        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1), keys, slots, q_index,
+        acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1), words, slots, q_index,
         q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0

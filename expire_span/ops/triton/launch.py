@@ -1,12 +1,12 @@
-"""Launch a kernel that was launched before without asking Triton again which compiled kernel it is.
+"""Launch a kernel again without Triton's search for the compiled version that fits the arguments.
 
 `kernel[grid](...)` binds, sorts and prints every argument into a key, each time: with some thirty arguments that takes the host longer
 than the GPU takes for a small kernel. Here the first launch goes that way and its compiled kernel is kept, under what its choice depends
 on: the kernel, the device, every constant, each tensor's type and alignment, and of each integer what Triton specialises on. Later
 launches hand the arguments straight to Triton's own C launcher.
 
-The C launcher's calling convention belongs to Triton, not to its users. So this serves the version it was written for; any other one,
-and the interpreter, take the plain way.
+The C launcher's calling convention is private to Triton. So this is used with the version it was written for only; with any other
+version, and in the interpreter, kernels are launched in Triton's public way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,22 @@
 """How a plan lies in memory: its constants, its sizes, and the tensors that hold it. `lists.py` builds it.
 
-All integers of a row lie in one stretch of `words`, one after the other, since every tensor costs the host time:
-class_tiles, order, first, end, fates (birth, and span + ramp as float32 bits, side by side), tiles, entries of query tiles.
+All integers of a row are stored in one array of 32-bit words, because every further tensor would cost host time. A row holds, in
+this order (the functions `..._at` below give the addresses, so that no kernel computes them by itself):
+
+    class tiles   HEAD_WORDS        the first tile of each class, then the number of tiles
+    order         slots             which memory stands in a slot, or -1
+    first         slots             the first query that sees the slot's memory
+    end           slots             the query after the last one that sees it
+    fates         2 x slots         birth, and span + ramp as float32 bits, next to each other
+    extents       4 x tiles         of each tile: first query, first query to which all of it is born, end, first fading query
+    entries       one a query tile  its runs of tiles, its position, and the steps of its queries since that position
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,9 +24,9 @@ NUM_CLASSES = 16
 SHORTEST = 128
 """Memories seen by at most this many queries share one class."""
 HEAD_WORDS = 32
-"""Words before `order` in a row of the plan; they hold class_tiles."""
+"""Words before `order` in a row of the plan; they hold the class tiles."""
 RUN_WORDS = 128
-"""Words of a query tile's entry before its queries: counts, (start, length) of full runs, then of masked runs, position."""
+"""Words of a query tile's entry before its queries: two counts, (start, length) of full runs, then of masked runs, position."""
 
 CLASSES = tl.constexpr(NUM_CLASSES)
 DEAD = tl.constexpr(NUM_CLASSES - 1)
@@ -33,7 +42,7 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Plan:
-    """The sorted memories of every row, and the runs of tiles of every query tile. R rows = B x the rows of spans (1..Hkv)."""
+    """The sorted memories of every row and the runs of tiles of every query tile. R = B x rows of spans per batch row (1..Hkv)."""
 
     words: Tensor
     """Every integer of the plan: int32 [R, num_words(...)]. The properties below are views of it."""
@@ -54,18 +63,24 @@ class Plan:
         """Which memory stands in a slot, or -1: [R, slots]."""
         return self.words[:, HEAD_WORDS : HEAD_WORDS + self.k.shape[2]]
 
+    @property
+    def births(self) -> Tensor:
+        """The birth of each slot's memory, in steps since the first query: [R, slots]."""
+        slots = self.k.shape[2]
+        return self.words[:, HEAD_WORDS + 3 * slots : HEAD_WORDS + 5 * slots : 2]
+
     def entries(self, block_m: int, block_n: int) -> Tensor:
         """Per query tile, its runs, its first query's position, and each query's steps since that one (float32 bits).
 
         [R, query tiles, RUN_WORDS + block_m]
         """
-        slots, size = self.k.shape[2], RUN_WORDS + block_m
-        entries = self.words[:, HEAD_WORDS + 5 * slots + 4 * (slots // block_n) :]
+        size = RUN_WORDS + block_m
+        entries = self.words[:, words_before_entries(self.k.shape[2], block_n) :]
         return entries[:, : entries.shape[1] // size * size].unflatten(1, (-1, size))
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
-    """Of batch rows, heads and items, of x [n], [B, n] or [B, heads, n]: 0 where one serves all."""
+    """Strides of batch rows, heads and items of x [n], [B, n] or [B, heads, n]; 0 for a dimension that all share."""
     found = x.stride()
     if len(found) == 3:
         return found if x.shape[1] > 1 else (found[0], 0, found[2])
@@ -78,19 +93,61 @@ def num_heads(span: Tensor, k_pos: Tensor) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The next one. Triton's function of this kind may be called in kernels too, at twenty times the cost."""
+    """The next power of 2 from n on. Triton's own function, which kernels may call as well, takes twenty times as long."""
     return 1 << (n - 1).bit_length()
 
 
 def num_slots(memories: int, queries: int, block_n: int) -> int:
-    """Slots that are enough for any spans: each class that can occur may leave one tile partly empty. Whole pairs of tiles."""
+    """A number of slots that suffices for any spans: each class may leave one tile partly empty. An even number of tiles."""
     lengths = max(0, (max(queries, 1) - 1) // SHORTEST).bit_length() + 1
     classes = min(NUM_CLASSES, lengths + 2)
     tiles = -(-memories // block_n) + classes - 1
     return (tiles + 1) // 2 * 2 * block_n
 
 
+def words_before_entries(slots: int, block_n: int) -> int:
+    """Words of a row before the entries of query tiles: class tiles, order, first, end, fates (two a slot), extents."""
+    return HEAD_WORDS + 5 * slots + 4 * (slots // block_n)
+
+
 def num_words(slots: int, queries: int, block_m: int, block_n: int) -> int:
     """Words of one row of a plan: a multiple of 16, so that the kernels read several at once."""
-    words = HEAD_WORDS + 5 * slots + 4 * (slots // block_n) + -(-queries // block_m) * (RUN_WORDS + block_m)
+    words = words_before_entries(slots, block_n) + -(-queries // block_m) * (RUN_WORDS + block_m)
     return -(-words // 16) * 16
+
+
+@triton.jit
+def order_at(words):
+    """Where a row keeps which memory stands in each slot. In all of these, `words` is where the row begins."""
+    return words + HEAD
+
+
+@triton.jit
+def first_at(words, slots):
+    """Where a row keeps the first query that sees each slot's memory."""
+    return words + HEAD + slots
+
+
+@triton.jit
+def end_at(words, slots):
+    """Where a row keeps the query after the last one that sees each slot's memory."""
+    return words + HEAD + 2 * slots
+
+
+@triton.jit
+def fates_at(words, slots):
+    """Where a row keeps pairs of words, one a slot: birth, and span + ramp as float32 bits."""
+    return words + HEAD + 3 * slots
+
+
+@triton.jit
+def extents_at(words, slots):
+    """Where a row keeps four numbers a tile: all of the first kind, then all of the second, and so on."""
+    return words + HEAD + 5 * slots
+
+
+@triton.jit
+def entry_at(words, qt, slots, num_tiles, PLAN_M: tl.constexpr):
+    """Where a row keeps the entry of query tile `qt`. The address is even, so that pairs are read at once."""
+    num_extents = tl.multiple_of(4 * num_tiles, 2)
+    return extents_at(words, slots) + num_extents + qt * (WORDS + PLAN_M)

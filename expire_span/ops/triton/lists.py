@@ -1,12 +1,12 @@
-"""Which memories matter to which queries, found on the device without ever waiting for it.
+"""Which memories each query tile must read, found on the device without the host waiting for it.
 
 Every memory is seen by one contiguous range of queries: from the first one at or after its birth to the last one before
-its death. So memories are sorted by *how long* they live, stably, into a few classes (immortal, then each length twice
-the next, then never seen), and cut into tiles of `block_n`. Classes so thin that they would cost more tiles apart than
-together with the next longer one are joined to it. Inside a class, births are in order and lives are of like
-length (or the class is thin); hence the living tiles of any query tile form one run of tiles per class, with hardly a dead
-one in it, and a survivor among thousands of dead neighbours sits in a tile full of survivors. Keys and values are copied into that order once, so that the attention
-kernels read whole contiguous tiles.
+its death. So memories are sorted stably by how long they live into a few classes (alive to the last query; then lives of up to
+2**n x SHORTEST queries, from long to short; then never seen), and cut into tiles of `block_n`. A class with few members is
+merged into the next longer one where that needs fewer tiles in all. Inside a class births are in order and lives are of similar
+length, so that the living tiles of a query tile form one run per class with hardly a dead tile in it, and a memory that outlives
+thousands of neighbours shares its tile with others that live as long. Keys and values are copied into that order once, so that
+the attention kernels read whole contiguous tiles.
 
 The plan's size is linear in T and S: no list of pairs, no list of indices per query. Its passes:
 
@@ -30,7 +30,6 @@ from .layout import (
     DEAD,
     FAR,
     FULL_AT,
-    HEAD,
     MASKED_AT,
     NEVER,
     NUM_CLASSES,
@@ -38,9 +37,15 @@ from .layout import (
     SHORTEST,
     WORDS,
     Plan,
+    end_at,
+    entry_at,
+    extents_at,
+    fates_at,
+    first_at,
     num_heads,
     num_slots,
     num_words,
+    order_at,
     power_of_2,
     strides,
 )
@@ -63,6 +68,12 @@ def _lower_bound(sorted_ptr, length, steps, target):
         low = tl.where(right, middle + 1, low)
         high = tl.where(right, high, middle)
     return low
+
+
+@triton.jit
+def _scratch_row(scratch, row, S, num_blocks):
+    """A row of the scratch memory: first, end, fades and class of each memory (4 x S), then members per class and block."""
+    return scratch + row * (4 * S + CLASSES * num_blocks)
 
 
 @triton.jit(do_not_specialize=["steps", "num_blocks"])
@@ -100,7 +111,7 @@ def _classify(
         limit = limit * 2
     kind = tl.where(end == last, 0, kind)
     kind = tl.where(dead, DEAD, kind)
-    scratch += row * (4 * S + CLASSES * num_blocks)
+    scratch = _scratch_row(scratch, row, S, num_blocks)
     tl.store(scratch + at, first, mask=inside)
     tl.store(scratch + S + at, end, mask=inside)
     tl.store(scratch + 2 * S + at, fades, mask=inside)
@@ -113,19 +124,20 @@ def _classify(
 
 @triton.jit
 def _join_thin(total, T, BLOCK_N: tl.constexpr):
-    """Which class each class [CLASSES] goes into, itself or a longer one, from `total` members of each.
+    """The class that each class [CLASSES] is merged into, itself or one of longer lives, given `total` members of each.
 
-    The tiles of a class cover all births, once, and each member's life: 1 + n l / (BLOCK_N T) tiles for each query, where n members
-    live l at most. So n members are joined to those that live l' > l if n (l' - l) < BLOCK_N T.
+    A query walks one tile of a class for every BLOCK_N members that are alive to it, plus one that is partly filled. Of n members
+    that live at most l of T queries, n l / T are alive to a query: 1 + n l / (BLOCK_N T) tiles. Merged into a class of lives of at
+    most l' > l they save the partly filled tile and cost n (l' - l) / (BLOCK_N T) more, so that merging pays
+    if n (l' - l) < BLOCK_N T. The loop goes from the shortest lives to the longest and merges what it has gathered so far.
     """
     c = tl.arange(0, CLASSES)
     into = c
     limit = FIRST_LIMIT
-    # The class that those gathered so far are in, their number, and the longest life among them; tensors from the start, since
-    # a loop cannot turn numbers into them, and 64 bits wide, since members times life need them.
-    gathered = tl.sum(tl.zeros_like(c), 0) + DEAD
-    count = tl.sum(tl.zeros([CLASSES], tl.int64), 0)
-    longest = count
+    # Triton's loops need values of one type throughout, so these begin as tensors; members times life need 64 bits.
+    gathered = tl.sum(tl.zeros_like(c), 0) + DEAD  # the class that holds what was gathered so far
+    count = tl.sum(tl.zeros([CLASSES], tl.int64), 0)  # its number of members
+    longest = count  # the longest life among them
     for n in tl.static_range(CLASSES - 2):
         kind = DEAD - 1 - n
         here = tl.sum(tl.where(c == kind, total, 0).to(tl.int64), 0)
@@ -139,23 +151,49 @@ def _join_thin(total, T, BLOCK_N: tl.constexpr):
     return into
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _scatter(
-    scratch, words, S, T, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
-):  # fmt: skip
-    """Every program adds up all counts for itself, which is cheaper than a launch that does it once."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    scratch += row * (4 * S + CLASSES * num_blocks)
-    words += row * row_words
+@triton.jit
+def _count_members(counts, block, num_blocks, PIECE: tl.constexpr):
+    """Members of each class [CLASSES] in the blocks before `block`, and in all blocks, from `counts` [CLASSES, num_blocks]."""
     c = tl.arange(0, CLASSES)
     before = tl.zeros([CLASSES], tl.int32)
     total = tl.zeros([CLASSES], tl.int32)
     for piece in range(0, num_blocks, PIECE):
         other = piece + tl.arange(0, PIECE)
-        at = scratch + 4 * S + c[:, None] * num_blocks + other[None, :]
+        at = counts + c[:, None] * num_blocks + other[None, :]
         count = tl.load(at, mask=(other < num_blocks)[None, :], other=0)
         before += tl.sum(tl.where((other < block)[None, :], count, 0), 1)
         total += tl.sum(count, 1)
+    return before, total
+
+
+@triton.jit
+def _find_slots(kind_before, into, next_slot, BLOCK: tl.constexpr):
+    """The slot of each of a block's memories [BLOCK], from its class before merging and each class's next free slot [CLASSES]."""
+    c = tl.arange(0, CLASSES)
+    kind = kind_before
+    for n in tl.static_range(CLASSES):
+        kind = tl.where(kind_before == n, tl.sum(tl.where(c == n, into, 0), 0), kind)
+    slot = tl.zeros([BLOCK], tl.int32)
+    for n in tl.static_range(CLASSES):
+        mine = (kind == n).to(tl.int32)
+        here = tl.sum(tl.where(c == n, next_slot, 0), 0)
+        slot = tl.where(mine == 1, here + tl.cumsum(mine, 0) - 1, slot)
+    return slot
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scatter(
+    scratch, words, S, T, num_blocks, row_words, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """The slot of every memory: stably sorted by class. Each class starts on a tile boundary, and -1 fills its last tile.
+
+    Every program adds up all counts for itself, which is cheaper than a launch that does it once.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scratch = _scratch_row(scratch, row, S, num_blocks)
+    words += row * row_words
+    c = tl.arange(0, CLASSES)
+    before, total = _count_members(scratch + 4 * S, block, num_blocks, PIECE)
     into = _join_thin(total, T, BLOCK_N)
     joined = into[None, :] == c[:, None]  # [classes after, classes before]
     total = tl.sum(tl.where(joined, total[None, :], 0), 1)
@@ -167,18 +205,10 @@ def _scatter(
         tl.store(words + c, stop - tiles)
         tl.store(words + CLASSES, tl.sum(tiles, 0))
         padding = (start + total)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(words + HEAD + padding, tl.zeros_like(padding) - 1, mask=padding < (stop * BLOCK_N)[:, None])
+        tl.store(order_at(words) + padding, tl.zeros_like(padding) - 1, mask=padding < (stop * BLOCK_N)[:, None])
     i = block * BLOCK + tl.arange(0, BLOCK)
-    before_joining = tl.load(scratch + 3 * S + i, mask=i < S, other=-1)
-    kind = before_joining
-    for n in tl.static_range(CLASSES):
-        kind = tl.where(before_joining == n, tl.sum(tl.where(c == n, into, 0), 0), kind)
-    slot = tl.zeros_like(i)
-    for n in tl.static_range(CLASSES):
-        mine = (kind == n).to(tl.int32)
-        here = tl.sum(tl.where(c == n, start + before, 0), 0)
-        slot = tl.where(mine == 1, here + tl.cumsum(mine, 0) - 1, slot)
-    tl.store(words + HEAD + slot, i, mask=i < S)
+    kind = tl.load(scratch + 3 * S + i, mask=i < S, other=-1)
+    tl.store(order_at(words) + _find_slots(kind, into, start + before, BLOCK), i, mask=i < S)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "num_blocks", "steps"])
@@ -198,7 +228,7 @@ def _gather(
     if tile >= tl.maximum(used_tiles, paired):
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = tl.load(words + HEAD + slot, mask=slot < used_tiles * BLOCK_N, other=-1)
+    index = tl.load(order_at(words) + slot, mask=slot < used_tiles * BLOCK_N, other=-1)
     used = index >= 0
     at = tl.maximum(index, 0).to(tl.int64)
     d = tl.arange(0, D_PAD)
@@ -210,7 +240,7 @@ def _gather(
         rows = tl.load(v + b * v_b + h * v_h + at[:, None] * v_s + d[None, :], mask=taken, other=0.0)
         tl.store(v_out + out, rows, mask=d[None, :] < D)
     if h < heads:
-        scratch += row * (4 * S + CLASSES * num_blocks)
+        scratch = _scratch_row(scratch, row, S, num_blocks)
         first = tl.load(scratch + at, mask=used, other=NEVER)
         end = tl.load(scratch + S + at, mask=used, other=0)
         fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding hides no full tile
@@ -222,14 +252,13 @@ def _gather(
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
         born = tl.where(used, born, FAR)  # padding is never born
         length = tl.load(span + b * sp_b + row_head * sp_h + at * sp_s, mask=used, other=0.0).to(tl.float32)
-        keys = words + HEAD + slots + slot
-        tl.store(keys, first)
-        tl.store(keys + slots, end)
-        fates = words + HEAD + 3 * slots + 2 * slot
+        tl.store(first_at(words, slots) + slot, first)
+        tl.store(end_at(words, slots) + slot, end)
+        fates = fates_at(words, slots) + 2 * slot
         tl.store(fates, born)
         tl.store(fates + 1, (length + ramp).to(tl.int32, bitcast=True))
         num_tiles = slots // BLOCK_N
-        tiles = words + HEAD + 5 * slots + tile
+        tiles = extents_at(words, slots) + tile
         tl.store(tiles, tl.min(first, 0))
         tl.store(tiles + num_tiles, plain)
         tl.store(tiles + 2 * num_tiles, tl.max(end, 0))
@@ -247,19 +276,19 @@ def _store_run(runs, rank, start, length):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
-    """One look at the extents of a class's tiles. Births never fall inside a class, so the tiles born form a prefix of it."""
+    """Runs of each class from one pass over its tiles' extents. Births never fall in a class, so that its born tiles come first."""
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M
     q1 = tl.minimum(q0 + BLOCK_M, T)
     words += row * row_words
-    tiles = words + HEAD + 5 * slots
-    out = tiles + 4 * num_tiles + qt * (WORDS + BLOCK_M)
+    tiles = extents_at(words, slots)
+    out = entry_at(words, qt, slots, num_tiles, BLOCK_M)
     query = q0 + tl.arange(0, BLOCK_M)
     t_row = q_pos + row // heads * qp_b
     t0 = tl.load(t_row + q0)
     real = query < T
-    # Those beyond T stand before all memories, which are clamped to -FAR: else old or empty ones would be of a young age to
-    # them, and in a table of relative keys they would write into the next row's part.
+    # Queries beyond T are placed before all memories, which are clamped to -FAR. Otherwise very old memories and padding would
+    # have a small positive age for them, and the gradient of the relative keys' table would be written into the next row.
     since = tl.where(real, tl.load(t_row + query, mask=real, other=0) - t0, -2 * FAR)
     tl.store(out + POSITION_AT, (t0 - tl.load(t_row)).to(tl.int32))
     tl.store(out + WORDS + tl.arange(0, BLOCK_M), since.to(tl.float32).to(tl.int32, bitcast=True))

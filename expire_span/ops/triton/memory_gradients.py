@@ -5,8 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import BOUND, fade, find_entries, find_entry, find_life, load_queries, load_since, load_tile
-from .layout import CLASSES, DEAD, FAR, HEAD, NEVER, POSITION_AT, WORDS
+from .forward import BOUND, fade, find_entries, find_life, load_queries, load_since, load_tile
+from .layout import (
+    CLASSES,
+    DEAD,
+    FAR,
+    NEVER,
+    POSITION_AT,
+    WORDS,
+    end_at,
+    entry_at,
+    extents_at,
+    fates_at,
+    first_at,
+    order_at,
+)
 
 
 @triton.jit
@@ -17,14 +30,13 @@ def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
 
 @triton.jit
 def _walk_queries(
-    dk, dv, dspan, k, v, q, dy, lse, delta, table, dq, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, entries, first, end, born, reach, scale, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
-    ADD_DQ: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    dk, dv, dspan, k, v, q, dy, lse, delta, table, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
+    dy_t, entries, first, end, born, reach, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
+    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
-    d = tl.arange(0, D_PAD)
     for n in range(begin, pause + stop - again):
         qt = n
         if MASKED:
@@ -36,7 +48,7 @@ def _walk_queries(
             t0 = tl.load(entry + POSITION_AT)
             since = load_since(entry, qt, BLOCK_M, PLAN_M)
         if MASKED and WINDOW > 0:
-            # The bias is where the product starts. Added to it, Triton would take its layout for all that follows.
+            # The bias is the initial value of the product. If it were added afterwards, Triton would use its layout from there on.
             at, near = find_entries(tl.arange(0, BLOCK_M), q_heads, since.to(tl.int32) + t0, born, WINDOW)
             rows = table + qt.to(tl.int64) * (BLOCK_M * q_heads * WINDOW)
             bias = tl.load(rows + at, mask=near, other=0.0).to(tl.float32)
@@ -69,23 +81,14 @@ def _walk_queries(
             ds -= EPS * e * delta_tile
         ds = ds.to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
-        if ADD_DQ:
-            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
-            if TMA:
-                dq.atomic_add(
-                    [b.to(tl.int32), q_head.to(tl.int32), qt * BLOCK_M, 0], part.reshape([1, 1, BLOCK_M, D_PAD])
-                )
-            else:
-                at = dq + q_index.to(tl.int64)[:, None] * (q_heads * D) + d[None, :]
-                tl.atomic_add(at, part, mask=(q_index < T)[:, None] & (d[None, :] < D), sem="relaxed")
     return dk, dv, dspan
 
 
 @triton.jit
 def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
-    """The extent of WIDTH tiles of the plan, dead ones left out; beside a dead one, the rest always needs the mask."""
+    """The joint extent of WIDTH neighbouring tiles, without dead ones; next to a dead tile the others always need the mask."""
     num_tiles = slots // PLAN_N
-    tiles = words + HEAD + 5 * slots
+    tiles = extents_at(words, slots)
     living = tl.load(words + DEAD)
     first, plain, end, fades = NEVER, 0, 0, NEVER
     for n in tl.static_range(WIDTH):
@@ -107,15 +110,19 @@ def _store_gradients(dk, dv, dspan, dk_acc, dv_acc, dspan_acc, mask, used):
 
 @triton.jit(do_not_specialize=["kv_heads", "window", "splits", "num_rows"])
 def memory_gradients(
-    q, dy, lse, delta, k, v, words, table, dq, dk, dv, dspan, sums, T, S, slots, kv_heads, group, heads, row_words,
-    window, splits, num_rows, q_b, q_h, q_t, dy_b, dy_h, dy_t, scale, log_scale, ramp, inv_ramp, ADD_DQ: tl.constexpr,
+    q, dy, lse, delta, k, v, words, table,  # read: queries and their gradients, sorted memories, the plan
+    dk, dv, dspan, sums,  # written
+    T, S, slots, kv_heads, group, heads, row_words, window, splits, num_rows,  # sizes
+    q_b, q_h, q_t, dy_b, dy_h, dy_t,  # strides
+    scale, log_scale, ramp, inv_ramp,
     SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
 
-    A tile that fits one window writes its gradients; the parts of a longer one add into `sums`, for `long_tiles`.
+    A tile whose life fits into one window writes its gradients. The parts of a longer one are added into `sums`, which
+    `long_tiles` then rounds into dk and dv.
     """
     part, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits % num_rows).to(tl.int64)
     tile = tl.program_id(0) // (splits * num_rows)
@@ -137,16 +144,15 @@ def memory_gradients(
     k_tile = load_tile(k, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     v_tile = load_tile(v, bh * slots + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
     taken = slot < tl.load(words + CLASSES) * PLAN_N
-    keys = words + HEAD + slots + slot
-    first = tl.load(keys, mask=taken, other=NEVER)
-    end = tl.load(keys + slots, mask=taken, other=0)
-    fates = words + HEAD + 3 * slots + 2 * slot
+    first = tl.load(first_at(words, slots) + slot, mask=taken, other=NEVER)
+    end = tl.load(end_at(words, slots) + slot, mask=taken, other=0)
+    fates = fates_at(words, slots) + 2 * slot
     born = tl.load(fates, mask=taken, other=FAR)
     reach = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
     full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
-    _, entries = find_entry(words, 0, row_words, 0, slots, PLAN_M, PLAN_N)
+    entries = entry_at(words, 0, slots, slots // PLAN_N, PLAN_M)
     dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
     dspan_acc = tl.zeros([BLOCK_N], tl.float32)
@@ -158,21 +164,17 @@ def memory_gradients(
             delta + q_bh * T,
             table + (b * T * kv_heads * group + q_head) * WINDOW,
         )
-        if ADD_DQ and not TMA:
-            dq_at = dq + (b * T * kv_heads * group + q_head) * D
-        else:
-            dq_at = dq
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, full_from, full_to,
-            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach, scale,
-            log_scale, ramp, inv_ramp, False, MIN_AGE, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, full_from, full_to,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach,
+            log_scale, ramp, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
-            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, dq_at, begin, full_from,
-            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach, scale,
-            log_scale, ramp, inv_ramp, True, MIN_AGE, ADD_DQ, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, begin, full_from,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach,
+            log_scale, ramp, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
-    index = tl.load(words + HEAD + slot, mask=taken, other=-1)
+    index = tl.load(order_at(words) + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)
     mask = (index >= 0)[:, None] & (d[None, :] < D)
     dk_acc *= scale
@@ -196,7 +198,7 @@ def long_tiles(
     words, dk, dv, dspan, sums, S, slots, kv_heads, heads, row_words, window, FINISH: tl.constexpr, PLAN_N: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of tiles longer than a window: clear the sums before the parts are added, or round them into dk and dv after."""
+    """For tiles that live longer than a window: clear their sums before the parts are added, or round them into dk and dv after."""
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     words += (b * heads + tl.minimum(h, heads - 1)) * row_words
@@ -207,7 +209,7 @@ def long_tiles(
     if tl.cdiv(end, BLOCK_M) - first // BLOCK_M <= window:
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = tl.load(words + HEAD + slot, mask=slot < total * PLAN_N, other=-1)
+    index = tl.load(order_at(words) + slot, mask=slot < total * PLAN_N, other=-1)
     d = tl.arange(0, D_PAD)
     mask = (index >= 0)[:, None] & (d[None, :] < D)
     dk_sum = sums + (bh * slots + slot)[:, None] * D + d[None, :]

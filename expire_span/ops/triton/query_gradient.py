@@ -1,4 +1,4 @@
-"""Backward pass, one program per query tile: dq, by the runs of the forward pass. See `backward.py`."""
+"""Backward pass, one program per query tile, along the runs of the forward pass: dq. See `backward.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from .forward import (
     BOUND,
     fade,
     find_entries,
-    find_entry,
     find_life,
     load_fate,
     load_queries,
@@ -17,12 +16,12 @@ from .forward import (
     load_tile,
     next_tile,
 )
-from .layout import FULL_AT, MASKED_AT, POSITION_AT
+from .layout import FULL_AT, MASKED_AT, POSITION_AT, end_at, entry_at, fates_at, first_at
 
 
 @triton.jit
 def _walk_tiles(
-    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, keys, slots, q_index, q_heads, since, t0,
+    dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, words, slots, q_index, q_heads, since, t0,
     scale, log_scale, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +34,7 @@ def _walk_tiles(
         v = load_tile(v_source, first_row + tile * BLOCK_N, D, D_PAD, BLOCK_N, TMA)
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED and WINDOW > 0:
-            born = tl.load(keys + 2 * slots + 2 * slot)
+            born = tl.load(fates_at(words, slots) + 2 * slot)
             at, near = find_entries(row, q_heads, since.to(tl.int32) + t0, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
@@ -43,10 +42,10 @@ def _walk_tiles(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
-            birth, death = load_fate(keys, slots, slot, t0)
+            birth, death = load_fate(words, slots, slot, t0)
             m = fade(find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True), inv_ramp)
             if HAS_DOCS:
-                first, end = tl.load(keys + slot), tl.load(keys + slots + slot)
+                first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
                 m = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), m, 0.0)
             e = tl.math.exp2(tl.minimum(s, BOUND))
             if EPS != 0:
@@ -58,7 +57,7 @@ def _walk_tiles(
         ds = p * (dp - delta[:, None])
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
-        if MASKED and WINDOW > 0:  # no two memories of one age, so nothing is stored twice
+        if MASKED and WINDOW > 0:  # no two memories have one age, so that no entry is stored twice
             tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
@@ -72,7 +71,7 @@ def query_gradient(
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq, and delta on the way, which the memories' gradients need; where there is a table, its gradient too."""
+    """dq; delta, which the memories' gradients need; and with relative keys the gradient of their table."""
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
@@ -91,8 +90,8 @@ def query_gradient(
     y_tile = tl.load(y + out, mask=mask, other=0.0).to(tl.float32)
     delta_tile = tl.sum(y_tile * dy_tile.to(tl.float32), 1)
     tl.store(delta + bh * T + q_index, delta_tile, mask=inside)
-    words, entry = find_entry(words, row, row_words, qt * BLOCK_M // PLAN_M, slots, PLAN_M, BLOCK_N)
-    keys = words + slots
+    words += row * row_words
+    entry = entry_at(words, qt * BLOCK_M // PLAN_M, slots, slots // BLOCK_N, PLAN_M)
     t0 = tl.load(entry + POSITION_AT)
     since = load_since(entry, qt, BLOCK_M, PLAN_M)
     if WINDOW > 0:
@@ -101,13 +100,13 @@ def query_gradient(
         dtable += start
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
-        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + FULL_AT, tl.load(entry), keys,
+        acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + FULL_AT, tl.load(entry), words,
         slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1),
-        keys, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
+        words, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
         PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)

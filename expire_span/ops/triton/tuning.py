@@ -30,7 +30,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the three kernels run. dq and dkv read what the plan says of the forward pass's query tiles, so their block_m divide its."""
+    """How the three kernels run. dq and dkv use the plan of the forward pass's query tiles, so that their block_m divide its."""
 
     block_n: int
     """Memories per tile."""
@@ -38,13 +38,11 @@ class Tuning:
     dq: Launch
     dkv: Launch
     wide: int = 1
-    """Neighbouring memory tiles that one program of the dkv kernel takes together, as one: 1 or 2."""
-    fuse_dq: bool = False
-    """Add dq up atomically inside the dkv kernel, unless the caller asks for repeatable gradients."""
+    """Neighbouring memory tiles that one program of the dkv kernel treats as one: 1 or 2."""
     tma: bool = False
-    """Read and add tiles through tensor descriptors (the copy engine of Hopper and later)."""
+    """Read tiles through tensor descriptors (the copy engine of Hopper and later)."""
     split_at: int = 4096
-    """Memory tiles seen by more queries than this are shared among several programs, lest the longest-lived hold up all."""
+    """Memory tiles seen by more queries than this are divided among several programs: a single one would finish long after others."""
 
     def splits(self, queries: int) -> int:
         """Programs per memory tile in the dkv kernel."""
@@ -78,7 +76,7 @@ _override: Tuning | None = None
 
 
 def choose(dim: int, dtype: torch.dtype, relative: bool = False) -> Tuning:
-    """The table's entry; head dim 96 runs as 128. relative: with relative keys, whose look-ups take registers of their own."""
+    """The table's entry; head dim 96 runs as 128. relative: with relative keys, whose scores need further registers."""
     if _override is not None:
         return _override
     padded = 128 if dim == 96 else dim

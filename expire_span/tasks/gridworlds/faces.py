@@ -158,7 +158,7 @@ class GridWorldVectorEnv(VectorEnv):
             self.engine.begin(ended)
             observation = self.engine.observe()
         info = self._info()
-        over = out.terminated | out.truncated
+        over = np.logical_or(out.terminated, out.truncated)
         if self.mode == AutoresetMode.SAME_STEP and over.any():
             final = {"final_obs": observation, "final_info": info, "_final_obs": over, "_final_info": over}
             self.engine.begin(over)

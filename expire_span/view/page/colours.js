@@ -29,10 +29,10 @@ function shareOf(span, range) {
   return high - low < 1e-6 ? 0.6 : Math.min(Math.max((at - low) / (high - low), 0), 1);
 }
 
-// The range of spans without the rarest at both ends, so that a single odd one does not pale all others.
+// The range of spans without the very shortest; the longest counts even if it is a single one, for it is what was kept.
 function rangeOf(spans) {
   const sorted = Float32Array.from(spans).sort(), last = sorted.length - 1;
-  return last < 0 ? [0, 1] : [sorted[Math.floor(0.01 * last)], sorted[Math.ceil(0.995 * last)]];
+  return last < 0 ? [0, 1] : [sorted[Math.floor(0.01 * last)], sorted[last]];
 }
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim(); }

@@ -71,7 +71,7 @@ function timelinePng(timeline) {
   const context = canvas.getContext("2d");
   context.fillStyle = ink("card");
   context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(timeline.glCanvas, 0, 0);
+  if (timeline.quads.gl) context.drawImage(timeline.glCanvas, 0, 0);
   context.drawImage(timeline.ink, 0, 0);
   return new Promise((done) => canvas.toBlob(done));
 }

@@ -50,7 +50,7 @@ function choose() {
   find("stage").hidden = find("strips").hidden = find("choice").hidden = !trace.hasSpans;
   find("hidden-box").hidden = !trace.hasHidden;
   find("scrub").max = trace.size - 1;
-  if (state.cursor >= trace.size) { state.cursor = trace.size - 1; state.page = Math.floor(state.cursor / WINDOW); }
+  if (state.cursor >= trace.size) goToEnd(trace);
 }
 
 function fillText() {
@@ -133,6 +133,11 @@ function goTo(step) {
   soon("marks");
 }
 
+function goToEnd(trace) {
+  state.cursor = Math.max(trace.size - 1, 0);
+  state.page = Math.floor(state.cursor / WINDOW);
+}
+
 // The text follows the cursor once it rests: to fill it anew for every place passed by would hold up the rest.
 function turn() {
   goTo.timer = 0;
@@ -149,7 +154,7 @@ function setTrace(trace, keep) {
   find("layer").max = header.layers;
   find("head-box").hidden = header.heads < 2;
   find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
-  if (!keep) { state.page = 0; state.cursor = Infinity; timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
+  if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
   pickLayer(Math.min(state.layer, header.layers - 1));
   find("pictures").hidden = false;
 }
@@ -178,11 +183,11 @@ async function read(path, body, text) {
     let last = 0, first = true;
     const trace = await fetchTrace(path, body, mine.signal, (growing) => {
       const now = performance.now();
-      if (growing.size && (first || now - last > 150)) { if (first) setTrace(growing); first = false; last = now; state.cursor = Infinity; soon("all"); }
+      if (growing.size && (first || now - last > 150)) { if (first) setTrace(growing); first = false; last = now; goToEnd(growing); soon("all"); }
     });
     if (!trace.size) throw new Error("there was nothing to read");
     if (first) setTrace(trace);
-    state.cursor = trace.size - 1;
+    goToEnd(trace);
     state.text = text;
     find("other").value = wholeText(trace).slice(0, 20000);
     say("");
@@ -220,7 +225,7 @@ function write() {
     trace.push(line);
     if (trace.size === 1) setTrace(trace);
     const atEnd = state.cursor >= trace.size - 2;
-    if (atEnd) { state.cursor = trace.size - 1; state.page = Math.floor(state.cursor / WINDOW); }
+    if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
     soon("all");
   }, (error) => { writing = null; buttons(); if (error) say(error, true); });
@@ -358,7 +363,7 @@ function restore(values) {
   pickLayer(Math.min(number("layer", state.layer), state.trace.header.layers - 1));
   redraw(LEVELS.indexOf("all"));
   timeline.move(number("from", 0), number("to", state.trace.size));
-  goTo(number("cursor", 0));
+  goTo(number("cursor", state.trace.size - 1));
 }
 
 async function start() {

@@ -124,6 +124,7 @@ class Timeline {
     const slow = quads.slow && wanted !== "on";
     if (slow) quads.gl.getExtension("WEBGL_lose_context")?.loseContext();
     this.quads = slow ? none : quads;
+    glCanvas.style.visibility = this.quads.gl ? "" : "hidden";  // a browser marks a canvas whose context is lost
     this.scratch = document.createElement("canvas");
     this.from = 0; this.to = 1; this.cursor = 0; this.count = 0;
     this.mode = "";

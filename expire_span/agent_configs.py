@@ -1,0 +1,201 @@
+"""Settings of agents: the environment, the policy, how it learns. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from expire_span.checks import require
+from expire_span.config import RunConfig
+from expire_span.model_configs import BackboneConfig
+from expire_span.train_configs import BudgetConfig
+
+
+@dataclass(frozen=True)
+class ObservationField:
+    """One part of an observation, as a policy must know it to read it."""
+
+    name: str
+    """Its key in the observation; nested keys are joined by dots, and an observation without keys has the name "value"."""
+    form: Literal["numbers", "choices", "words", "grid"]
+    """Real numbers; integers that each count in their own range; integers of one common range; cells of MiniGrid's encoding."""
+    shape: tuple[int, ...]
+    """Shape of one observation."""
+    sizes: tuple[int, ...] = ()
+    """Of choices and words: how many values each place can have."""
+    lows: tuple[int, ...] = ()
+    """Of choices and words: the smallest value of each place."""
+
+    @property
+    def places(self) -> int:
+        """Number of values in one observation."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class EnvTask:
+    """Act in an environment, so that its rewards add up."""
+
+    kind: Literal["env"] = "env"
+    env: str = ""
+    """Id of a Gymnasium environment, like ExpireSpan/Corridor-Easy-v0; module:Id imports a module first, which registers it."""
+    options: str = "{}"
+    """Arguments of the environment as JSON, like '{"recue_prob": 0.5}'."""
+    previous_action: bool = False
+    """Show the agent its last action. Off, because it can write what it must remember into its actions and read it there."""
+    success_return: float | None = None
+    """Where the environment does not report success itself: an episode with at least this return is one."""
+    processes: bool = False
+    """Step every environment in a process of its own, which pays where a step takes more than a millisecond."""
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The environment's arguments."""
+        try:
+            return json.loads(self.options)
+        except ValueError as error:
+            raise ValueError(f"task.options must be a JSON table of arguments, got {self.options!r}") from error
+
+
+@dataclass(frozen=True)
+class PolicyConfig(BackboneConfig):
+    """Observations in, actions and values out: encoder, backbone, two heads."""
+
+    observation: tuple[ObservationField, ...] = ()
+    """What the policy reads; filled in from the environment."""
+    actions: tuple[int, ...] = ()
+    """How many values each choice of an action has; filled in from the environment."""
+    cell_dim: int = 16
+    """Width of the embedding of a grid's cell, or of a word."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.cell_dim >= 1, f"cell_dim must be at least 1, got {self.cell_dim}")
+        for name in ("dropout", "layer_drop"):
+            why = "since replayed steps must give the probabilities that were acted on"
+            require(getattr(self, name) == 0, f"{name} of a policy must be 0, {why}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class AgentTrainConfig:
+    """How an agent learns: PPO with generalised advantages, or imitation of an expert."""
+
+    steps: int = 300
+    """Updates. Each plays `window` steps in every environment and learns from them."""
+    envs: int = 64
+    """Environments side by side, over all processes together."""
+    window: int = 32
+    """Steps between two updates: what is replayed, from one stored state, as one block. It is the gradient's horizon."""
+    epochs: int = 2
+    """How often each window is learned from."""
+    minibatches: int = 1
+    """Optimizer steps per epoch, each on a part of the environments."""
+    gamma: float = 0.99
+    """Discount of a reward for every step that it lies ahead."""
+    gae_lambda: float = 0.95
+    """Between one-step advantages (0) and those of whole returns (1)."""
+    clip_ratio: float = 0.2
+    """How far an action's probability may move, as a share, before it brings no further gain."""
+    kl_limit: float = 0.02
+    """Go on to the next window once an epoch has moved the policy this far (Kullback-Leibler divergence, nats)."""
+    entropy: float = 0.01
+    """Weight of the entropy, which keeps the agent trying things."""
+    value_weight: float = 0.5
+    """Weight of the value's squared error."""
+    imitate: int = 0
+    """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
+    expert_share: float = 0.5
+    """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 2e-2
+    """Peak learning rate of Muon."""
+    span_lr_scale: float = 1.0
+    """The span predictors learn at lr times this."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Adam's running-mean factors."""
+    clip: float = 0.5
+    """Largest gradient norm; 0 switches clipping off."""
+    warmup: int = 10
+    """Updates of linear warm-up."""
+    schedule: Literal["cosine", "constant", "linear"] = "linear"
+    """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
+    decay_share: float = 0.5
+    """With schedule=linear: the share of the updates, at the end, over which the rate falls."""
+    final_lr: float = 0.1
+    """Share of the peak learning rate left at the last update."""
+    span_weight: float = 0.0
+    """Fixed weight of the mean span of new memories, used when no budget is set."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
+    goal: float = 0.95
+    """Success from which weights count as solving the task; among those, the ones with the fewest live memories are best."""
+    eval_every: int = 50
+    """Updates between evaluations; the last update always has one."""
+    eval_episodes: int = 256
+    """Episodes of an evaluation during training."""
+    test_episodes: int = 1000
+    """Episodes of the final evaluation, with the best weights."""
+    checkpoint_every: int = 100
+    """Updates between checkpoints; the last update always has one."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+    log_every: int = 10
+    """Updates between lines of metrics.jsonl."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
+    """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "envs", "window", "epochs", "minibatches", "eval_every", "eval_episodes", "test_episodes")
+        for name in (*counts, "checkpoint_every", "log_every"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
+        require(self.envs % self.minibatches == 0, fits)
+        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio", "kl_limit"):
+            require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
+        for name in ("warmup", "clip", "weight_decay", "span_weight", "entropy", "value_weight", "imitate"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda", "expert_share", "final_lr", "goal"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for beta in self.betas:
+            require(0 <= beta < 1, f"betas must lie in [0, 1), got {self.betas}")
+        require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
+
+    @property
+    def batch(self) -> int:
+        """Rows that the processes share."""
+        return self.envs
+
+    @property
+    def accumulate(self) -> int:
+        return 1
+
+    @property
+    def precision(self) -> str:
+        return "fp32"
+
+
+@dataclass(frozen=True)
+class AgentRunConfig(RunConfig):
+    """A whole run of an agent: where it acts, by which policy, how it learns."""
+
+    task: EnvTask  # type: ignore[assignment]
+    """The environment."""
+    model: PolicyConfig  # type: ignore[assignment]
+    """The policy."""
+    train: AgentTrainConfig  # type: ignore[assignment]
+    """The training."""

@@ -1,0 +1,92 @@
+"""Recipes of agents: each is a function that returns an `AgentRunConfig`. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from expire_span.agent_configs import AgentRunConfig, AgentTrainConfig, EnvTask, PolicyConfig
+from expire_span.models.systems.expire_span import ExpireSpanConfig
+from expire_span.models.systems.sliding_window import SlidingWindowConfig
+from expire_span.train_configs import BudgetConfig
+
+
+def agent() -> AgentRunConfig:
+    """Any Gymnasium environment (--task.env ID, or module:ID), by PPO; one layer of 64, minutes on a CPU."""
+    # Spans start near their limit, since a cue that expires before its use is known sends no gradient back.
+    mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1")
+    model = PolicyConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
+    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2))
+
+
+def agent_corridor_tiny() -> AgentRunConfig:
+    """Corridor Easy by reinforcement: remember a colour for up to 20 steps; a minute or two on a CPU."""
+    base = agent()
+    mixer = replace(base.model.mixer, max_span=40, ramp=8)
+    model = replace(base.model, positions="none", mixer=mixer)
+    train = replace(base.train, steps=100)
+    return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
+
+
+def agent_corridor() -> AgentRunConfig:
+    """Corridor Medium by reinforcement: remember a colour for up to 60 steps, and little else; minutes on a CPU."""
+    base = agent_corridor_tiny()
+    mixer = replace(base.model.mixer, max_span=128, ramp=16)
+    budget = BudgetConfig(live=20, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.03, patience_loss=0.05)
+    train = replace(base.train, steps=800, window=64, budget=budget, test_episodes=2400)
+    return replace(
+        base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
+    )
+
+
+def agent_corridor_window() -> AgentRunConfig:
+    """Control for agent_corridor: a window of 16 steps, which must be at chance where the cue lies further back."""
+    base = agent_corridor()
+    return replace(base, model=replace(base.model, mixer=SlidingWindowConfig(window=16)))
+
+
+def agent_corridor_hard() -> AgentRunConfig:
+    """Corridor Hard by reinforcement: four colours, shuffled doors, up to 200 steps; one GPU."""
+    base = agent_corridor()
+    mixer = replace(base.model.mixer, max_span=512, ramp=32)
+    model = replace(base.model, dim=128, layers=2, ff_dim=256, mixer=mixer)
+    train = replace(base.train, steps=2000, envs=1024, window=64, lr=1e-3, test_episodes=8000)
+    return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Hard-v0"), model=model, train=train)
+
+
+def agent_portal() -> AgentRunConfig:
+    """Portal Medium: imitate the expert first, then reinforcement; one GPU."""
+    base = agent_corridor_hard()
+    mixer = replace(base.model.mixer, max_span=512, ramp=32)
+    train = replace(base.train, steps=2000, imitate=1000, test_episodes=1000)
+    model = replace(base.model, positions="rotary", mixer=mixer)
+    return replace(base, task=EnvTask(env="ExpireSpan/Portal-Medium-v0"), model=model, train=train)
+
+
+def agent_repeat_first() -> AgentRunConfig:
+    """popgym's RepeatFirst Easy: answer every step with the first card; minutes on a CPU."""
+    # The observation has no first-step flag: rotary positions tell the oldest memory from the others.
+    base = agent()
+    mixer = replace(base.model.mixer, max_span=128, ramp=16)
+    task = EnvTask(env="popgym:popgym-RepeatFirstEasy-v0", success_return=0.95)
+    return replace(base, task=task, model=replace(base.model, mixer=mixer), train=replace(base.train, gamma=0.9))
+
+
+def agent_repeat_previous() -> AgentRunConfig:
+    """popgym's RepeatPrevious Easy: answer with the card of three steps ago; minutes on a CPU."""
+    base = agent_repeat_first()
+    task = replace(base.task, env="popgym:popgym-RepeatPreviousEasy-v0")
+    mixer = replace(base.model.mixer, max_span=16, ramp=4, initial_span=0.9)
+    return replace(base, task=task, model=replace(base.model, mixer=mixer))
+
+
+AGENT_RECIPES: dict[str, Callable[[], AgentRunConfig]] = {
+    "agent": agent,
+    "agent_corridor_tiny": agent_corridor_tiny,
+    "agent_corridor": agent_corridor,
+    "agent_corridor_window": agent_corridor_window,
+    "agent_corridor_hard": agent_corridor_hard,
+    "agent_portal": agent_portal,
+    "agent_repeat_first": agent_repeat_first,
+    "agent_repeat_previous": agent_repeat_previous,
+}

@@ -1,0 +1,307 @@
+"""Reinforcement learning: PPO with generalised advantages over any memory system, or imitation of an expert.
+
+One update: play `window` steps in every environment, one at a time, with real deletion (rollout.py); compute advantages; then
+read the window again as blocks, from the one state it began with (replay.py), and improve the policy:
+
+    ratio_t = p(a_t) / p_played(a_t)
+    loss = -mean min(ratio A, clip(ratio, 1 - c, 1 + c) A) + v (V - target)^2 - h entropy + w mean span of new memories
+
+The weight w of the spans is zero until the agent succeeds (the budget controller sees the share of failures as the task's
+loss): a cue that expires before the agent knows what it is for sends no gradient back, and is lost for good.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from expire_span.agent_configs import AgentRunConfig
+from expire_span.checkpoint import Snapshot
+from expire_span.models.policy import Policy
+from expire_span.models.state import move
+from expire_span.runs import RunFolder, UserError
+
+from . import randomness, session
+from .agent_evaluation import AgentResult, evaluate_agent
+from .budget import BudgetController
+from .devices import build_accelerator
+from .environments import build_environments
+from .evaluate import memory_bytes
+from .loop import Fault
+from .optimizers import build_optimizers, rate_factor, set_rates
+from .progress import show_bytes
+from .replay import Window, replay
+from .rollout import Episodes, Player
+from .trackers import check_tracker
+
+VALID, TEST = 1, 2
+"""Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
+LEAST_ADVANTAGE = 0.1
+"""Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
+blown up they would undo what was learned."""
+_PREFIX = "policy."
+"""Where the policy's weights lie inside the trained module; checkpoints hold them without it."""
+
+
+def split_seed(seed: int, split: int) -> int:
+    """The seed of a split's episodes: no two splits of runs with seeds below 2**32 share any."""
+    return seed * 4 + split
+
+
+def train(config: AgentRunConfig, path: Path, *, recipe: str = "", shown: bool = True) -> RunFolder:
+    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked."""
+    learner = AgentLearner(config)
+    return session.begin(learner, learner.config, path, recipe=recipe, shown=shown)
+
+
+def resume(run: RunFolder, *, shown: bool = True) -> RunFolder:
+    """Go on with an interrupted run from its newest sound checkpoint."""
+    return session.go_on(AgentLearner, run, shown=shown)  # type: ignore[arg-type]
+
+
+class Improver(nn.Module):
+    """The policy with its loss: the module that is trained, wrapped for several processes."""
+
+    def __init__(self, policy: Policy, config: AgentRunConfig) -> None:
+        super().__init__()
+        self.policy, self.config = policy, config.train
+
+    def forward(self, window: Window, rows: list[int] | None, span_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of some rows of a window, and what it consists of."""
+        window = window.take(rows)
+        out = replay(self.policy, window)
+        of = lambda x: x.flatten()[out.index]  # noqa: E731
+        error = (out.value - of(window.target)).square().mean()
+        price = out.span.mean() + out.other_price
+        parts = {"value_loss": error, "entropy": out.entropy.mean(), "span_loss": price}
+        if out.expert_log_prob is not None:
+            aim = -out.expert_log_prob.mean()
+            parts["imitation_loss"] = aim
+        else:
+            aim, more = self._surrogate(out.log_prob - of(window.log_prob), of(window.advantage))
+            parts |= {"policy_loss": aim, **more}
+        loss = aim + self.config.value_weight * error - self.config.entropy * parts["entropy"] + span_weight * price
+        return loss, {name: x.detach() for name, x in {"loss": loss, **parts}.items()}
+
+    def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO's clipped gain, negated."""
+        advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(LEAST_ADVANTAGE)
+        ratio, limit = log_ratio.exp(), self.config.clip_ratio
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - limit, 1 + limit) * advantage)
+        clipped = ((ratio - 1).abs() > limit).float().mean()
+        return -gain.mean(), {"kl": (ratio - 1 - log_ratio).mean(), "clipped": clipped}
+
+
+class AgentLearner:
+    """A policy that learns in its environments: everything that changes while a run is trained. See `loop.Learner`."""
+
+    def __init__(self, config: AgentRunConfig) -> None:
+        check_tracker(config.train.tracker)
+        self.accelerator = build_accelerator(config)
+        processes, device = self.accelerator.num_processes, self.accelerator.device
+        count = config.train.envs // processes
+        if count % config.train.minibatches:
+            given = f"{config.train.minibatches} and {count}"
+            raise ValueError(f"minibatches must divide the environments of each process, got {given}")
+        envs = build_environments(config.task, count, device, first=self.accelerator.process_index * count)
+        model = replace(config.model, observation=envs.fields, actions=envs.actions)
+        self.config, self.train_config = replace(config, model=model), config.train
+        randomness.seed_everything(config.seed)
+        improver = Improver(Policy(model).to(device), self.config)
+        self.model, *self.wrapped = self.accelerator.prepare(improver, *build_optimizers(improver, config.train))
+        self.optimizers = [w.optimizer for w in self.wrapped]
+        if processes > 1:  # the same weights everywhere, but each process draws its own actions
+            torch.manual_seed(config.seed + self.accelerator.process_index)
+        envs.begin(split_seed(config.seed, 0))
+        self.player = Player(self.policy, envs, config.task)
+        self.budget = self._build_budget()
+        self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
+        self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
+        self.episodes, self.played, self.rate = Episodes(), 0, 0.0
+        self.best: dict[str, Any] | None = None  # score, live and weights of the best evaluation
+
+    def _build_budget(self) -> BudgetController | None:
+        if not self.train_config.budget.active:
+            return None
+        size = memory_bytes(self.config.model, 4)  # type: ignore[arg-type]
+        layers, device = self.config.model.layers, self.accelerator.device
+        return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, device=device)
+
+    @property
+    def policy(self) -> Policy:
+        """The model that learns, without what wraps it for several processes."""
+        return self.accelerator.unwrap_model(self.model).policy
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {}
+
+    # One update
+
+    def step(self, index: int) -> int:
+        c = self.train_config
+        expert_rows = round(c.expert_share * self.player.envs.count) if index < c.imitate else None
+        played = self.player.play(c.window, gamma=c.gamma, gae_lambda=c.gae_lambda, expert_rows=expert_rows)
+        self.rate = rate_factor(index, c)
+        set_rates(self.optimizers, self.rate)
+        weight = self.budget.weight if self.budget is not None else torch.tensor(c.span_weight)
+        weight = weight.to(self.accelerator.device)
+        self.policy.train()
+        pieces = self._improve_all(played.window, weight)
+        means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
+        self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
+        self.episodes.add(played.episodes)
+        self.played += c.window * c.envs
+        self._update_budget(played.live, played.episodes)
+        return c.window * c.envs
+
+    def _improve_all(self, window: Window, weight: Tensor) -> list[dict[str, Tensor]]:
+        """Learn from a window, epoch by epoch, until the policy has moved far enough from the one that played it."""
+        pieces: list[dict[str, Tensor]] = []
+        for _ in range(self.train_config.epochs):
+            epoch = [self._improve(window, rows, weight) for rows in self._parts()]
+            pieces += epoch
+            moved = torch.stack([piece.get("kl", piece["loss"].new_zeros(())) for piece in epoch]).mean()
+            if float(self.accelerator.reduce(moved, "mean")) > self.train_config.kl_limit:  # type: ignore[arg-type]
+                break
+        return pieces
+
+    def _parts(self) -> list[list[int] | None]:
+        """The rows of each optimizer step of an epoch, in random order."""
+        count, parts = self.player.envs.count, self.train_config.minibatches
+        if parts == 1:
+            return [None]
+        return [rows.tolist() for rows in torch.randperm(count).chunk(parts)]
+
+    def _improve(self, window: Window, rows: list[int] | None, weight: Tensor) -> dict[str, Tensor]:
+        loss, parts = self.model(window, rows, weight)
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.train_config.clip or float("inf"))
+        for optimizer in self.wrapped:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {**parts, "grad_norm": torch.as_tensor(norm, device=loss.device)}
+
+    def _update_budget(self, live: Tensor, episodes: Episodes) -> None:
+        """Success gates the pressure on spans: the controller takes the share of failed episodes for the task's loss."""
+        if self.budget is None:
+            return
+        seen = torch.tensor([episodes.successes, episodes.judged, float(live.mean())], device=self.accelerator.device)
+        successes, judged, held = self.accelerator.reduce(seen, "sum").tolist()  # type: ignore[union-attr]
+        if judged:
+            self.failure = torch.tensor(1 - successes / judged, device=self.accelerator.device)
+        self.budget.update(
+            torch.tensor(held / self.accelerator.num_processes, device=self.failure.device), self.failure
+        )
+
+    # What is measured
+
+    def metrics(self) -> dict[str, Any]:
+        names = [n for n in self.rows[0] if n not in ("live", "bytes", "span_weight")]
+        line: dict[str, Any] = {n: float(torch.stack([r[n] for r in self.rows if n in r]).mean()) for n in names}
+        line |= {"span_weight": float(self.rows[-1]["span_weight"]), "lr": self.train_config.lr * self.rate}
+        line |= {"live": torch.stack([r["live"] for r in self.rows]).mean(0).tolist()}
+        line |= {"bytes_held": self.rows[-1]["bytes"], "env_steps": self.played, **self._episode_means()}
+        self.rows.clear()
+        return line
+
+    def _episode_means(self) -> dict[str, Any]:
+        done, self.episodes = self.episodes, Episodes()
+        mean = lambda x: x / done.count if done.count else None  # noqa: E731
+        score = done.success if done.judged else mean(done.returns)
+        return {"score": score, "return": mean(done.returns), "episode_steps": mean(done.steps), "episodes": done.count}
+
+    def find_fault(self) -> Fault | None:
+        for index, row in enumerate(self.rows):
+            for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+                if not math.isfinite(float(row[name])):
+                    advice = f"try a lower --train.lr (now {self.train_config.lr:g})"
+                    place = f"in the window of {self.train_config.window} steps before that update"
+                    return Fault(len(self.rows) - 1 - index, f"{words} became {float(row[name])}", place, advice)
+        return None
+
+    def evaluate(self) -> dict[str, Any]:
+        result = self._score(VALID, self.train_config.eval_episodes)
+        self._keep_best(result)
+        line = {"score": result.score, "return": result.mean_return, "live": result.live, "peak_live": result.peak_live}
+        return line | {"bytes_held": 0, "best": self.best["score"] if self.best else None}
+
+    def _keep_best(self, result: AgentResult) -> None:
+        """The best weights so far: those that reach the goal with the fewest live memories, else the highest score."""
+        rank = _rank(result.score, sum(result.live), self.train_config.goal)
+        if self.best is not None and rank <= tuple(self.best["rank"]):
+            return
+        weights = {name: x.detach().cpu().clone() for name, x in self.policy.state_dict().items()}
+        self.best = {"score": result.score, "rank": list(rank), "weights": weights}
+
+    def final_result(self) -> dict[str, Any]:
+        """The best weights on fresh episodes; they stay in the policy."""
+        if self.best is not None:
+            self.policy.load_state_dict(self.best["weights"])
+        return {**self._score(TEST, self.train_config.test_episodes).to_dict(), "env_steps": self.played}
+
+    def _score(self, split: int, episodes: int) -> AgentResult:
+        """Every process plays all episodes: simple, and equal everywhere."""
+        seed = split_seed(self.config.seed, split)
+        return evaluate_agent(self.policy, self.config.task, episodes, seed=seed, rows=self.train_config.envs)
+
+    def describe(self, line: dict[str, Any]) -> list[str]:
+        show = lambda x: "-" if x is None else f"{x:.3f}"  # noqa: E731
+        live = " ".join(f"{x:.1f}" for x in line["live"])
+        parts = [f"score {show(line['score'])}", f"return {show(line['return'])}", f"live {live}"]
+        if line["split"] == "train":
+            rows = self.train_config.envs // self.accelerator.num_processes
+            parts.append(f"memory {show_bytes(line['bytes_held'] / rows)} per row")
+        return parts
+
+    # Saving and loading
+
+    def snapshot(self, step: int) -> Snapshot:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.model, self.optimizers, options=options)
+        state = {
+            "processes": self.accelerator.num_processes,
+            "budget": self.budget.state_dict() if self.budget is not None else None,
+            "random": randomness.host_state(),
+            "played": self.played,
+        }
+        worker = {
+            "player": self.player.state_dict(),
+            "failure": self.failure,
+            "rows": self.rows,
+            "episodes": vars(self.episodes),
+            "best": self.best,
+            "random": randomness.torch_state(),
+        }
+        weights = {name.removeprefix(_PREFIX): x for name, x in model.items()}
+        return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
+
+    def load(self, snapshot: Snapshot) -> None:
+        saved, here = snapshot.state["processes"], self.accelerator.num_processes
+        if saved != here:
+            raise UserError(f"this run was trained by {saved} processes, got {here}; launch it with {saved}")
+        set_state_dict(
+            self.model,
+            self.optimizers,
+            model_state_dict={_PREFIX + name: x for name, x in snapshot.model.items()},
+            optim_state_dict=snapshot.optimizer,  # type: ignore[arg-type]
+            options=StateDictOptions(full_state_dict=True),
+        )
+        if self.budget is not None:
+            self.budget.load_state_dict(snapshot.state["budget"])
+        worker, to_device = snapshot.worker, lambda x: move(x, self.accelerator.device)
+        self.player.load_state_dict(worker["player"], to_device)
+        self.failure, self.rows = to_device(worker["failure"]), to_device(worker["rows"])
+        self.episodes, self.best, self.played = Episodes(**worker["episodes"]), worker["best"], snapshot.state["played"]
+        randomness.load_host_state(snapshot.state["random"])
+        randomness.load_torch_state(worker["random"])
+
+
+def _rank(score: float, live: float, goal: float) -> tuple[float, float]:
+    """Larger is better: first whether the goal is reached and how far below it one is, then how little is kept."""
+    return (min(score, goal), -live if score >= goal else 0.0)

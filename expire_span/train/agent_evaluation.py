@@ -1,0 +1,229 @@
+"""Evaluation of agents: success by difficulty with intervals, what is kept in memory, and whether that was of use.
+
+Every row of environments plays the same number of whole episodes, so that short ones are not favoured. Difficulty is the
+expert's number of steps, where the environment tells it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.agent_configs import EnvTask
+from expire_span.models.policy import Policy
+
+from .controls import Control, ControlName, build_control
+from .environments import build_environments
+from .retention import Retention, RetentionCounter
+from .rollout import count_memories, judge
+
+BAND = 10
+"""Episodes are reported in bands of so many expert steps."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Episodes of about the same difficulty."""
+
+    first: int | None
+    """Fewest and most steps that the expert needs; None where the environment does not say."""
+    last: int | None
+    episodes: int
+    success: float | None
+    low: float | None
+    """95% Wilson interval of the success."""
+    high: float | None
+    mean_return: float
+    mean_steps: float
+    live: float | None
+    """Mean living memories per step and layer; None where memories cannot be counted."""
+    peak_live: int | None
+    """Most living memories of any row at any step, in any layer."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    score: float
+    """Success where it is known, else the mean return."""
+    score_name: str
+    episodes: int
+    mean_return: float
+    low: float | None
+    high: float | None
+    mean_steps: float
+    live: list[float]
+    """Mean living memories per step, one number per layer; what the memory system reports where they cannot be counted."""
+    peak_live: list[float]
+    """The most of any row, one number per layer."""
+    bands: list[Band] = field(default_factory=list)
+    retention: Retention | None = None
+    """How well what was kept fits what was needed; None where the environment does not say or nothing expires."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def wilson(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% Wilson interval of a share: sensible also at 0 and 1, and for few episodes."""
+    if not count:
+        return 0.0, 1.0
+    share, extra = successes / count, z * z / count
+    centre, half = share + extra / 2, z * math.sqrt(share * (1 - share) / count + extra / (4 * count))
+    return max((centre - half) / (1 + extra), 0.0), min((centre + half) / (1 + extra), 1.0)
+
+
+@dataclass
+class _Episode:
+    success: float
+    returned: float
+    steps: int
+    oracle: int | None
+    live: float | None
+    peak: int | None
+
+
+@torch.no_grad()
+def evaluate_agent(
+    policy: Policy,
+    task: EnvTask,
+    episodes: int,
+    *,
+    seed: int,
+    rows: int = 64,
+    greedy: bool = False,
+    control: ControlName = "none",
+) -> AgentResult:
+    """Play at least `episodes` whole episodes with drawn actions, as in training, or with the likeliest ones.
+
+    The draws come from a generator state of their own, so that evaluating does not change how training goes on.
+
+    Args:
+        control: changes what the agent remembers while it plays; see controls.py.
+    """
+    policy.eval()
+    device = next(policy.parameters()).device
+    envs = build_environments(task, min(rows, episodes), device)
+    envs.begin(seed)
+    changes = build_control(control, policy, task, envs.count, device, seed)
+    evaluation = _Evaluation(policy, task, envs, quota=-(-episodes // envs.count), greedy=greedy, control=changes)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            while not evaluation.done:
+                evaluation.step()
+    finally:
+        envs.close()
+    return evaluation.result()
+
+
+class _Evaluation:
+    """Rows of environments until each has played its episodes."""
+
+    def __init__(self, policy: Policy, task: EnvTask, envs: Any, *, quota: int, greedy: bool, control: Control) -> None:
+        self.policy, self.task, self.envs, self.quota = policy, task, envs, quota
+        self.greedy, self.control = greedy, control
+        self.state = policy.initial_state(envs.count, "hidden")
+        zeros = lambda *shape: torch.zeros(*shape, device=envs.device)  # noqa: E731
+        self.returns, self.steps, self.finished = zeros(envs.count), zeros(envs.count).long(), zeros(envs.count).long()
+        self.live_sum, self.peak = zeros(envs.count), zeros(envs.count).long()
+        self.counted = True
+        self.live, self.looked = zeros(len(self.state)), zeros(())  # sums over steps, and how many there were
+        self.peaks: Tensor | None = None
+        self.episodes: list[_Episode] = []
+        self.retention = RetentionCounter(policy, envs.count)
+
+    @property
+    def done(self) -> bool:
+        return bool((self.finished >= self.quota).all())
+
+    def step(self) -> None:
+        facts, playing = self.envs.facts(), self.finished < self.quota
+        self.state = self.control.change(self.state, self.steps, facts)
+        observation = {name: x.unsqueeze(1) for name, x in self.envs.observation.items()}
+        choices, _, self.state, aux = self.policy(observation, self.state)
+        actions = (choices.likeliest() if self.greedy else choices.sample())[:, 0]
+        self._note_memories(aux, playing)
+        self.retention.add(aux, facts)
+        frame = self.envs.step(actions)
+        self.control.follow(actions, frame.ended)
+        self.returns, self.steps = self.returns + frame.reward, self.steps + 1
+        if bool(frame.ended.any()):
+            self._end(frame, facts, frame.ended, playing)
+
+    def _note_memories(self, aux: Any, playing: Tensor) -> None:
+        held = count_memories(self.state)  # [layers, B], after this step's deletions
+        if held is None:
+            self.counted = False
+            self.live = self.live + aux.live.float() * playing.sum()
+            self.looked = self.looked + playing.sum()
+            return
+        self.live_sum, self.peak = self.live_sum + held.float().mean(0), torch.maximum(self.peak, held.amax(0))
+        self.live, self.looked = self.live + (held * playing).sum(1), self.looked + playing.sum()
+        most = (held * playing).amax(1)
+        self.peaks = most if self.peaks is None else torch.maximum(self.peaks, most)
+
+    def _end(self, frame: Any, facts: dict[str, Tensor], ended: Tensor, playing: Tensor) -> None:
+        success = judge(frame.success, self.returns, self.task)
+        for row in ended.nonzero().flatten().tolist():
+            steps = int(self.steps[row])
+            if bool(playing[row]):
+                oracle = int(facts["oracle_steps"][row]) if "oracle_steps" in facts else None
+                live = float(self.live_sum[row]) / steps if self.counted else None
+                peak = int(self.peak[row]) if self.counted else None
+                self.episodes.append(_Episode(float(success[row]), float(self.returns[row]), steps, oracle, live, peak))
+            self.retention.end(row, steps, counts=bool(playing[row]))
+        self.finished = self.finished + ended.long()
+        self.returns, self.live_sum = self.returns.masked_fill(ended, 0), self.live_sum.masked_fill(ended, 0)
+        self.steps, self.peak = self.steps.masked_fill(ended, 0), self.peak.masked_fill(ended, 0)
+        self.state = self.policy.reset_rows(self.state, ended)
+
+    def result(self) -> AgentResult:
+        whole, live = _summarise(self.episodes, None), self.live / self.looked
+        peaks = self.peaks if self.peaks is not None else live
+        known = whole.success is not None
+        return AgentResult(
+            score=whole.success if whole.success is not None else whole.mean_return,
+            score_name="success" if known else "return",
+            episodes=whole.episodes,
+            mean_return=whole.mean_return,
+            low=whole.low,
+            high=whole.high,
+            mean_steps=whole.mean_steps,
+            live=live.tolist(),
+            peak_live=peaks.tolist(),
+            bands=_bands(self.episodes),
+            retention=self.retention.result(),
+        )
+
+
+def _bands(episodes: list[_Episode]) -> list[Band]:
+    groups: dict[int, list[_Episode]] = defaultdict(list)
+    for episode in episodes:
+        if episode.oracle is not None:
+            groups[(max(episode.oracle, 1) - 1) // BAND].append(episode)
+    return [_summarise(groups[n], n) for n in sorted(groups)]
+
+
+def _summarise(episodes: list[_Episode], band: int | None) -> Band:
+    judged = [e for e in episodes if not math.isnan(e.success)]
+    wins, count = sum(e.success for e in judged), len(episodes)
+    low, high = wilson(wins, len(judged)) if judged else (None, None)
+    lives = [e.live for e in episodes if e.live is not None]
+    peaks = [e.peak for e in episodes if e.peak is not None]
+    return Band(
+        first=None if band is None else band * BAND + 1,
+        last=None if band is None else (band + 1) * BAND,
+        episodes=count,
+        success=wins / len(judged) if judged else None,
+        low=low,
+        high=high,
+        mean_return=sum(e.returned for e in episodes) / count,
+        mean_steps=sum(e.steps for e in episodes) / count,
+        live=sum(lives) / len(lives) if lives else None,
+        peak_live=max(peaks) if peaks else None,
+    )

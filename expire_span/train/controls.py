@@ -1,0 +1,150 @@
+"""Controls against self-deception: does an agent act by what it remembers, or by something else?
+
+Each control changes the memories of an agent while it plays, and says what must then happen:
+- forget: all memories are deleted at every step; where memory is needed, the agent must fall to chance.
+- delete: the memories that show what is still needed are deleted once it is out of sight; chance again.
+- swap: they are replaced by those of a twin episode that differs in the cue's colour alone; the agent must take the door that
+  is right for its twin (Corridor with two colours).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from expire_span.agent_configs import EnvTask
+from expire_span.models.policy import Policy
+from expire_span.models.state import map_tensors
+from expire_span.store import NEVER, SteadyMemory, settle
+
+from .environments import build_environments, to_tensor
+
+ControlName = Literal["none", "forget", "delete", "swap"]
+
+
+class Control:
+    """Changes nothing. `change` is called before every step of an evaluation, `follow` after it."""
+
+    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
+        """The memories [B rows] that the agent acts with; `steps` [B] counts the steps of each row's episode so far."""
+        return state
+
+    def follow(self, actions: Tensor, ended: Tensor) -> None:
+        """The agent has acted [B, K]; episodes of the rows in `ended` [B] are over."""
+
+
+class Forget(Control):
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
+        return self.policy.reset_rows(state, torch.ones_like(steps, dtype=torch.bool))
+
+
+class Delete(Control):
+    """Needs an environment that says which fact an observation shows, and memories in slots."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.shown = torch.zeros(count, 0, dtype=torch.bool, device=device)  # [B, steps]: whether a step showed a fact
+
+    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
+        showing = _fact_of(facts) >= 0
+        width = int(steps.max()) + 1
+        if width > self.shown.shape[1]:
+            more = self.shown.new_zeros(len(steps), width - self.shown.shape[1])
+            self.shown = torch.cat([self.shown, more], 1)
+        self.shown[torch.arange(len(steps), device=steps.device), steps] = showing
+        return [_without(part, self.shown, steps, ~showing) for part in settle(state)]
+
+
+def _without(part: Any, shown: Tensor, steps: Tensor, rows: Tensor) -> Any:
+    """A layer's state without the memories, in the given rows, of steps that showed a fact."""
+    memory = _slots_of(part)
+    born = steps[:, None] + memory.pos  # positions count from the step to come: the newest is -1
+    stored = memory.pos != NEVER
+    gone = stored & rows[:, None] & shown.gather(1, born.clamp_min(0)) if born.numel() else stored
+    hidden, pos = memory.hidden.masked_fill(gone.unsqueeze(-1), 0), memory.pos.masked_fill(gone, NEVER)
+    return {**part, "memory": replace(memory, hidden=hidden, pos=pos)}
+
+
+def _slots_of(part: Any) -> SteadyMemory:
+    memory = part.get("memory") if isinstance(part, dict) else None
+    if not isinstance(memory, SteadyMemory):
+        raise ValueError(f"this control needs memories in slots, got a state of {type(memory or part).__name__}")
+    return memory
+
+
+class Swap(Control):
+    """The twin sees the same episode with the other colour as cue, and is led by the agent's own actions."""
+
+    def __init__(self, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int) -> None:
+        twin = build_environments(task, count, device)
+        engine: Any = getattr(twin, "engine", None)
+        if engine is None or engine.name != "corridor" or engine.config.colours != 2:
+            raise ValueError(f"the control swap needs a corridor with two colours, got {task.env}")
+        self.policy, self.twin, self.engine = policy, twin, engine
+        self.twin.begin(seed)
+        self._flip()
+        self.state = policy.initial_state(count, "hidden")
+        self.swapped = torch.zeros(count, dtype=torch.bool, device=device)
+
+    def _flip(self) -> None:
+        """Give all episodes the other colour as cue. Beginning one derives the cues of all anew, so all are flipped again."""
+        self.engine.first_cue = 1 - self.engine.first_cue
+        self.twin.observation = {n: to_tensor(x, self.twin.device) for n, x in self.engine.observe().items()}
+
+    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
+        now = (_fact_of(facts) < 0) & ~self.swapped  # the cue has just gone out of sight
+        self.swapped = self.swapped | now
+        state = choose_rows(self.state, state, now) if bool(now.any()) else state
+        seen = {name: x.unsqueeze(1) for name, x in self.twin.observation.items()}
+        self.state = self.policy(seen, self.state).state
+        return state
+
+    def follow(self, actions: Tensor, ended: Tensor) -> None:
+        out = self.twin.step(actions)
+        # The twin's episode ends when the agent's does: doors and lengths are the same.
+        assert bool((out.ended == ended).all())
+        self.swapped = self.swapped & ~ended
+        if bool(ended.any()):
+            self._flip()
+            self.state = self.policy.reset_rows(self.state, ended)
+
+
+def choose_rows(new: list[Any], old: list[Any], rows: Tensor) -> list[Any]:
+    """The state whose rows come from `new` where `rows` [B] says so, and from `old` elsewhere."""
+    out = []
+    for a, b in zip(settle(new), settle(old)):
+        most = max(_slots_of(x).pos.shape[1] for x in (a, b))
+        first, second = (_widen(_slots_of(x), most) for x in (a, b))
+        hidden = torch.where(rows[:, None, None], first.hidden, second.hidden)
+        out.append(
+            {**b, "memory": replace(second, hidden=hidden, pos=torch.where(rows[:, None], first.pos, second.pos))}
+        )
+    return map_tensors(out, torch.Tensor.detach)
+
+
+def _widen(memory: SteadyMemory, width: int) -> SteadyMemory:
+    """The same memories with empty slots in front."""
+    room = width - memory.pos.shape[1]
+    hidden = torch.nn.functional.pad(memory.hidden, (0, 0, room, 0))
+    return replace(memory, hidden=hidden, pos=torch.nn.functional.pad(memory.pos, (room, 0), value=NEVER))
+
+
+def _fact_of(facts: dict[str, Tensor]) -> Tensor:
+    if "fact" not in facts:
+        raise ValueError("this control needs an environment whose info tells which fact an observation shows")
+    return facts["fact"]
+
+
+def build_control(
+    name: ControlName, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int
+) -> Control:
+    if name == "forget":
+        return Forget(policy)
+    if name == "delete":
+        return Delete(count, device)
+    return Swap(policy, task, count, device, seed) if name == "swap" else Control()

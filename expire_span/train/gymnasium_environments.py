@@ -1,0 +1,198 @@
+"""Any registered Gymnasium environment as environments of an agent, through Gymnasium's vector API.
+
+Every episode is begun with a seed of its own, so an environment's state follows from that seed and the actions since: that is
+what a checkpoint holds, and going on replays them. No environment needs to know how to save itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expire_span.agent_configs import EnvTask, ObservationField
+from expire_span.errors import UserError
+
+from .environments import Environments, to_tensor
+
+MOST_WORDS = 4096
+"""An integer Box with at most this many values is read as words, one with more as numbers."""
+LARGEST_GRID = 16
+"""A uint8 Box of at most so many cells a side, with three channels, is read as MiniGrid's cells; larger ones are pictures."""
+
+
+class GymnasiumEnvironments(Environments):
+    """Environments in this process, or each in one of its own."""
+
+    def __init__(self, task: EnvTask, count: int, device: torch.device, first: int) -> None:
+        super().__init__(task, count, device)
+        self.first, self.vector = first, _make_vector(task, count)
+        space = self.vector.single_action_space
+        self.fields, self.actions = describe_observations(space_of(self.vector)), describe_actions(space, task.env)
+        self.starts = np.atleast_1d(np.asarray(getattr(space, "start", 0), dtype=np.int64))
+        self.flat = type(space).__name__ == "Discrete"
+        self.episodes = np.zeros(count, np.int64)
+        self.history: list[list[list[int]]] = [[] for _ in range(count)]
+        self.seed, self.seen, self.infos = 0, {}, {}
+        self._finish_fields()
+
+    def facts(self) -> dict[str, Tensor]:
+        names = ("optimal_action", "oracle_steps", "needed_until", "fact")
+        found = {name: self.infos[name] for name in names if name in self.infos}
+        return {name: to_tensor(np.asarray(x, dtype=np.int64), self.device) for name, x in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "episodes": self.episodes.tolist(),
+            "history": [[list(a) for a in h] for h in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin every row's episode so late that all of them arrive together; until then a row plays anything."""
+        history = state["history"]
+        longest = max(len(actions) for actions in history)
+        self.begin(state["seed"])
+        episodes = np.asarray(state["episodes"], np.int64)
+        for time in range(longest + 1):
+            starting = np.array([longest - len(actions) == time for actions in history])
+            if starting.any():
+                self.episodes = np.where(starting, episodes, self.episodes)
+                self._reset(starting)
+            if time < longest:
+                self._replay([h[time - longest + len(h)] if time >= longest - len(h) else None for h in history])
+        self.history = [[list(a) for a in actions] for actions in history]
+        last = torch.tensor([h[-1] if h else list(self.actions) for h in history], device=self.device)
+        begun = torch.tensor([not h for h in history], device=self.device)
+        self.observation = self._show(self._observe(), last, begun)
+
+    def _replay(self, actions: list[list[int] | None]) -> None:
+        chosen = torch.tensor([action or [0] * len(self.actions) for action in actions])
+        _, terminated, truncated, _ = self._advance(chosen)
+        ended = (terminated | truncated).cpu().numpy()
+        if ended.any():  # only rows that play anything can end: the episodes that are replayed were not over
+            self._reset(ended)
+
+    def close(self) -> None:
+        self.vector.close()
+
+    def _begin_all(self, seed: int) -> None:
+        self.seed, self.episodes = seed, np.zeros(self.count, np.int64)
+        self._reset(np.ones(self.count, bool))
+
+    def _begin_rows(self, rows: Tensor) -> None:
+        chosen = rows.cpu().numpy()
+        self.episodes = self.episodes + chosen
+        self._reset(chosen)
+
+    def _reset(self, rows: np.ndarray) -> None:
+        seeds = [episode_seed(self.seed, self.first + n, int(e)) for n, e in enumerate(self.episodes)]
+        seen, infos = self.vector.reset(seed=seeds, options={"reset_mask": rows})
+        self._note(seen, infos, rows)
+        self.history = [[] if begun else past for begun, past in zip(rows, self.history)]
+
+    def _note(self, seen: Any, infos: dict[str, Any], rows: np.ndarray) -> None:
+        """Take in observations of all rows, and what is said about those that were stepped or begun."""
+        self.seen = flatten_observation(seen)
+        for name, values in infos.items():
+            if isinstance(values, np.ndarray) and values.dtype != object and values.shape[:1] == (self.count,):
+                old = self.infos.get(name, np.zeros_like(values))
+                self.infos[name] = np.where(rows.reshape(-1, *[1] * (values.ndim - 1)), values, old)
+
+    def _advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        chosen = actions.cpu().numpy()
+        given = chosen + self.starts
+        seen, reward, terminated, truncated, infos = self.vector.step(given[:, 0] if self.flat else given)
+        self._note(seen, infos, np.ones(self.count, bool))
+        for past, action in zip(self.history, chosen.tolist()):
+            past.append(action)
+        success = np.asarray(infos["success"], np.float32) if "success" in infos else np.full(self.count, np.nan)
+        parts = [np.asarray(reward, np.float32), terminated, truncated, np.asarray(success, np.float32)]
+        reward, terminated, truncated, success = (to_tensor(x, self.device) for x in parts)
+        return reward, terminated, truncated & ~terminated, success
+
+    def _observe(self) -> dict[str, Tensor]:
+        return {name: to_tensor(x, self.device) for name, x in self.seen.items()}
+
+
+def episode_seed(seed: int, row: int, episode: int) -> int:
+    """A seed of 31 bits for one episode of one row, the same whatever else runs beside it."""
+    return int(np.random.SeedSequence([seed, row, episode]).generate_state(1)[0] >> 1)
+
+
+def _make_vector(task: EnvTask, count: int) -> Any:
+    try:
+        import gymnasium
+        from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+    except ImportError as error:
+        raise UserError(f"{task.env} needs Gymnasium, which is not installed; pip install 'expire-span[rl]'") from error
+    make = lambda: gymnasium.make(task.env, disable_env_checker=True, **task.arguments)  # noqa: E731
+    try:
+        make().close()
+    except gymnasium.error.Error as error:
+        raise UserError(f"environment {task.env!r} cannot be made: {_first_sentence(error)}") from error
+    except ImportError as error:
+        raise UserError(f"the module of environment {task.env!r} cannot be imported: {error}") from error
+    except TypeError as error:
+        raise UserError(f"task.options {task.options} do not fit {task.env}: {error}") from error
+    kind = AsyncVectorEnv if task.processes else SyncVectorEnv
+    return kind([make] * count, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def space_of(vector: Any) -> Any:
+    return vector.single_observation_space
+
+
+def describe_observations(space: Any, name: str = "") -> tuple[ObservationField, ...]:
+    """A Gymnasium observation space as fields; what cannot be read is refused."""
+    kind, label = type(space).__name__, name or "value"
+    if kind in ("Dict", "Tuple"):
+        parts = space.spaces.items() if kind == "Dict" else enumerate(space.spaces)
+        inner = [describe_observations(part, f"{name}.{key}" if name else str(key)) for key, part in parts]
+        return tuple(field for fields in inner for field in fields)
+    if kind == "Discrete":
+        return (ObservationField(label, "choices", (), (int(space.n),), (int(space.start),)),)
+    if kind in ("MultiDiscrete", "MultiBinary"):
+        sizes = space.nvec.flatten() if kind == "MultiDiscrete" else np.full(space.shape, 2).flatten()
+        lows = getattr(space, "start", np.zeros(space.shape, np.int64)).flatten()
+        return (ObservationField(label, "choices", space.shape, tuple(sizes.tolist()), tuple(lows.tolist())),)
+    if kind != "Box":
+        raise UserError(f"observations must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, got {space}")
+    return (_describe_box(space, label),)
+
+
+def _describe_box(space: Any, label: str) -> ObservationField:
+    shape = tuple(space.shape)
+    if space.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3 and max(shape[:2]) <= LARGEST_GRID:
+        return ObservationField(label, "grid", shape)
+    if np.issubdtype(space.dtype, np.integer) and shape:
+        low, high = int(space.low.min()), int(space.high.max())
+        if high - low < MOST_WORDS:
+            places = int(np.prod(shape))
+            return ObservationField(label, "words", shape, (high - low + 1,) * places, (low,) * places)
+    return ObservationField(label, "numbers", shape)
+
+
+def describe_actions(space: Any, env: str) -> tuple[int, ...]:
+    """The number of values of each choice; continuous actions are refused."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return (int(space.n),)
+    if kind == "MultiDiscrete" and len(space.shape) == 1:
+        return tuple(int(n) for n in space.nvec)
+    raise UserError(f"actions must be Discrete or MultiDiscrete, got {space} of {env}; wrap it into discrete choices")
+
+
+def flatten_observation(seen: Any, name: str = "") -> dict[str, np.ndarray]:
+    """Nested observations by dotted name, as `describe_observations` names them."""
+    if isinstance(seen, (dict, tuple)):
+        parts = seen.items() if isinstance(seen, dict) else enumerate(seen)
+        inner = [flatten_observation(part, f"{name}.{key}" if name else str(key)) for key, part in parts]
+        return {label: x for found in inner for label, x in found.items()}
+    return {name or "value": np.asarray(seen)}

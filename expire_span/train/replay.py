@@ -1,0 +1,177 @@
+"""Replay: windows of steps that were played one at a time, read again as blocks from the one state that each began with.
+
+A window may hold the end of one episode and the beginning of the next. It is cut there into stretches: a stretch that goes on
+with an episode reads from the stored state, one that begins an episode reads from nothing. Reading a stretch as a block gives
+the probabilities and values that were met when it was played, since a memory that was deleted then is masked now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.models.lifetimes import Lifetimes
+from expire_span.models.mixer import MixerAux
+from expire_span.models.policy import Observation, Policy
+from expire_span.models.state import select_rows
+
+
+@dataclass
+class Window:
+    """T steps of B environments. Tensors are [T, B, ..]."""
+
+    state: list[Any]
+    """What the policy remembered before the first step."""
+    begins: Tensor
+    """Whether a step is the first of its episode."""
+    observation: Observation
+    actions: Tensor
+    """[T, B, K]."""
+    log_prob: Tensor
+    """Of the actions, when they were chosen."""
+    value: Tensor
+    advantage: Tensor
+    target: Tensor
+    """What the value should have been."""
+    expert: Tensor | None = None
+    """The expert's actions [T, B], while the agent imitates."""
+
+    @property
+    def rows(self) -> int:
+        return self.begins.shape[1]
+
+    def take(self, rows: list[int] | None) -> Window:
+        """Some rows of the window; None is all of them."""
+        if rows is None:
+            return self
+        chosen = torch.tensor(rows, device=self.begins.device)
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("state", "observation")}
+        parts = {name: None if x is None else x[:, chosen] for name, x in parts.items()}
+        seen = {name: x[:, chosen] for name, x in self.observation.items()}
+        return Window(state=select_rows(self.state, chosen), observation=seen, **parts)  # type: ignore[arg-type]
+
+
+@dataclass
+class Stretch:
+    """Part of one row of a window that belongs to one episode."""
+
+    row: int
+    first: int
+    length: int
+    goes_on: bool
+    """Whether its episode began before the window."""
+
+
+def cut(begins: Tensor) -> list[Stretch]:
+    """Cut every row of a window [T, B] where an episode begins."""
+    steps, rows = begins.shape
+    table = begins.t().cpu().tolist()
+    found = []
+    for row in range(rows):
+        starts = [t for t in range(steps) if t == 0 or table[row][t]]
+        for first, stop in zip(starts, [*starts[1:], steps]):
+            found.append(Stretch(row, first, stop - first, not table[row][first]))
+    return found
+
+
+@dataclass
+class Replayed:
+    """What the policy gives for the steps of a window, in any order. Tensors are [N, ..] with one entry for each step."""
+
+    log_prob: Tensor
+    """Of the actions that were taken."""
+    value: Tensor
+    entropy: Tensor
+    expert_log_prob: Tensor | None
+    """Of the expert's actions, where there are any."""
+    span: Tensor
+    """Mean span given to each step's memory over the layers that learn spans; zero where none does."""
+    other_price: Tensor
+    """Loss of layers that pay for memory in another way (a scalar)."""
+    index: Tensor
+    """Where each entry lies in the window, flattened [T * B]."""
+
+
+def replay(policy: Policy, window: Window) -> Replayed:
+    """Read the stretches of a window as blocks."""
+    stretches, parts = cut(window.begins), []
+    encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
+    for goes_on in (True, False):
+        group = [s for s in stretches if s.goes_on == goes_on]
+        if group:
+            parts.append(_read(policy, window, encoded, group, goes_on))
+    return _join(parts)
+
+
+def _read(policy: Policy, window: Window, encoded: Tensor, group: list[Stretch], goes_on: bool) -> Replayed:
+    device, longest = window.begins.device, max(s.length for s in group)
+    rows, firsts, lengths = (torch.tensor([getattr(s, n) for s in group]) for n in ("row", "first", "length"))
+    time = torch.arange(longest)
+    mask = time < lengths[:, None]  # [n, longest]; what lies behind a stretch's end is read and not used
+    places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
+    mask, places = mask.to(device), places.to(device)
+    state = select_rows(window.state, rows) if goes_on else None
+    with SpanWatch(policy) as spans:
+        choices, value, _, aux = policy.read(encoded[places], state, keep="hidden" if goes_on else "nothing")
+    index = places[mask]
+    given = choices.log_prob(window.actions.flatten(0, 1)[places])[mask]
+    expert = None
+    if window.expert is not None:
+        expert = choices.log_prob(window.expert.flatten(0, 1)[places].unsqueeze(-1))[mask]
+    span = spans.mean(longest)
+    span = torch.zeros_like(value) if span is None else span
+    return Replayed(
+        given, value[mask], choices.entropy()[mask], expert, span[mask], _other_price(policy, aux.layers, value), index
+    )
+
+
+def _other_price(policy: Policy, layers: list[MixerAux], value: Tensor) -> Tensor:
+    """Losses that do not depend on steps, such as Adaptive-Span's; those of learned spans are counted step by step."""
+    known = [_rule_of(block.mixer) is not None for block in policy.layers()]
+    losses = [aux.loss for aux, counted in zip(layers, known) if aux.loss is not None and not counted]
+    return torch.stack(losses).sum(0).mean() if losses else value.new_zeros(())
+
+
+def _join(parts: list[Replayed]) -> Replayed:
+    many = {n: torch.cat([getattr(p, n) for p in parts]) for n in ("log_prob", "value", "entropy", "span", "index")}
+    expert = [p.expert_log_prob for p in parts if p.expert_log_prob is not None]
+    price = torch.stack([p.other_price for p in parts]).mean()
+    return Replayed(expert_log_prob=torch.cat(expert) if expert else None, other_price=price, **many)
+
+
+def _rule_of(mixer: nn.Module) -> Lifetimes | None:
+    rule = getattr(mixer, "span_predictor", None)
+    return rule if isinstance(rule, Lifetimes) else None
+
+
+class SpanWatch:
+    """Collects, while it is open, the spans that a policy's layers give, with their gradients.
+
+    A block's own loss averages over all of its steps; here the steps behind a stretch's end must not count.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.rules = [rule for block in policy.layers() if (rule := _rule_of(block.mixer)) is not None]
+        self.spans: list[Tensor] = []
+
+    def __enter__(self) -> SpanWatch:
+        self.hooks = [rule.register_forward_hook(self._note) for rule in self.rules]
+        return self
+
+    def _note(self, module: nn.Module, given: Any, span: Any) -> None:
+        self.spans.append(span)
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def mean(self, count: int) -> Tensor | None:
+        """The mean span over layers and heads of the last `count` steps, [B, count]; None without learned spans."""
+        if not self.spans:
+            return None
+        new = [span[..., -count:].transpose(1, 2) for span in self.spans]  # [B, count, P]
+        by_layer = [r.mean_over_heads(x.flatten(0, 1)).view(x.shape[:2]) for r, x in zip(self.rules, new)]
+        return torch.stack(by_layer).mean(0)

@@ -1,0 +1,100 @@
+"""Whether what an agent kept is what it needed.
+
+An environment may say of each observation which fact it shows, and until when that is of use (`fact`, `needed_until`). A memory
+is kept until its span and the ramp are over, or its episode ends. Then, counted in steps after a memory's birth:
+
+    precision = steps at which a memory was kept and of use / steps at which it was kept
+    recall    = steps at which a fact was of use and some memory of it was kept / steps at which it was of use
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Retention:
+    precision: float | None
+    """None where the environment says nothing of what is needed."""
+    recall: float | None
+    lifetime: list[float]
+    """Mean steps that a memory lives after its birth if its episode does not end, one number per layer."""
+    lifetime_spread: list[float]
+    """Standard deviation of it, one number per layer."""
+
+
+class RetentionCounter:
+    """Notes lives and needs of every step, row by row, and adds them up when episodes end."""
+
+    def __init__(self, policy: Policy, rows: int) -> None:
+        ramps = [getattr(getattr(block.mixer, "span_predictor", None), "ramp", None) for block in policy.layers()]
+        self.ramps = [ramp for ramp in ramps if ramp is not None]
+        self.told = False
+        self.births: list[list[tuple[int, int, int]]] = [[] for _ in range(rows)]  # fact, needed until, kept until
+        self.kept = self.useful = self.wanted = self.covered = 0
+        self.lives: list[Tensor] = []
+
+    def add(self, aux: Any, facts: dict[str, Tensor]) -> None:
+        """Note what this step's observation is needed for, and how long the layer that keeps longest will keep it."""
+        spans = [part.span for part in aux.layers]
+        if any(span is None for span in spans) or len(self.ramps) < len(spans):
+            return
+        # The last age at which a memory is alive: e + R - age > 0.
+        lives = torch.stack([(_longest(s) + r).ceil() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(
+            0
+        )  # [layers, B]
+        self.lives.append(lives)
+        self.told = "needed_until" in facts and "fact" in facts
+        longest = lives.amax(0).long().tolist()
+        none = [-1] * len(longest)
+        fact = facts["fact"].tolist() if self.told else none
+        until = facts["needed_until"].tolist() if self.told else none
+        for past, *birth in zip(self.births, fact, until, longest):
+            past.append((birth[0], birth[1], len(past) + birth[2]))
+
+    def end(self, row: int, steps: int, *, counts: bool) -> None:
+        """The episode of a row is over after so many steps."""
+        births, self.births[row] = self.births[row], []
+        if not (counts and self.told and births):
+            return
+        last = steps - 1
+        shown: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for birth, (fact, until, kept) in enumerate(births):
+            kept, until = min(kept, last), min(until, last) if fact >= 0 else birth
+            self.kept += kept - birth
+            self.useful += max(min(kept, until) - birth, 0)
+            if fact >= 0:
+                shown[fact].append((birth, until, kept))
+        for memories in shown.values():
+            self._cover(memories)
+
+    def _cover(self, memories: list[tuple[int, int, int]]) -> None:
+        """Steps at which one fact was of use, and those of them at which some memory of it was kept."""
+        reach = -1  # the last step that the memories born so far cover
+        for n, (birth, until, kept) in enumerate(memories):
+            stop = min(until, memories[n + 1][0]) if n + 1 < len(memories) else until
+            reach = max(reach, kept)
+            self.wanted += max(stop - birth, 0)
+            self.covered += max(min(stop, reach) - birth, 0)
+
+    def result(self) -> Retention | None:
+        if not self.lives:
+            return None
+        lives = torch.stack(self.lives).transpose(0, 1).flatten(1)  # [layers, steps x B]
+        share = lambda part, whole: part / whole if whole else math.nan  # noqa: E731
+        precision, recall = share(self.useful, self.kept), share(self.covered, self.wanted)
+        told = (precision, recall) if self.told else (None, None)
+        return Retention(*told, lives.mean(1).tolist(), lives.std(1, correction=0).tolist())
+
+
+def _longest(span: Tensor) -> Tensor:
+    """Spans of one step [B, 1] or [B, heads, 1]: the longest of a row's heads, [B]."""
+    return span.float().flatten(1).amax(1)

@@ -1,0 +1,192 @@
+"""Playing: a policy acts in many environments, one step at a time, and forgets for real on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.agent_configs import EnvTask
+from expire_span.models.backbone import BackboneAux
+from expire_span.models.policy import Policy
+from expire_span.store import NEVER, SteadyMemory, settle
+
+from .environments import Environments, Frame
+from .replay import Window
+
+
+@dataclass
+class Episodes:
+    """Sums over the episodes that ended, as plain numbers."""
+
+    count: int = 0
+    returns: float = 0.0
+    steps: float = 0.0
+    judged: int = 0
+    """Episodes of which success is known."""
+    successes: float = 0.0
+
+    def add(self, other: Episodes) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def success(self) -> float | None:
+        return self.successes / self.judged if self.judged else None
+
+
+@dataclass
+class Played:
+    """A window and what was seen while it was played."""
+
+    window: Window
+    episodes: Episodes
+    live: Tensor
+    """Mean living memories per step and row, one number per layer."""
+    bytes_held: int
+
+
+class Player:
+    """A policy in its environments: observations, memories, running returns. It plays on where it stopped."""
+
+    def __init__(self, policy: Policy, envs: Environments, task: EnvTask) -> None:
+        self.policy, self.envs, self.task = policy, envs, task
+        device = envs.device
+        self.state: list[Any] = policy.initial_state(envs.count, "hidden")
+        self.begins = torch.ones(envs.count, dtype=torch.bool, device=device)
+        self.returns = torch.zeros(envs.count, device=device)
+        self.steps = torch.zeros(envs.count, device=device)
+
+    @torch.no_grad()
+    def play(self, length: int, *, gamma: float, gae_lambda: float, expert_rows: int | None = None) -> Played:
+        """Play a window. With `expert_rows`, the expert is asked everywhere and acts in that many rows."""
+        self.policy.eval()
+        start, episodes, seen = settle(self.state), Episodes(), _Columns()
+        for _ in range(length):
+            seen.add(observation=self.envs.observation, begins=self.begins)
+            out = self.policy(_one_step(self.envs.observation), self.state)
+            actions, held = out.choices.sample()[:, 0], out.aux
+            log_prob = out.choices.log_prob(actions.unsqueeze(1))[:, 0]
+            if expert_rows is not None:
+                expert = self._ask_expert()
+                seen.add(expert=expert)
+                actions = torch.cat([expert[:expert_rows, None], actions[expert_rows:]])
+            frame = self.envs.step(actions)
+            reward = frame.reward + gamma * self._value_beyond(frame, out.state)
+            seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], reward=reward, ended=frame.ended)
+            seen.add(live=_mean_live(out.state, held))
+            episodes.add(self._note(frame))
+            self._go_on(out.state, frame.ended)
+        last = self.policy(_one_step(self.envs.observation), self.state).value[:, 0]
+        window = seen.window(start, last, gamma, gae_lambda)
+        return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), held.bytes_held)
+
+    def _go_on(self, state: list[Any], ended: Tensor) -> None:
+        self.begins = ended
+        self.state = self.policy.reset_rows(state, ended) if bool(ended.any()) else state
+
+    def _value_beyond(self, frame: Frame, state: list[Any]) -> Tensor | float:
+        """The value of what lies behind the end of episodes that were cut off."""
+        if frame.final is None:
+            return 0.0
+        value = self.policy(_one_step(frame.final), state).value[:, 0]
+        return torch.where(frame.truncated, value, 0.0)
+
+    def _ask_expert(self) -> Tensor:
+        facts = self.envs.facts()
+        if "optimal_action" not in facts:
+            told = "its info has no optimal_action"
+            raise ValueError(f"imitation needs an expert, and {self.task.env} has none: {told}; set --train.imitate 0")
+        return facts["optimal_action"].long()
+
+    def _note(self, frame: Frame) -> Episodes:
+        """Count the episodes that have just ended."""
+        self.returns, self.steps, ended = self.returns + frame.reward, self.steps + 1, frame.ended
+        count = int(ended.sum())
+        if not count:
+            return Episodes()
+        success = judge(frame.success, self.returns, self.task)[ended]
+        judged = ~success.isnan()
+        told = Episodes(count, float(self.returns[ended].sum()), float(self.steps[ended].sum()))
+        told.judged, told.successes = int(judged.sum()), float(success[judged].sum())
+        self.returns, self.steps = self.returns.masked_fill(ended, 0), self.steps.masked_fill(ended, 0)
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": settle(self.state),
+            "begins": self.begins,
+            "returns": self.returns,
+            "steps": self.steps,
+            "envs": self.envs.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], move: Any) -> None:
+        self.envs.load_state_dict(saved["envs"])
+        self.state = move(saved["state"])
+        self.begins, self.returns, self.steps = (move(saved[n]) for n in ("begins", "returns", "steps"))
+
+
+@dataclass
+class _Columns:
+    """What is noted at every step, by name."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value)
+
+    def window(self, start: list[Any], last: Tensor, gamma: float, gae_lambda: float) -> Window:
+        c = {name: torch.stack(x) for name, x in self.columns.items() if name not in ("observation", "live")}
+        names = self.columns["observation"][0]
+        observation = {name: torch.stack([x[name] for x in self.columns["observation"]]) for name in names}
+        advantage = advantages(c["reward"], c["value"], c["ended"], last, gamma, gae_lambda)
+        target, given = advantage + c["value"], (c["actions"], c["log_prob"], c["value"])
+        return Window(start, c["begins"], observation, *given, advantage, target, c.get("expert"))
+
+
+def advantages(reward: Tensor, value: Tensor, ended: Tensor, last: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantages [T, B]:
+
+        delta_t = r_t + gamma (1 - ended_t) V_t+1 - V_t,   A_t = delta_t + gamma lambda (1 - ended_t) A_t+1
+
+    `last` [B] is the value after the last step. Rewards of episodes that were cut off hold the value of what they missed.
+    """
+    out, after, goes_on = torch.zeros_like(value), torch.zeros_like(last), (~ended).to(value.dtype)
+    for t in reversed(range(len(reward))):
+        beyond = value[t + 1] if t + 1 < len(reward) else last
+        delta = reward[t] + gamma * goes_on[t] * beyond - value[t]
+        after = delta + gamma * gae_lambda * goes_on[t] * after
+        out[t] = after
+    return out
+
+
+def judge(success: Tensor, returns: Tensor, task: EnvTask) -> Tensor:
+    """Success of episodes [B]: what the environment says, else whether the return is high enough, else nan."""
+    if task.success_return is None:
+        return success
+    return torch.where(success.isnan(), (returns >= task.success_return).float(), success)
+
+
+def count_memories(state: list[Any]) -> Tensor | None:
+    """Living memories of every row, [layers, B]; None where a layer keeps no countable memories."""
+    stores = [part.get("memory") if isinstance(part, dict) else None for part in state]
+    if not all(isinstance(store, SteadyMemory) for store in stores):
+        return None
+    return torch.stack([(store.pos != NEVER).sum(1) for store in stores])  # type: ignore[union-attr]
+
+
+def _mean_live(state: list[Any], aux: BackboneAux) -> Tensor:
+    """Mean living memories of a row after a step, one number per layer; the stores know it without computing."""
+    counts = [getattr(part.get("memory"), "living", None) if isinstance(part, dict) else None for part in state]
+    if any(count is None for count in counts):
+        return aux.live.float()
+    return torch.stack(counts).float().mean(1)  # type: ignore[arg-type]
+
+
+def _one_step(observation: dict[str, Tensor]) -> dict[str, Tensor]:
+    """[B, ..] -> [B, 1, ..]."""
+    return {name: x.unsqueeze(1) for name, x in observation.items()}

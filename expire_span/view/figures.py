@@ -1,0 +1,132 @@
+"""Figures for papers, drawn from a trace: one function each, registered in `FIGURES` by name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from expire_span.runs import UserError, write_atomic
+
+from .pictures import PALETTE, STYLE, count_alive
+from .trace import Trace
+
+PRINT: dict[Any, Any] = STYLE | {name: "black" for name, value in STYLE.items() if value == STYLE["text.color"]}
+PRINT |= {"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "svg.fonttype": "path", "figure.dpi": 100}
+"""Black text, sizes that fit a column, and fonts that a publisher accepts (TrueType, embedded)."""
+COLUMNS = 100
+"""Letters of a line in the token figure."""
+SHOWN = 300
+"""Tokens that the timeline shows, and letters that the token figure has room for."""
+
+
+def draw_spans(trace: Trace) -> Figure:
+    """Histogram of the spans that each layer gives, on logarithmic axes."""
+    figure = Figure(figsize=(3.4, 2.3), layout="constrained")
+    axes = figure.add_subplot(xlabel="span (steps)", ylabel="share of tokens", xscale="log", yscale="log")
+    spans = np.maximum(trace.spans, 1)  # [layers, heads, T]
+    edges = np.geomspace(1, max(float(spans.max()), 2) * 1.01, 33)
+    for layer, values in enumerate(spans):
+        share, _ = np.histogram(values, edges)
+        colour = PALETTE[layer % len(PALETTE)]
+        axes.stairs(share / values.size, edges, color=colour, label=f"layer {layer + 1}", lw=1.2)
+    axes.legend(fontsize=6, ncols=1 + len(spans) // 7)
+    return figure
+
+
+def draw_timeline(trace: Trace) -> Figure:
+    """Lifelines of the layer that keeps a single memory longest, and below how many live."""
+    spans = trace.spans.max(1)
+    layer, ramp = int(spans.max(1).argmax()), trace.header["ramp"]
+    births = np.arange(min(len(trace), SHOWN))
+    deaths = births + np.maximum(np.ceil(spans[layer] + ramp), 0).astype(int)[births]
+    ends = np.minimum(deaths, len(births))
+    figure = Figure(figsize=(6.8, 3.2), layout="constrained")
+    bars, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    solid = np.clip(deaths - ramp, births, ends)
+    bars.hlines(births, births, ends, color=PALETTE[0], lw=0.7, alpha=0.4)
+    bars.hlines(births, births, solid, color=PALETTE[0], lw=0.7)
+    bars.set(ylabel="memory, by birth", ylim=(len(births), -1), title=f"Layer {layer + 1}")
+    count.step(births, count_alive(births, ends), where="mid", color=PALETTE[0], label="alive")
+    count.plot(births, births + 1, ls=":", color="black", lw=0.8, label="never forgetting")
+    count.set(xlabel="step", ylabel="memories", xlim=(0, len(births)))
+    count.legend(fontsize=6)
+    return figure
+
+
+def draw_tokens(trace: Trace) -> Figure:
+    """The first letters or words of the text, each on a ground whose colour is its mean span over layers."""
+    steps = trace.steps[:SHOWN]
+    spans = np.log1p(np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0))
+    share = (spans - spans.min()) / max(float(np.ptp(spans)), 1e-6)
+    places = _lay_out([step["text"] for step in steps])
+    rows = 1 + max((row for _, row in places), default=0)
+    figure = Figure(figsize=(6.8, 0.2 * rows + 0.1))
+    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    axes.set_axis_off()
+    axes.set(xlim=(0, COLUMNS), ylim=(rows, 0))
+    for step, value, (column, row) in zip(steps, share, places):
+        box = {"facecolor": (*_blue(float(value)), 1.0), "edgecolor": "none", "boxstyle": "square,pad=0.12"}
+        colour = "white" if value > 0.55 else "black"
+        axes.text(column, row + 0.7, step["text"], fontsize=6, family="monospace", color=colour, bbox=box)
+    return figure
+
+
+def _lay_out(texts: list[str]) -> list[tuple[float, int]]:
+    """Column and row of each piece of text, in lines of `COLUMNS` letters."""
+    places, column, row = [], 0.0, 0
+    for text in texts:
+        width = len(text) + (0.6 if len(text) > 1 else 0)
+        if column + width > COLUMNS:
+            column, row = 0.0, row + 1
+        places.append((column, row))
+        column += width
+    return places
+
+
+def _blue(share: float) -> tuple[float, float, float]:
+    """From nearly white to dark blue: lightness alone tells the order."""
+    low, high = np.array([0.93, 0.95, 0.98]), np.array([0.03, 0.16, 0.36])
+    red, green, blue = low + (high - low) * share
+    return float(red), float(green), float(blue)
+
+
+def draw_growth(trace: Trace) -> Figure:
+    """Memory held over time, all layers together, against never forgetting."""
+    held = np.array([sum(step["bytes"]) for step in trace.steps]) / 1e6
+    steps = np.arange(1, len(held) + 1)
+    never = steps * trace.header["full_bytes"] * trace.header["layers"] / 1e6
+    figure = Figure(figsize=(3.4, 2.3), layout="constrained")
+    axes = figure.add_subplot(xlabel="steps read", ylabel="memory (MB, lower is better)", xscale="log", yscale="log")
+    axes.plot(steps, never, color="black", ls=":", lw=1, label="never forgetting")
+    axes.plot(steps, held, color=PALETTE[0], lw=1.3, label=trace.header["system"].replace("_", "-"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(fontsize=6)
+    return figure
+
+
+FIGURES: dict[str, Callable[[Trace], Figure]] = {
+    "spans": draw_spans,
+    "timeline": draw_timeline,
+    "tokens": draw_tokens,
+    "growth": draw_growth,
+}
+KINDS = ("pdf", "png", "svg")
+
+
+def write_figure(name: str, trace: Trace, path: Path) -> None:
+    """Draw a figure into a file whose name says the format."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in KINDS:
+        raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
+    out = io.BytesIO()
+    with rc_context(PRINT):
+        metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
+        FIGURES[name](trace).savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
+    write_atomic(path, out.getvalue())

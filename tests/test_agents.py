@@ -1,0 +1,282 @@
+"""Agents: what is replayed equals what was played, advantages and resumed runs are exact, bad input is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+
+from expire_span.agent_configs import EnvTask
+from expire_span.checkpoint import load_model, load_policy
+from expire_span.models.systems import SYSTEMS, find
+from expire_span.runs import RunFolder, UserError
+from expire_span.train import actor_critic
+from expire_span.train.actor_critic import AgentLearner, resume, train
+from expire_span.train.environments import build_environments
+from expire_span.train.replay import cut, replay
+from expire_span.train.rollout import advantages
+from tests.tiny_agents import MIXER, tiny_agent, with_mixer
+
+CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
+EXACT = [kind for kind, system in SYSTEMS.items() if system.streaming.startswith("exact")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Equal bits need equal threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What is replayed equals what was played
+
+
+def play_twice(config) -> AgentLearner:
+    """A learner that stands in the middle of episodes, with memories of earlier ones behind it."""
+    torch.manual_seed(1)
+    learner = AgentLearner(config)
+    with torch.no_grad():
+        for (
+            block
+        ) in learner.policy.layers():  # spans that differ, so that some memories die within a window and some after it
+            rule = getattr(block.mixer, "span_predictor", None)
+            if rule is not None and hasattr(rule, "weight"):
+                rule.weight.normal_(std=0.5)
+        learner.policy.action_head.weight.normal_(std=0.2)
+    learner.player.play(11, gamma=0.9, gae_lambda=0.8)
+    return learner
+
+
+@pytest.mark.parametrize("kind, env", [(kind, "Tiny/Echo-v0") for kind in EXACT] + [("expire_span", CORRIDOR)])
+def test_replay_equals_rollout(kind, env):
+    """Log-probabilities and values to 1e-5, in windows in which episodes end and begin."""
+    mixer = MIXER if kind == "expire_span" else find(kind).settings(**find(kind).example)
+    task = {"options": '{"max_length": 3}'} if env == CORRIDOR else {}
+    learner = play_twice(with_mixer(tiny_agent(env, task, window=16), mixer))
+    window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
+    stretches = cut(window.begins)
+    assert any(s.goes_on for s in stretches) and any(not s.goes_on for s in stretches)
+    learner.policy.train()
+    out = replay(learner.policy, window)
+    assert sorted(out.index.tolist()) == list(range(window.begins.numel()))  # every step once
+    for name in ("log_prob", "value"):
+        played = getattr(window, name).flatten()[out.index]
+        assert (getattr(out, name) - played).abs().max() < 1e-5, name
+    assert window.log_prob.std() > 0.01
+
+
+def test_memories_die_inside_the_replayed_window():
+    """Otherwise the test above would show nothing about deletion."""
+    learner = play_twice(tiny_agent(CORRIDOR, window=16))
+    before = learner.player.state[0]["memory"]
+    played = learner.player.play(16, gamma=0.9, gae_lambda=0.8)
+    assert before.pos.shape[1] > 0 and float(played.live.max()) < 8 + 1
+
+
+def test_stretches_do_not_see_across_an_episodes_end():
+    """Other observations before an episode's beginning change nothing after it."""
+    learner = play_twice(tiny_agent(window=16))
+    window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
+    row, first = next((s.row, s.first) for s in cut(window.begins) if not s.goes_on and s.first > 0)
+    out = replay(learner.policy, window)
+    changed = {name: x.clone() for name, x in window.observation.items()}
+    changed["clock"][:first, row] += 3
+    other = replay(learner.policy, replace(window, observation=changed))
+    time, rows = out.index // window.rows, out.index % window.rows
+    after = (rows != row) | (time >= first)
+    assert torch.equal(out.value[after], other.value[after])
+    assert not torch.equal(out.value[~after], other.value[~after])
+
+
+def test_spans_are_priced_without_padding():
+    """The mean span of the window's steps alone, whatever the stretches' lengths; and the price has a gradient."""
+    learner = play_twice(tiny_agent(window=16))
+    window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
+    out = replay(learner.policy, window)
+    singles = [replay(learner.policy, window.take([row])).span for row in range(window.rows)]
+    torch.testing.assert_close(torch.cat(singles).mean(), out.span.mean(), rtol=1e-5, atol=1e-6)
+    out.span.mean().backward()
+    assert all(block.mixer.span_predictor.bias.grad.abs() > 0 for block in learner.policy.layers())
+
+
+# Advantages
+
+
+def test_advantages_equal_their_sum():
+    """Against the definition as a double sum, with episodes that end."""
+    torch.manual_seed(0)
+    steps, rows, gamma, lam = 9, 5, 0.9, 0.7
+    reward, value, last = torch.randn(steps, rows), torch.randn(steps, rows), torch.randn(rows)
+    ended = torch.rand(steps, rows) < 0.25
+    got = advantages(reward, value, ended, last, gamma, lam)
+    beyond = torch.cat([value[1:], last[None]]) * (~ended)
+    delta = reward + gamma * beyond - value
+    for b in range(rows):
+        for t in range(steps):
+            total, weight = 0.0, 1.0
+            for k in range(t, steps):
+                total, weight = total + weight * delta[k, b], weight * gamma * lam
+                if ended[k, b]:
+                    break
+            torch.testing.assert_close(got[t, b], total)
+
+
+def test_episodes_that_were_cut_off_are_worth_what_they_missed():
+    """With a constant value head, the reward at a cut is raised by gamma times that value, and at a true end it is not."""
+    learner = AgentLearner(tiny_agent(window=24))
+    with torch.no_grad():
+        learner.policy.value_head.weight.zero_()
+        learner.policy.value_head.bias.fill_(2.0)
+    seen = []
+    real = learner.player.envs.step
+    learner.player.envs.step = lambda actions: seen.append(real(actions)) or seen[-1]
+    window = learner.player.play(24, gamma=0.5, gae_lambda=0.0).window
+    for t, frame in enumerate(seen):
+        raised = torch.where(frame.terminated, 0.0, 0.5 * 2.0)  # cut off or going on: the value beyond counts
+        torch.testing.assert_close(window.target[t], frame.reward + raised)
+    assert any(f.truncated.any() for f in seen) and any(f.terminated.any() for f in seen)
+
+
+# One update
+
+
+def test_the_surrogate_by_hand():
+    """Gains beyond the limit bring nothing more; losses always count."""
+    improver = AgentLearner(tiny_agent(clip_ratio=0.2)).model
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
+    loss, more = improver._surrogate(ratio.log(), advantage)
+    scaled = advantage / advantage.std()
+    torch.testing.assert_close(loss, -(torch.tensor([1.2, 0.5, 1.5, 0.8]) * scaled).mean())
+    assert more["clipped"] == 1
+
+
+def test_noise_is_not_blown_up():
+    """Advantages that hardly differ give a loss as small as they are."""
+    improver = AgentLearner(tiny_agent()).model
+    noise = 1e-3 * torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, _ = improver._surrogate(torch.tensor([0.1, 0.0, 0.1, 0.0]), noise)
+    assert 0 < -float(loss) < 1e-3
+
+
+def test_learning_stops_once_the_policy_has_moved_far(monkeypatch):
+    counts = {}
+    for limit in (1e-9, 1e9):
+        learner, calls = AgentLearner(tiny_agent(kl_limit=limit, epochs=3, minibatches=2, lr=1e-2)), []
+        real = learner._improve
+        learner._improve = lambda *a, real=real, calls=calls: calls.append(1) or real(*a)
+        learner.step(0)
+        counts[limit] = len(calls)
+    assert counts == {1e-9: 2, 1e9: 6}
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize("env", ["Tiny/Echo-v0", CORRIDOR])
+def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
+    """A run that is broken after any step and resumed ends with the unbroken run's bytes."""
+    budget = replace(tiny_agent().train.budget, live=3.0, gain=0.2, start_loss=0.9)
+    options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
+    task = {"previous_action": True, "success_return": 0.5, "options": '{"max_length": 3}' if env == CORRIDOR else "{}"}
+    config = tiny_agent(env, task, **options)
+    whole = train(config, tmp_path / "whole", shown=False)
+    real = AgentLearner.step
+
+    def step(self, index):
+        if index == 3:
+            raise KeyboardInterrupt
+        return real(self, index)
+
+    monkeypatch.setattr(AgentLearner, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "broken", shown=False)
+    monkeypatch.undo()
+    broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
+    for name in ("metrics.jsonl", "result.json"):
+        assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes()
+    lines = whole.read_metrics()
+    assert "imitation_loss" in lines[0] and "policy_loss" in lines[2]
+
+
+def test_environments_go_on_where_they_stood():
+    """Rows of unequal age, restored by replaying their actions, give the very same future."""
+    task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20}', previous_action=True)
+    one, two = (build_environments(task, 5) for _ in range(2))
+    one.begin(3)
+    torch.manual_seed(0)
+    for _ in range(33):
+        one.step(torch.randint(0, 3, (5, 1)))
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for _ in range(40):
+        for name, x in one.observation.items():
+            assert torch.equal(x, two.observation[name]), name
+        actions = torch.randint(0, 3, (5, 1))
+        a, b = one.step(actions), two.step(actions)
+        assert torch.equal(a.reward, b.reward) and torch.equal(a.ended, b.ended)
+
+
+def test_the_best_weights_are_kept(tmp_path, monkeypatch):
+    """The goal counts first, then the fewest memories; what an evaluation of the run plays are those weights."""
+    assert actor_critic._rank(0.99, 30.0, 0.95) < actor_critic._rank(0.96, 20.0, 0.95)
+    assert actor_critic._rank(0.9, 5.0, 0.95) < actor_critic._rank(0.95, 90.0, 0.95)
+    scores = iter([0.2, 0.7, 0.5])
+    real = AgentLearner._score
+    fake = lambda self, split, n: replace(real(self, split, n), score=next(scores, 0.0))  # noqa: E731
+    monkeypatch.setattr(AgentLearner, "_score", fake)
+    kept = {}
+    note = lambda self, result: (keep(self, result), kept.setdefault(result.score, self.policy.value_head.bias.clone()))  # noqa: E731
+    keep = AgentLearner._keep_best
+    monkeypatch.setattr(AgentLearner, "_keep_best", note)
+    run = train(tiny_agent(steps=6, eval_every=2), tmp_path / "run", shown=False)
+    assert torch.equal(load_policy(run).value_head.bias, kept[0.7])
+    assert not torch.equal(kept[0.7], kept[0.5])
+
+
+def test_multidiscrete_actions_and_every_epoch_of_minibatches(tmp_path):
+    config = tiny_agent(task={"options": '{"multi": true}'}, steps=2, minibatches=2, epochs=3)
+    run = train(config, tmp_path / "run", shown=False)
+    assert run.config.model.actions == (3, 2)
+    assert run.read_result()["score_name"] == "return"
+
+
+# Refusals
+
+
+def refuse(match: str, env: str, **task) -> None:
+    with pytest.raises(ValueError, match=match):
+        AgentLearner(tiny_agent(env, task))
+
+
+def test_bad_environments_are_refused():
+    refuse(
+        "unknown environment 'ExpireSpan/Coridor-Easy-v0'; did you mean ExpireSpan/Corridor-Easy-v0",
+        "ExpireSpan/Coridor-Easy-v0",
+    )
+    refuse("environment 'Nothing-v0' cannot be made", "Nothing-v0")
+    refuse("cannot be imported", "no_such_module:Thing-v0")
+    refuse("actions must be Discrete or MultiDiscrete, got Box", "Tiny/Torque-v0")
+    refuse("name one with --task.env", "")
+    refuse("do not fit ExpireSpan/Corridor-Easy-v0", CORRIDOR, options='{"colour": 3}')
+    refuse("do not fit Tiny/Echo-v0", "Tiny/Echo-v0", options='{"colour": 3}')
+    refuse("colours must lie in 2..5", CORRIDOR, options='{"colours": 9}')
+    with pytest.raises(ValueError, match="must be a JSON table of arguments, got '\\[1\\]'"):
+        EnvTask(options="[1]")
+
+
+def test_imitation_needs_an_expert():
+    config = tiny_agent("CartPole-v1", imitate=1)
+    with pytest.raises(ValueError, match="imitation needs an expert, and CartPole-v1 has none"):
+        AgentLearner(config).step(0)
+
+
+def test_an_agents_run_is_not_read_as_text(tmp_path):
+    run = train(tiny_agent(steps=1), tmp_path / "run", shown=False)
+    with pytest.raises(UserError, match="is an agent's, which reads no tokens"):
+        load_model(run)

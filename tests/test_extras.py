@@ -1,0 +1,56 @@
+"""The core needs torch, numpy and safetensors only; what needs more says which extra brings it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from expire_span.errors import EXTRAS
+
+ROOT = Path(__file__).resolve().parent.parent
+HIDE = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None  # importing it fails as if it were not installed
+"""
+CORE = """
+import torch
+from expire_span import Decoder, DecoderConfig, ExpireSpan, ExpiringMemory, expire_attention
+x = torch.randn(1, 2, 5, 8)
+expire_attention(x, x, x, torch.rand(1, 5) * 3, ramp=2)
+y, state, aux = ExpireSpan(16, 2, max_span=8, ramp=2)(torch.randn(1, 4, 16))
+Decoder(DecoderConfig.modern(dim=16, layers=1, heads=2, ff_dim=16))(torch.zeros(1, 3, dtype=torch.long))
+print("core works")
+"""
+
+
+def run(hidden: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HIDE + code, hidden, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_the_operator_and_the_layer_need_the_core_only():
+    done = run(",".join(EXTRAS), CORE)
+    assert done.returncode == 0 and "core works" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("missing", ["tyro", "rich", "accelerate"])
+def test_a_missing_package_is_named_with_its_extra(missing):
+    verb = {"tyro": "['recipes']", "rich": "['recipes']", "accelerate": "['train', 'recall']"}[missing]
+    code = f"sys.argv[1:] = {verb}\nfrom expire_span.__main__ import main\nsys.exit(main())"
+    done = run(missing, code)
+    if missing == "rich" and done.returncode == 0:
+        return  # this verb does without it
+    assert done.returncode == 2, done.stderr
+    assert f"needs the package {missing}; install it with: pip install 'expire-span[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_extra_that_is_named_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) - {"popgym"} <= set(project["optional-dependencies"])
+    assert [d.split(">")[0] for d in project["dependencies"]] == ["torch", "numpy", "safetensors"]
