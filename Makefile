@@ -36,6 +36,7 @@ bench-gpu: .venv/.ready  ## the operator, training steps and decoding on a GPU, 
 	$(BIN)/python -m benchmarks.plots benchmarks/out/attention.json
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.decode_picture benchmarks/out/decode.json
 
 clean:
 	rm -rf .venv build dist *.egg-info

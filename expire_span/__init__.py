@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is i
     from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach, PaperDetails
     from expire_span.models.systems.expire_span.layer import ExpireSpan
     from expire_span.ops import expire_attention
+    from expire_span.sampling import Sampling
     from expire_span.store import ExpiringMemory
+    from expire_span.stream import Stream
 
 __version__ = "0.2.0"
 
@@ -40,6 +42,8 @@ _PUBLIC = {
     "MixerOutput": "models.mixer",
     "PaperDetails": "models.systems.expire_span",
     "RunConfig": "config",
+    "Sampling": "sampling",
+    "Stream": "stream",
     "TrainConfig": "config",
     "expire_attention": "ops",
     "load_decoder": "checkpoint",
@@ -64,6 +68,8 @@ __all__ = [
     "MixerOutput",
     "PaperDetails",
     "RunConfig",
+    "Sampling",
+    "Stream",
     "TrainConfig",
     "__version__",
     "expire_attention",

@@ -43,6 +43,7 @@ def test_the_same_memories_live_at_every_step(cap, capacity, longest):
         if column == FRESH:
             slots.compact()
             epoch, column = epoch + FRESH, 0
+            assert living_in(slots, column, epoch) == living_of(memory, t), t
         k, v, span = memory_of_one(draw, longest)
         slots.append(k, v, span + RAMP, column)
         slots.evict(column + 1)

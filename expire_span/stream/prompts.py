@@ -12,16 +12,17 @@ from torch import Tensor
 from expire_span.models.decoder import Decoder
 
 PROMPT_BLOCK = 1024
-"""Tokens of a row that are read at once on a CPU; on a GPU up to `GPU_BLOCK`, in blocks of `GPU_TOKENS` over all rows."""
-GPU_BLOCK = 8192
-GPU_TOKENS = 65_536
+"""Tokens of a row that are read at once on a CPU."""
+GPU_BLOCK = 65_536
+"""Tokens of all rows together that are read at once on a GPU."""
 
 Prompt = Sequence[int] | bytes | Tensor
 
 
 def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
     """The prompt as tokens [T]."""
-    tokens = torch.as_tensor(list(prompt) if isinstance(prompt, (bytes, bytearray)) else prompt)
+    is_bytes = isinstance(prompt, (bytes, bytearray))
+    tokens = torch.tensor(bytearray(prompt), dtype=torch.uint8) if is_bytes else torch.as_tensor(prompt)
     if tokens.dim() != 1 or not len(tokens):
         raise ValueError(
             f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)} for row {row}"
@@ -52,7 +53,7 @@ def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator
     device = decoder.embed.weight.device
     size = PROMPT_BLOCK
     if device.type == "cuda":
-        size = max(256, min(GPU_BLOCK, GPU_TOKENS // len(prompt)))
+        size = max(256, GPU_BLOCK // len(prompt))
     for block in prompt.split(size, dim=1):
         block = block.to(device, non_blocking=True)
         logits, state, aux = decoder(block, state)
