@@ -123,7 +123,7 @@ class AgentTrainConfig:
     """The span predictors learn at lr times this."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = (0.9, 0.999)
     """Adam's running-mean factors."""
     clip: float = 0.5
     """Largest gradient norm; 0 switches clipping off."""
@@ -131,7 +131,7 @@ class AgentTrainConfig:
     """Updates of linear warm-up."""
     schedule: Literal["cosine", "constant", "linear"] = "linear"
     """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
-    decay_share: float = 0.5
+    decay_share: float = 1.0
     """With schedule=linear: the share of the updates, at the end, over which the rate falls."""
     final_lr: float = 0.1
     """Share of the peak learning rate left at the last update."""

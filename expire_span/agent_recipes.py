@@ -24,7 +24,7 @@ def agent_corridor_tiny() -> AgentRunConfig:
     base = agent()
     mixer = replace(base.model.mixer, max_span=40, ramp=8)
     model = replace(base.model, positions="none", mixer=mixer)
-    train = replace(base.train, steps=100)
+    train = replace(base.train, steps=200)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
 
 
@@ -32,8 +32,8 @@ def agent_corridor() -> AgentRunConfig:
     """Corridor Medium by reinforcement: remember a colour for up to 60 steps, and little else; minutes on a CPU."""
     base = agent_corridor_tiny()
     mixer = replace(base.model.mixer, max_span=128, ramp=16)
-    budget = BudgetConfig(live=20, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.03, patience_loss=0.05)
-    train = replace(base.train, steps=800, window=64, budget=budget, test_episodes=2400)
+    budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.03, patience_loss=0.05)
+    train = replace(base.train, steps=200, window=48, eval_every=25, budget=budget, goal=0.985, test_episodes=2400)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
     )

@@ -45,6 +45,8 @@ VALID, TEST = 1, 2
 LEAST_ADVANTAGE = 0.1
 """Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
 blown up they would undo what was learned."""
+LEAST_GRADIENT = 1e-5
+"""Adam's epsilon: an agent that has solved its task has hardly any gradient, and must not take full steps along its noise."""
 _PREFIX = "policy."
 """Where the policy's weights lie inside the trained module; checkpoints hold them without it."""
 
@@ -116,6 +118,9 @@ class AgentLearner:
         improver = Improver(Policy(model).to(device), self.config)
         self.model, *self.wrapped = self.accelerator.prepare(improver, *build_optimizers(improver, config.train))
         self.optimizers = [w.optimizer for w in self.wrapped]
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if "betas" in group:
+                group["eps"] = LEAST_GRADIENT
         if processes > 1:  # the same weights everywhere, but each process draws its own actions
             torch.manual_seed(config.seed + self.accelerator.process_index)
         envs.begin(split_seed(config.seed, 0))
