@@ -12,8 +12,8 @@ from expire_span.models.policy import Policy
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.store import NEVER, settle
 from expire_span.train.agent_evaluation import evaluate_agent, wilson
+from expire_span.train.build_environments import build_environments
 from expire_span.train.controls import Delete, choose_rows
-from expire_span.train.environments import build_environments
 from expire_span.train.retention import RetentionCounter
 
 CORRIDOR = EnvTask(env="ExpireSpan/Corridor-Easy-v0", options='{"max_length": 14}')

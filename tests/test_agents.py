@@ -16,7 +16,7 @@ from expire_span.models.systems import SYSTEMS, find
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import actor_critic
 from expire_span.train.actor_critic import AgentLearner, resume, train
-from expire_span.train.environments import build_environments
+from expire_span.train.build_environments import build_environments
 from expire_span.train.replay import cut, replay
 from expire_span.train.rollout import advantages
 from tests.tiny_agents import MIXER, tiny_agent, with_mixer

@@ -30,8 +30,8 @@ from expire_span.runs import RunFolder, UserError
 from . import randomness, session
 from .agent_evaluation import AgentResult, evaluate_agent
 from .budget import BudgetController
+from .build_environments import build_environments
 from .devices import build_accelerator
-from .environments import build_environments
 from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates

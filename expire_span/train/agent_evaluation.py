@@ -17,8 +17,8 @@ from torch import Tensor
 from expire_span.agent_configs import EnvTask
 from expire_span.models.policy import Policy
 
+from .build_environments import build_environments
 from .controls import Control, ControlName, build_control
-from .environments import build_environments
 from .retention import Retention, RetentionCounter
 from .rollout import count_memories, judge
 

@@ -20,7 +20,8 @@ from expire_span.models.policy import Policy
 from expire_span.models.state import map_tensors
 from expire_span.store import NEVER, SteadyMemory, settle
 
-from .environments import build_environments, to_tensor
+from .build_environments import build_environments
+from .environments import to_tensor
 
 ControlName = Literal["none", "forget", "delete", "swap"]
 

@@ -107,22 +107,6 @@ class Environments(ABC):
         """Give back what the environments hold outside this process."""
 
 
-def build_environments(
-    task: EnvTask, count: int, device: torch.device | str = "cpu", *, first: int = 0
-) -> Environments:
-    """The environments of a task. `first` is the number of the first row, where several processes share the rows."""
-    device = torch.device(device)
-    if not task.env:
-        raise ValueError("an agent needs an environment; name one with --task.env, like ExpireSpan/Corridor-Easy-v0")
-    if task.env.startswith("ExpireSpan/"):
-        from .gridworlds import GridWorlds
-
-        return GridWorlds(task, count, device, first)
-    from .gymnasium_environments import GymnasiumEnvironments
-
-    return GymnasiumEnvironments(task, count, device, first)
-
-
 def to_tensor(x: Any, device: torch.device) -> Tensor:
     """A numpy array or tensor on the device, never sharing memory with an array that may be written again."""
     return (torch.from_numpy(np.array(x)) if not isinstance(x, Tensor) else x).to(device)

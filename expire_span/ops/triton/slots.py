@@ -29,7 +29,7 @@ MOST_SPLITS = 16
 class Tiles(NamedTuple):
     """How a program of the step is cut: slots that it reads at once, and its warps."""
 
-    slots: int = 64
+    slots: int = 128
     warps: int = 4
 
 
