@@ -86,7 +86,7 @@ class TrainConfig:
     compile: bool = False
     """Compile the model with torch.compile."""
     graphs: bool = True
-    """On one GPU, replay a step's kernels as a CUDA graph where memory is carried and its shapes are steady."""
+    """On one GPU, record a training step as a CUDA graph and replay it, where every layer's shapes are steady."""
     eval_every: int = 200
     """Steps between evaluations on the valid split; the last step always has one."""
     eval_batches: int = 8

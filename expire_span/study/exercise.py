@@ -79,8 +79,7 @@ def measure(predict: Predict, lengths: tuple[int, ...] = LENGTHS, series: int = 
 
 
 def train_size(size: Size, tick: Callable[[float], None] = lambda cost: None) -> dict[str, Any]:
-    """Train all seeds of one size and say how it went; `tick` is told the share of the work done since the last "
-    "call."""
+    """Train all seeds of one size and say how it went; `tick` is told the share of the work done since the last call."""
     begin, busy = time.perf_counter(), time.process_time()
     seeds = list(range(size.seeds))
     networks = Networks(size.layers, size.units, seeds)

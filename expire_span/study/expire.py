@@ -1,5 +1,4 @@
-"""Decoders on the same series: Expire-Span, and the gated unit inside the same skeleton, trained by the ordinary "
-"training."""
+"""Decoders on the same series: Expire-Span, and the gated unit inside the same skeleton, trained by the ordinary training."""
 
 from __future__ import annotations
 

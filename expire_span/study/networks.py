@@ -1,5 +1,4 @@
-"""Stacks of gated layers that read a number each step and give a number: one network per seed, all trained "
-"together."""
+"""Stacks of gated layers that read a number each step and give a number: one network per seed, all trained together."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Work in several processes, one thread each, with a bar that shows the time left.
 
-A worker writes what it found into the study's folder itself, so that a killed study has lost only what was half done.
+A worker writes what it found into the study's folder itself, so that a killed study has lost only what was half done. Unlike
+the workers of `compare`, which are one training run each, these do many small pieces of work that are not runs.
 """
 
 from __future__ import annotations

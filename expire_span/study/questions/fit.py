@@ -1,4 +1,7 @@
-"""Training and measuring one small model: the library's scorer, optimizers and budget controller around a short loop."""
+"""Training and measuring one small model: the library's scorer, optimizers and budget controller around a short loop.
+
+The loop is its own because these models look both ways or carry penalties, leave no run folder, and take seconds.
+"""
 
 from __future__ import annotations
 

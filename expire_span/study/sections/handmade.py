@@ -1,5 +1,4 @@
-"""Sections on memories made by hand (items one to seven): the numbers first, then the words and pictures made of "
-"them."""
+"""Sections on memories made by hand (items one to seven): the numbers first, then the words and pictures made of them."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def curves() -> dict[str, np.ndarray]:
 
 
 def two_grus(steps: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
-    """The first unit of the post's cell and of torch.nn.GRU, given the same weights; and torch's with both changes "
-    "undone."""
+    """The first unit of the post's cell and of torch.nn.GRU, given the same weights; and torch's with both changes undone."""
     torch.manual_seed(seed)
     ours, theirs, changed = GatedCell(1, 4), nn.GRU(1, 4, batch_first=True), nn.GRU(1, 4, batch_first=True)
     x = 2 * torch.randn(1, steps, 1)
@@ -53,8 +51,7 @@ def two_grus(steps: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def copy_weights(ours: GatedCell, theirs: nn.GRU, keep: int) -> None:
-    """Give torch's GRU the numbers of the post's cell; keep = -1 turns its update gate round, so that z means the "
-    "same."""
+    """Give torch's GRU the numbers of the post's cell; keep = -1 turns its update gate round, so that z means the same."""
     units = ours.candidate.in_features
     z, r, c = ours.input.weight.split(units)
     bz, br, bc = ours.input.bias.split(units)
