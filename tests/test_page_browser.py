@@ -32,9 +32,9 @@ def server(tmp_path_factory):
     run = train(tiny_config(write_text(folder), steps=2), folder / "runs" / "tiny", shown=False)
     generate = Tracer.generate
 
-    def unhurried(*args):  # this model writes a thousand tokens before a hand could press a button
+    def unhurried(*args):  # a fast model writes its thousand tokens before a busy page could press a button
         for step in generate(*args):
-            time.sleep(0.01)
+            time.sleep(0.1)
             yield step
 
     with pytest.MonkeyPatch.context() as patch, serving(Source(run)) as (port, app):
