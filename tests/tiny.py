@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import random
 import subprocess
 import sys
@@ -59,6 +60,11 @@ def _collect(config: Any, recipe: Any, prefix: str, out: list[str]) -> None:
             out += [f"--{prefix}{name}".replace("_", "-"), str(new)]
 
 
+def _heed_interrupts() -> None:
+    """Ctrl-C reaches the process even where the tests themselves were started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def spawn(*args: str, launcher: tuple[str, ...] = ("-m", "expire_span"), **options: Any) -> subprocess.Popen[str]:
     """The command line as a real process, with this process's number of threads."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -68,5 +74,6 @@ def spawn(*args: str, launcher: tuple[str, ...] = ("-m", "expire_span"), **optio
         "text": True,
         "cwd": ROOT,
         "env": env,
+        "preexec_fn": _heed_interrupts,
     }
     return subprocess.Popen([sys.executable, *launcher, *args], **{**pipes, **options})
