@@ -92,7 +92,7 @@ def test_what_is_shipped_is_the_run(run, folder):
         )  # rounding to float16, subnormals included
     assert folder.config.model == run.config.model and folder.config.task.path == "text.txt"
     data = Text(run.config.task)
-    assert (folder.path / "sample.txt").read_bytes() == data.split("test").tobytes()
+    assert (folder.path / "sample.txt").read_bytes() == data.split("test").tobytes()[:-1], "the last is only predicted"
     card = (folder.path / "README.md").read_text()
     assert "words that repeat" in card and "**a test**" in card and str(run.path.parent) not in card
 
