@@ -2,8 +2,8 @@
 
 ENWIK8 is the file (or an .xz of it), BOOKS a folder of .txt files (or a .tar.xz of one). The folder that is written holds
 training, validation and test parts in this order, each of Wikipedia and of books, so that the recipe's shares (2% and 2%, from
-the end) cut between them. Of the books, the 16th, 32nd ... by name are for validation, those after them for the test: no book is
-in two parts.
+the end) cut between them. Of the books, the 16th, 32nd ... by name are for validation, those after them for the test: no
+book is in two parts.
 """
 
 from __future__ import annotations
