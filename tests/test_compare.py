@@ -154,7 +154,11 @@ BAD = [
     (["recall", "--mixers", "full", "--budgets", "0"], "at least 1 memory, got 0"),
     (["recall", "--mixers", "full", "--budgets", "8,8"], "got 8 2 times"),
     (["recall", "--mixers", "full", "--budgets", "8;9"], "got '8;9'"),
-    (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+    (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must lie between 1 and 1,000, got 0"),
+    (
+        ["recall", "--mixers", "full", "--seeds", "999999999999"],
+        "--seeds must lie between 1 and 1,000, got 999,999,999,999",
+    ),
     (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0 and finite, got -1"),
     (
         ["recall", "--mixers", "expire_span", "--budgets", "2"],
