@@ -62,7 +62,7 @@ class Retrofit:
             {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
         ).to(device)
         self.dial = 1.0
-        """Multiplies all predicted spans. Below 1 it tightens the memory at run time; that is not what was trained."""
+        """Multiplies all predicted spans: below 1 it tightens the memory at run time. That is not what was trained."""
         self._length = table_length(text_config(model))
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
@@ -231,7 +231,8 @@ class Retrofit:
     @property
     def longest_life(self) -> int:
         """Tokens after which any memory is gone."""
-        lives = [self.config.max_span + self.config.ramp if x.window is None else x.window for x in self.layers]
+        longest = self.config.max_span * max(self.dial, 1.0) + self.config.ramp
+        lives = [longest if x.window is None else x.window for x in self.layers]
         return math.ceil(max(lives))
 
 
