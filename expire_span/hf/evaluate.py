@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,9 +233,11 @@ def _by_kind(kinds: list[str], right: list[bool]) -> dict[str, float]:
     }
 
 
-def bootstrap(ours: list[float], theirs: list[float], rounds: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+def bootstrap(
+    ours: Sequence[float], theirs: Sequence[float], rounds: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
     """Mean difference of two methods' losses on the same documents, and its 95% interval by resampling documents."""
-    difference = numpy.array(ours) - numpy.array(theirs)
+    difference = numpy.array(ours, dtype=float) - numpy.array(theirs, dtype=float)
     rng = numpy.random.default_rng(seed)
     means = difference[rng.integers(len(difference), size=(rounds, len(difference)))].mean(1)
     low, high = numpy.quantile(means, [0.025, 0.975])
