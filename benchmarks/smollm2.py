@@ -52,7 +52,8 @@ def main() -> None:
     if "decode" in asked.only:
         from benchmarks.hf_decode import decode_times
 
-        note(asked, "decode", {"rows": decode_times(handle, asked.decode_context, asked.decode_batch)})
+        ids = places(books["test"], asked.decode_context, asked.decode_batch).to(model.device)
+        note(asked, "decode", {"rows": decode_times(handle, ids)})
 
 
 def parse() -> argparse.Namespace:
@@ -75,7 +76,7 @@ def parse() -> argparse.Namespace:
         "--initial-span", type=float, default=0.52, help="share of --max-span: the context and a little"
     )
     parser.add_argument("--ramp", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=None)
+    parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--gain", type=float, default=0.1)
     parser.add_argument("--initial-weight", type=float, default=1e-5)
     parser.add_argument("--fact-rows", type=int, default=1, help="rows of a batch in which facts are asked for later")
@@ -143,6 +144,12 @@ def write_tokens(asked: argparse.Namespace, tokenizer: Any, path: Path) -> None:
         for book in books:
             tokens[f"{part}.{book.stem}"] = read_documents(tokenizer, book, limit)[0].to(torch.uint16)
     safetensors.torch.save_file(tokens, path)
+
+
+def places(books: list[Tensor], context: int, count: int) -> Tensor:
+    """So many contexts [count, context] of the books, one after another from each."""
+    starts = [(start, ids) for start in range(0, 8192, 1024) for ids in books if start + context <= len(ids)]
+    return torch.stack([ids[start : start + context] for start, ids in starts[:count]])
 
 
 # Learning

@@ -5,8 +5,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from expire_span.hf import RetrofitConfig, retrofit  # noqa: E402
-from expire_span.hf import decoding  # noqa: E402
+from expire_span.hf import (  # noqa: E402
+    RetrofitConfig,
+    decoding,
+    retrofit,
+)
 from expire_span.hf.decoding import RetrofitEngine  # noqa: E402
 from expire_span.sampling import Sampling  # noqa: E402
 from expire_span.store.slots import FRESH  # noqa: E402

@@ -202,9 +202,11 @@ class Retrofit:
         past = kwargs.get("past_key_values")
         if isinstance(past, ExpiringCache):
             past.check_whole()
+        if self._length is None:
+            return  # positions have no end; asking a cache on a GPU for its length may wait for the device
         new = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
         tokens = (0 if past is None else int(past.get_seq_length())) + (0 if new is None else new.shape[1])
-        if self._length is not None and tokens > self._length:
+        if tokens > self._length:
             kind = type(self.model).__name__
             raise ValueError(
                 f"{kind} has a learned table of {self._length} positions, got a context of {tokens} tokens; "

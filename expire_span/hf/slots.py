@@ -1,7 +1,7 @@
 """A retrofitted model's memories in slots of fixed size, so that one token of every row is one recorded CUDA graph on a GPU.
 
 `SlotCache` is handed to the model as `past_key_values`, one new token of each row at a time. Its layers pass keys and values
-through; the attention function then stores them, reads the living, and returns the layer's output (`LayerSlots.attend`). Nothing
+through; the attention function then stores them and reads the living (`LayerSlots.attend`). Nothing
 waits for the device and nothing that the host alone knows is used, so the model's own forward pass can be recorded.
 """
 
