@@ -31,7 +31,7 @@ ROWS = {
     "models": 4,
     "tasks": 4,
     "checkpoint": 5,
-    "hf": 5,
+    "hf": 5.5,  # decodes with the engine of streams
     "sampling": 4,
     "stream": 5,
     "generate": 6,
