@@ -49,6 +49,8 @@ class Compare:
     """Folder that holds the comparison's folder."""
 
 
+MOST_SEEDS = 1000
+"""Runs of one system at most: every run is planned, and its folder named, before the first begins."""
 USUAL = (
     "mixers",
     "budgets",
@@ -97,8 +99,8 @@ def run_compare(args: list[str]) -> int:
 def _systems(command: Compare) -> list[System]:
     """The runs that were asked for; what can be refused without data or device is refused here."""
     kinds = parse_mixers(command.mixers)
-    if command.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {command.seeds}")
+    if not 1 <= command.seeds <= MOST_SEEDS:
+        raise UserError(f"--seeds must lie between 1 and {MOST_SEEDS:,}, got {command.seeds:,}")
     if command.train_seconds is not None and not 0 < command.train_seconds < float("inf"):
         raise UserError(f"--train-seconds must be greater than 0 and finite, got {command.train_seconds:g}")
     budgets = parse_budgets(command.budgets, command.sweep, command.config)

@@ -69,6 +69,11 @@ class Clock:
         self.last, self.last_step = now, step
         return Reading(now - self.start, tokens / spent, left, pace)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since training began or was resumed, evaluations included."""
+        return time.perf_counter() - self.start
+
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on training steps."""
         self.last += seconds
