@@ -110,6 +110,8 @@ def test_parameters_match_within_one_percent(kind, recipe):
 def test_parameters_are_counted_right():
     model = replace(DecoderConfig(dim=32, heads=2, ff_dim=48), layers=5)
     assert count_parameters(model) == sum(p.numel() for p in Decoder(model).parameters())
+    hybrid = replace(model, partner=SYSTEMS["gru"].settings(), pattern="ppm")
+    assert count_parameters(hybrid) == sum(p.numel() for p in Decoder(hybrid).parameters()) != count_parameters(model)
 
 
 def test_parameters_that_cannot_match_are_refused():
