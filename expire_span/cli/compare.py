@@ -33,7 +33,8 @@ class Compare:
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     mixers: str = ""
-    """The memory systems, like full,transformer_xl,expire_span; see expire-span memories."""
+    """The memory systems, like full,transformer_xl,expire_span; see expire-span memories. A hybrid of two has layers of both in
+    turn, like 3xgated_deltanet+expire_span."""
     seeds: int = 1
     """Runs of each system: seeds from the recipe's on."""
     sweep: bool = False

@@ -20,6 +20,10 @@ def match_parameters(model: DecoderConfig, target: int) -> DecoderConfig:
     if hasattr(model.mixer, "hidden"):
         model = _match_hidden(model, target)
     best = _match_width(model, target)
+    if getattr(model.mixer, "value_factor", 1) > 1 and count_parameters(best) > (1 + TOLERANCE) * target:
+        best = _match_width(
+            replace(model, mixer=replace(model.mixer, value_factor=1)), target
+        )  # no room for wide values
     off = count_parameters(best) / target - 1
     if abs(off) > TOLERANCE:
         raise UserError(

@@ -60,8 +60,9 @@ def _check_splits(task: Task, config: RunConfig) -> int:
 
 def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
     """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
-    kind, train = config.model.mixer.kind, config.train
-    if find(kind).bounded:
+    train = config.train
+    kind = next((m.kind for m in config.model.mixers if not find(m.kind).bounded), None)
+    if kind is None:
         return
     element = 2 if train.precision == "bf16" else 4
     need = COPIES * (train.eval_batch or train.batch) * state_bytes(config.model, steps, element)

@@ -70,7 +70,7 @@ def device_bytes(device: torch.device) -> int:
 @cache
 def count_parameters(model: DecoderConfig) -> int:
     """Parameters of a decoder, without making it. Settings that do not fit together are refused here."""
-    if model.layers > 2:  # every further layer has as many as the second
+    if model.layers > 2 and not model.pattern:  # every further layer has as many as the second
         one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
         return one + (model.layers - 1) * (two - one)
     with torch.device("meta"):
