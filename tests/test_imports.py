@@ -24,6 +24,7 @@ ROWS = {
     "agent_recipes": 1,
     "runs": 1,
     "recipes": 1,
+    "task_recipes": 1,
     "ops": 2,
     "store": 3,
     "memory": 4,
