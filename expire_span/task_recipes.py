@@ -43,9 +43,8 @@ def _longer_copy(length: int, *, batch: int) -> RunConfig:
     mixer = replace(base.model.mixer, max_span=2 * length, ramp=64, temperature=max(8.0, length / 2048))
     train = replace(base.train, steps=3000, batch=batch, block=length, lr=2e-3, precision="bf16", graphs=False)
     train = replace(train, eval_every=500, test_batches=None)
-    return replace(
-        base, task=replace(base.task, max_length=length), model=replace(base.model, mixer=mixer), train=train
-    )
+    model = replace(base.model, heads=2, mixer=mixer)  # heads of 32, as the GPU's kernels need them
+    return replace(base, task=replace(base.task, max_length=length), model=model, train=train)
 
 
 def corridor() -> RunConfig:
@@ -58,7 +57,8 @@ def corridor_small() -> RunConfig:
     """Walk an expert's corridors of up to 200 cells with four shuffled doors."""
     task = CorridorTask(max_length=200, colours=4, niche_prob=0.5, shuffled=True)
     mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.99, span_loss="l1")
-    return RunConfig(task, _twin_model(mixer, layers=2), _on_gpu(_twin_train(block=400, live=20, steps=2000), 128))
+    model = replace(_twin_model(mixer, layers=2), heads=2)
+    return RunConfig(task, model, _on_gpu(_twin_train(block=400, live=20, steps=2000), 128))
 
 
 def portal() -> RunConfig:

@@ -23,6 +23,7 @@ ROWS = {
     "agent_configs": 1,
     "agent_recipes": 1,
     "runs": 1,
+    "recipe_facts": 1,
     "recipes": 1,
     "task_recipes": 1,
     "ops": 2,
