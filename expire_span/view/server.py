@@ -18,8 +18,10 @@ from expire_span.checkpoint import list_checkpoints
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
 
+from .agent import AgentReader
 from .assets import render_page
 from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
+from .limit import WHOLE, Cut
 from .sessions import Session, Sessions
 from .source import Reader, open_reader
 from .trace import Line, encode, read_lines
@@ -37,11 +39,11 @@ class Source:
 
     def __init__(self, run: RunFolder | None = None, trace: Path | None = None) -> None:
         self.run, self.trace = run, trace
-        self._reader: Reader | None = None
+        self._reader: Reader | AgentReader | None = None
         self._step = ""
         self._lock = threading.Lock()
 
-    def reader(self) -> Reader:
+    def reader(self) -> Reader | AgentReader:
         """The model of the newest checkpoint. One that is still training moves on, and so does this."""
         if self.run is None:
             raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
@@ -59,16 +61,16 @@ class Source:
             try:
                 reader = self.reader()
                 info |= {"model": True, "text": reader.reads_text, "checkpoint": self._step}
-                info["generate"] = reader.config.model.vocab == 256 and reader.reads_text
+                info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
                 info["vocabulary"] = reader.config.task.kind
             except (RunError, ValueError) as error:
                 info["error"] = str(error)
         return info
 
-    def sample(self, limit: float | None) -> Iterator[Line]:
+    def sample(self, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
         if self.trace is not None:
             return read_lines(self.trace)
-        return self.reader().trace_sample(SAMPLE_TOKENS, limit)
+        return self.reader().trace_sample(SAMPLE_TOKENS, cut, number)
 
 
 def build_app(source: Source, port: int) -> FastAPI:
@@ -93,14 +95,15 @@ def build_app(source: Source, port: int) -> FastAPI:
 
     @app.post("/api/sample")
     async def sample(request: Request) -> StreamingResponse:
-        limit = number(await read_fields(request), "max_span", None, 0, 2**31)
-        return await _stream_lines(request, lambda: source.sample(limit))
+        fields = await read_fields(request)
+        cut, episode = _read_cut(fields), number(fields, "episode", 0, 0, 2**31)
+        return await _stream_lines(request, lambda: source.sample(cut, episode))
 
     @app.post("/api/trace")
     async def trace(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
-        limit = number(fields, "max_span", None, 0, 2**31)
-        return await _stream_lines(request, lambda: source.reader().trace_text(fields["text"], limit))
+        cut = _read_cut(fields)
+        return await _stream_lines(request, lambda: source.reader().trace_text(fields["text"], cut))
 
     @app.post("/api/generate")
     async def generate(request: Request) -> StreamingResponse:
@@ -121,6 +124,10 @@ def build_app(source: Source, port: int) -> FastAPI:
         return {"done": True}
 
     return app
+
+
+def _read_cut(fields: dict[str, Any]) -> Cut:
+    return Cut(number(fields, "max_span", None, 0, 2**31), number(fields, "live", None, 1, 2**31))
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import list_checkpoints, load_model
 from expire_span.config import RunConfig
 from expire_span.generate import START, Sampling
@@ -18,7 +19,9 @@ from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
 from expire_span.tasks.task import Task, build_task
 
-from .limit import limit_spans
+from .agent import AgentReader
+from .episodes import is_twin, replay_twin
+from .limit import WHOLE, Cut, trace_cut
 from .sample import sample_of
 from .trace import Line
 from .tracer import Tracer
@@ -34,7 +37,7 @@ class Reader:
     """The model of a run, ready to read. Several threads may ask; the model serves one step at a time."""
 
     name: str
-    decoder: Decoder
+    model: Decoder
     config: RunConfig
     own_sample: bytes | None = None
     """Text that lies in the run folder and is read as the sample, so that the data itself need not be there."""
@@ -57,6 +60,11 @@ class Reader:
     @property
     def reads_text(self) -> bool:
         return self.config.task.kind in ("text", "words")
+
+    @property
+    def generates(self) -> bool:
+        """Whether it can write text."""
+        return self.config.model.vocab == 256 and self.reads_text
 
     def encode(self, raw: bytes) -> Tensor:
         """Tokens [T] of text as this model knows them."""
@@ -87,28 +95,35 @@ class Reader:
 
     def tracer(self) -> Tracer:
         kind = self.config.task.kind
-        return Tracer(self.decoder, name=self.name, task=kind, about=about_task(self.config), show=self.show)
+        return Tracer(self.model, name=self.name, task=kind, about=about_task(self.config), show=self.show)
 
-    def trace_text(self, raw: bytes, limit: float | None = None) -> Iterator[Line]:
-        """The trace of a text; `limit` cuts all spans to so many steps."""
-        return self._read(self.encode(raw), {}, limit)
+    def trace_text(self, raw: bytes, cut: Cut = WHOLE) -> Iterator[Line]:
+        """The trace of a text; `cut` shortens lives."""
+        return self._read(self.encode(raw), {}, cut)
 
-    def trace_sample(self, count: int | None = None, limit: float | None = None) -> Iterator[Line]:
-        """The trace of the task's own sample, or of its first tokens."""
+    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+        """The trace of the task's own sample, or of its first tokens. There is one; `number` is of agents."""
         if self.own_sample is not None:
-            return self._read(self.encode(self.own_sample)[:count], {}, limit)
+            return self._read(self.encode(self.own_sample)[:count], {}, cut)
         tokens, answers = sample_of(self.task, self.config)
-        return self._read(tokens[:count], answers, limit)
+        pictures = replay_twin(self.task, tokens, self.config.seed) if is_twin(self.task) else None
+        return self._read(tokens[:count], answers, cut, pictures)
 
-    def _read(self, tokens: Tensor, answers: dict[int, int], limit: float | None) -> Iterator[Line]:
-        if limit is None:
+    def _read(
+        self, tokens: Tensor, answers: dict[int, int], cut: Cut, extras: list[Line] | None = None
+    ) -> Iterator[Line]:
+        if not cut.active:
             tracer = self.tracer()
             yield tracer.header()
-            yield from self._in_turn(tracer.read(tokens, answers))
+            yield from self._in_turn(tracer.read(tokens, answers, extras))
             return
-        with self.lock, limit_spans(self.decoder, limit):  # the clamp acts on all, so nobody else reads meanwhile
+
+        def read() -> list[Line]:
             tracer = self.tracer()
-            lines = [tracer.header() | {"max_span": limit}, *tracer.read(tokens, answers)]
+            return [tracer.header(), *tracer.read(tokens, answers, extras)]
+
+        with self.lock:  # the cut acts on the model itself, so nobody else reads meanwhile
+            lines = trace_cut(self.model, cut, read)
         yield from lines
 
     def generate(self, prompt: bytes, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
@@ -128,13 +143,13 @@ class Reader:
             yield step
 
 
-def open_reader(run: RunFolder) -> Reader:
+def open_reader(run: RunFolder) -> Reader | AgentReader:
     """The model of a run, or one sentence that says why there is none."""
     if not list_checkpoints(run):
         raise UserError(
             f"run {run.path} has no checkpoint yet, so there is no model to look into; wait, or train it on"
         )
-    return Reader.open(run)
+    return AgentReader.open(run) if isinstance(run.config, AgentRunConfig) else Reader.open(run)
 
 
 def is_trace(path: Path) -> bool:
