@@ -28,7 +28,7 @@ from expire_span.view.source import open_reader
 from expire_span.view.trace import Trace
 from tests.tiny_agents import MIXER, tiny_agent, with_mixer
 
-CORRIDOR = {"env": "ExpireSpan/Corridor-Easy-v0", "options": '{"max_length": 12}'}
+CORRIDOR = {"env": "ExpireSpan/Corridor-Easy-v0", "task": {"options": '{"max_length": 12}'}}
 
 
 def agent_run(folder, config) -> RunFolder:
@@ -37,9 +37,7 @@ def agent_run(folder, config) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunFolder:
-    return agent_run(
-        tmp_path_factory.mktemp("agents") / "corridor", tiny_agent(steps=1, test_episodes=4, task=CORRIDOR)
-    )
+    return agent_run(tmp_path_factory.mktemp("agents") / "corridor", tiny_agent(**CORRIDOR, steps=1, test_episodes=4))
 
 
 def decode(picture: str) -> np.ndarray:
@@ -87,7 +85,7 @@ def test_an_agent_of_any_environment_and_a_recurrent_one(tmp_path):
     trace = Trace.of(open_reader(run).trace_sample())
     assert trace.steps[0]["text"] == "step 0" and "image" not in trace.steps[0]
     assert trace.steps[0]["action"].startswith("action ")
-    gru = agent_run(tmp_path / "gru", with_mixer(tiny_agent(steps=1, task=CORRIDOR), GRUConfig()))
+    gru = agent_run(tmp_path / "gru", with_mixer(tiny_agent(**CORRIDOR, steps=1), GRUConfig()))
     trace = Trace.of(open_reader(gru).trace_sample())
     assert not trace.has_spans and len(trace.steps[0]["hidden"]) == 2, "the state of both layers"
 
