@@ -19,7 +19,7 @@ from expire_span.train.environments import Environments
 
 from .episodes import Describer, name_action, picture_of, to_row
 from .limit import WHOLE, Cut, trace_cut
-from .memory_log import MemoryLog, hidden_of, round_off, spans_by_head
+from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
 from .trace import VERSION, Line
 
 LONGEST = 8192
@@ -83,7 +83,8 @@ class Playing:
         span = out.aux.layers[0].span
         heads = span.shape[1] if span is not None and span.dim() == 3 else 1
         element = self.policy.action_head.weight.element_size()
-        self.log = MemoryLog(self.policy.config, heads=heads, spans=span is not None, element=element)
+        facts = MemoryFacts.of(self.policy.config, heads=heads, spans=span is not None, element=element)
+        self.log = MemoryLog(facts)
         self.state = self.policy.initial_state(1, "hidden")
 
     def lines(self, count: int) -> Iterator[Line]:
@@ -99,7 +100,7 @@ class Playing:
         about = f"An agent plays {task.env}; each step is one observation."
         return {
             **{"kind": "header", "version": VERSION, "name": self.reader.name, "task": task.kind, "about": about},
-            **{"vocabulary": "symbols", **self.log.header()},
+            **{"vocabulary": "symbols", **self.log.facts.header()},
         }
 
     def step(self) -> tuple[Line, bool]:

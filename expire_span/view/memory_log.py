@@ -66,39 +66,59 @@ class Ledger:
         return lost
 
 
-class MemoryLog:
-    """Fields of a trace that tell of memory: those of the header, and those of each step."""
+@dataclass(frozen=True)
+class MemoryFacts:
+    """What holds for the memories of a whole trace."""
 
-    def __init__(self, config: BackboneConfig, *, heads: int, spans: bool, element: int) -> None:
-        """`heads` is how many spans a layer gives a token, `element` the bytes of a number of a key or value."""
-        self.config, self.heads, self.spans = config, heads, spans
+    system: str
+    layers: int
+    heads: int
+    """Spans that a layer gives a token: 1, or one for each key/value head."""
+    ramp: float
+    full_bytes: int
+    """Bytes that a layer which never forgets adds at each step."""
+    memory_bytes: int | None = None
+    """Bytes of one memory; None where the system gives no spans."""
+    max_span: float | None = None
+    cap: int | None = None
+    offset: int = 0
+    """Position of the first token in the model's own store."""
+
+    @classmethod
+    def of(cls, config: BackboneConfig, *, heads: int, spans: bool, element: int) -> MemoryFacts:
+        """Of a backbone whose keys and values take `element` bytes a number."""
         mixer: Any = config.mixer
-        self.ramp = float(getattr(mixer, "ramp", 1))
-        self.cap = getattr(mixer, "cap", None)
-        self.offset = getattr(getattr(mixer, "paper", None), "initial_memories", 0)
-        self.pair = 2 * config.head_dim * element
-        self.ledger = Ledger(config.layers, heads)
+        pair = 2 * config.head_dim * element  # one head's key and value
+        each = (
+            1 if heads > 1 else config.num_kv_heads
+        ) * pair + 12  # heads that share a span, its position and the span
+        limit = getattr(mixer, "max_span", None) or getattr(mixer, "span", None)
+        return cls(
+            **{"system": mixer.kind, "layers": config.layers, "heads": heads, "ramp": float(getattr(mixer, "ramp", 1))},
+            full_bytes=config.num_kv_heads * pair + 12,
+            memory_bytes=each if spans else None,
+            max_span=limit if spans else None,
+            cap=getattr(mixer, "cap", None),
+            offset=getattr(getattr(mixer, "paper", None), "initial_memories", 0),
+        )
+
+    def header(self) -> Line:
+        names = ("system", "layers", "heads", "max_span", "ramp", "cap", "memory_bytes", "full_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+class MemoryLog:
+    """Fields of a trace's steps that tell of memory."""
+
+    def __init__(self, facts: MemoryFacts) -> None:
+        self.facts = facts
+        self.ledger = Ledger(facts.layers, facts.heads)
         self.position = 0
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of one memory: keys and values of the heads that share its span, its position and the span."""
-        heads = 1 if self.heads > 1 else self.config.num_kv_heads
-        return heads * self.pair + 12
-
-    def header(self) -> Line:
-        mixer: Any = self.config.mixer
-        limit = getattr(mixer, "max_span", None) or getattr(mixer, "span", None)
-        return {
-            "system": mixer.kind,
-            "layers": self.config.layers,
-            "heads": self.heads,
-            "max_span": limit if self.spans else None,
-            "ramp": self.ramp,
-            "cap": self.cap,
-            "memory_bytes": self.memory_bytes if self.spans else None,
-            "full_bytes": self.config.num_kv_heads * self.pair + 12,
-        }
+    def spans(self) -> bool:
+        """Whether tokens are given spans."""
+        return self.facts.memory_bytes is not None
 
     def add(self, spans: Sequence[Sequence[float]] | None, state: Any, aux: Any) -> Line:
         """One more step: its spans [layers][heads], or None where the system gives none and `aux` tells what is held."""
@@ -109,16 +129,16 @@ class MemoryLog:
     def _born(self, spans: Sequence[Sequence[float]], state: Any) -> Line:
         for layer, heads in enumerate(spans):
             for head, span in enumerate(heads):
-                self.ledger.add(layer, head, self.position, span, self.ramp)
+                self.ledger.add(layer, head, self.position, span, self.facts.ramp)
         deaths = self.ledger.expire(self.position)
-        if self.cap is not None:
+        if self.facts.cap is not None:
             deaths += self._evictions(state)
-        alive = self.ledger.alive
+        alive, each = self.ledger.alive, self.facts.memory_bytes or 0
         return {
             "spans": [[round_off(span) for span in heads] for heads in spans],
             "deaths": deaths,
             "live": [round_off(sum(heads) / len(heads)) for heads in alive],
-            "bytes": [sum(heads) * self.memory_bytes for heads in alive],
+            "bytes": [sum(heads) * each for heads in alive],
         }
 
     def _evictions(self, state: Any) -> list[list[int]]:
@@ -127,8 +147,8 @@ class MemoryLog:
         for layer, part in enumerate(state):
             memory = part.get("memory") if isinstance(part, dict) else None
             if isinstance(memory, ExpiringMemory):
-                rows = (memory.pos - self.offset)[0].reshape(-1, len(memory))
-                living = (memory.remaining(self.position + self.offset)[0] > -math.inf).reshape(-1, len(memory))
+                rows = (memory.pos - self.facts.offset)[0].reshape(-1, len(memory))
+                living = (memory.remaining(self.position + self.facts.offset)[0] > -math.inf).reshape(-1, len(memory))
                 for head, (births, kept) in enumerate(zip(rows, living)):
                     lost += self.ledger.evict(layer, head, set(births[kept].tolist()))
         return lost

@@ -64,7 +64,7 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
 
 def _trace(reader: Reader | AgentReader) -> Trace:
     """The task's sample, or an agent's episode; without spans there is nothing to rank, and less of it will do."""
-    whole = isinstance(reader, AgentReader) or reader.tracer().spans
+    whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
     return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))
 
 

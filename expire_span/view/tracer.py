@@ -6,6 +6,7 @@ What it needs of a decoder is public: the spans of new tokens, the logits, the s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from expire_span.generate import Sampling, narrow
 from expire_span.models.decoder import Decoder
 
-from .memory_log import MemoryLog, hidden_of, round_off, spans_by_head
+from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
 from .trace import VERSION, Line
 
 READ_BLOCK = 256
@@ -26,29 +27,20 @@ GUESSES = 4
 """Likeliest next tokens that a step names."""
 
 
-class Tracer:
+class TokenTracer(ABC):
     """`header()`, then `read(tokens)` and `generate(sampling)` as often as wished: memory is carried from one to the next."""
 
-    def __init__(self, decoder: Decoder, *, name: str, task: str, about: str = "", show: Any = None) -> None:
-        self.decoder = decoder.eval()
-        self.config = decoder.config
+    def __init__(self, facts: MemoryFacts, *, name: str, task: str, about: str, vocabulary: str, show: Any) -> None:
         self.name, self.task, self.about = name, task, about
-        self.vocabulary = {"text": "bytes", "words": "words"}.get(task, "symbols")
-        self.show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
-        self.state: Any = None
+        self.vocabulary, self.show = vocabulary, show
+        self.log = MemoryLog(facts)
         self.logits: Tensor | None = None
-        self.recurrent = hidden_of(decoder.initial_state(1)) is not None
-        heads, self.spans = self._probe()
-        self.log = MemoryLog(self.config, heads=heads, spans=self.spans, element=decoder.embed.weight.element_size())
+        self.state: Any = None
+        self.recurrent = False
 
-    @torch.inference_mode()
-    def _probe(self) -> tuple[int, bool]:
-        """How many spans a layer gives a token (1, or one for each key/value head), and whether it gives any."""
-        span = self.decoder(self._row([0]), None)[2].layers[0].span
-        return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
-
-    def _row(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], dtype=torch.long, device=self.decoder.embed.weight.device)
+    @abstractmethod
+    def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
+        """Logits [T, V] after each token, their spans [layers][T][heads] (None without), and what the layers report."""
 
     @property
     def position(self) -> int:
@@ -57,7 +49,7 @@ class Tracer:
 
     def header(self) -> Line:
         about = {"name": self.name, "task": self.task, "about": self.about}
-        return {"kind": "header", "version": VERSION, **about, "vocabulary": self.vocabulary, **self.log.header()}
+        return {"kind": "header", "version": VERSION, **about, "vocabulary": self.vocabulary, **self.log.facts.header()}
 
     def read(
         self, tokens: Tensor, answers: dict[int, int] | None = None, extras: Sequence[Line] | None = None
@@ -81,18 +73,17 @@ class Tracer:
             yield from self._advance([token], {})
 
     def _pace(self) -> int:
-        if self.recurrent or self.log.cap is not None:
+        if self.recurrent or self.log.facts.cap is not None:
             return 1  # hidden states and evictions are seen only between blocks
-        return READ_BLOCK if self.spans else COARSE_BLOCK
+        return READ_BLOCK if self.log.spans else COARSE_BLOCK
 
     def _advance(self, tokens: list[int], answers: dict[int, int]) -> Iterator[Line]:
         with torch.inference_mode():
-            logits, self.state, aux = self.decoder(self._row(tokens), self.state)
-            logs = logits[0].float().log_softmax(-1).cpu()  # [T, V]
+            logits, spans, aux = self.forward(tokens)
+            logs = logits.float().log_softmax(-1).cpu()  # [T, V]
         costs = self._costs(logs, tokens)
         guesses, texts = self._guesses(logs), self.show(torch.tensor(tokens))
-        spans = [spans_by_head(layer.span) for layer in aux.layers] if self.spans else None
-        self.logits = logits[0, -1].float().cpu()
+        self.logits = logits[-1].float().cpu()
         for n, token in enumerate(tokens):
             i = self.position
             step: Line = {"kind": "step", "i": i, "token": token, "text": texts[n], "bits": costs[n], "top": guesses[n]}
@@ -124,3 +115,31 @@ class Tracer:
     def _answer(self, logs: Tensor, wanted: int) -> Line:
         (text,) = self.show(torch.tensor([wanted]))
         return {"text": text, "bits": round_off(-float(logs[wanted]) / math.log(2))}
+
+
+class Tracer(TokenTracer):
+    """Of a decoder of this package."""
+
+    def __init__(self, decoder: Decoder, *, name: str, task: str, about: str = "", show: Any = None) -> None:
+        self.decoder = decoder.eval()
+        heads, spans = self._probe()
+        element = decoder.embed.weight.element_size()
+        facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
+        vocabulary = {"text": "bytes", "words": "words"}.get(task, "symbols")
+        show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
+        super().__init__(facts, name=name, task=task, about=about, vocabulary=vocabulary, show=show)
+        self.recurrent = hidden_of(decoder.initial_state(1)) is not None
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[int, bool]:
+        """How many spans a layer gives a token (1, or one for each key/value head), and whether it gives any."""
+        span = self.decoder(self._row([0]), None)[2].layers[0].span
+        return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
+
+    def _row(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], dtype=torch.long, device=self.decoder.embed.weight.device)
+
+    def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
+        logits, self.state, aux = self.decoder(self._row(tokens), self.state)
+        spans = [spans_by_head(layer.span) for layer in aux.layers] if self.log.spans else None
+        return logits[0], spans, aux
