@@ -38,6 +38,7 @@ class AgentReader:
     lock: threading.Lock = field(default_factory=threading.Lock)
     reads_text: bool = False
     generates: bool = False
+    vocabulary: str = "env"
 
     @classmethod
     def open(cls, run: RunFolder) -> AgentReader:
@@ -47,7 +48,7 @@ class AgentReader:
     def encode(self, raw: bytes) -> Any:
         raise UserError("an agent reads no text; look at one of its episodes instead")
 
-    def trace_text(self, raw: bytes, cut: Cut = WHOLE) -> Iterator[Line]:
+    def trace_text(self, raw: bytes, cut: Cut = WHOLE, count: int | None = None) -> Iterator[Line]:
         return self.encode(raw)
 
     def generate(self, *args: Any) -> Iterator[Line]:

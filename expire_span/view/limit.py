@@ -55,6 +55,9 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
         yield
         return
     found = [module for name, module in model.named_modules() if name.split(".")[-1] == PREDICTOR]
+    found = (
+        list(model.values()) if isinstance(model, nn.ModuleDict) else found
+    )  # predictors by themselves: a retrofit's
     if not found:
         mixer = getattr(getattr(model, "config", None), "mixer", None)
         kind = getattr(mixer, "kind", type(model).__name__)

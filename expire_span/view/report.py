@@ -14,7 +14,7 @@ from .agent import AgentReader
 from .assets import environment, pack_trace, parts
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
 from .sample import Sample, find_keepsakes, marks_of, sample_from
-from .source import Reader, about_task, open_reader
+from .source import AnyReader, about_task, open_reader
 from .trace import Trace
 
 MAP_TOKENS = 400
@@ -62,7 +62,7 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     )
 
 
-def _trace(reader: Reader | AgentReader) -> Trace:
+def _trace(reader: AnyReader) -> Trace:
     """The task's sample, or an agent's episode; without spans there is nothing to rank, and less of it will do."""
     whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
     return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))

@@ -23,7 +23,7 @@ from .assets import render_page
 from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
 from .limit import WHOLE, Cut
 from .sessions import Session, Sessions
-from .source import Reader, open_reader
+from .source import AnyReader, open_adapter, open_reader
 from .trace import Line, encode, read_lines
 
 NEXT_PORTS = 50
@@ -35,19 +35,34 @@ MOST_WRITTEN = 100_000
 
 
 class Source:
-    """What the page shows: a run, whose newest checkpoint is taken whenever a page is opened, or a trace."""
+    """What the page shows: a run, whose newest checkpoint is taken whenever a page is opened, an adapter, or a trace."""
 
-    def __init__(self, run: RunFolder | None = None, trace: Path | None = None) -> None:
-        self.run, self.trace = run, trace
-        self._reader: Reader | AgentReader | None = None
+    def __init__(
+        self,
+        run: RunFolder | None = None,
+        trace: Path | None = None,
+        *,
+        adapter: Path | None = None,
+        model: str | None = None,
+    ) -> None:
+        """`model` is where the adapter's base model is, if that is not where the adapter says."""
+        self.run, self.trace, self.adapter, self.model = run, trace, adapter, model
+        self._reader: AnyReader | None = None
         self._step = ""
         self._lock = threading.Lock()
 
-    def reader(self) -> Reader | AgentReader:
+    @property
+    def path(self) -> Path | None:
+        return self.run.path if self.run else self.trace or self.adapter
+
+    def reader(self) -> AnyReader:
         """The model of the newest checkpoint. One that is still training moves on, and so does this."""
-        if self.run is None:
-            raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
         with self._lock:
+            if self.adapter is not None:
+                self._reader = self._reader or open_adapter(self.adapter, self.model)
+                return self._reader
+            if self.run is None:
+                raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
             newest = next((path.name for path in list_checkpoints(self.run)), "")
             if self._reader is None or newest != self._step:
                 self._reader, self._step = open_reader(self.run), newest
@@ -55,14 +70,14 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
-        info["name"] = self.run.name if self.run else self.trace.name if self.trace else ""
+        info["name"] = self.path.name if self.path else ""
         info["training"] = self.run is not None and not self.run.finished
-        if self.run is not None:
+        if self.trace is None:
             try:
                 reader = self.reader()
-                info |= {"model": True, "text": reader.reads_text, "checkpoint": self._step}
+                info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._step}
                 info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
-                info["vocabulary"] = reader.config.task.kind
+                info["vocabulary"] = reader.vocabulary
             except (RunError, ValueError) as error:
                 info["error"] = str(error)
         return info

@@ -16,7 +16,7 @@ async function read(path, body, text) {
     if (first) setTrace(trace);
     goToEnd(trace);
     state.text = text;
-    find("other").value = wholeText(trace).slice(0, 20000);
+    find("other").value = (text ?? wholeText(trace)).slice(0, 20000);
     say("");
     soon("all");
     requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.read = trace.size; }));
@@ -42,7 +42,7 @@ function readText() {
 
 async function compare() {
   const given = (name) => find(name).value === "" ? null : Number(find(name).value), cut = { max_span: given("limit"), live: given("budget") };
-  const text = find("other").value, before = state.trace, same = before && text === wholeText(before).slice(0, 20000);
+  const text = find("other").value, before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
   say("comparing …", true);
   try {
     const sampled = !info.text || (same && info.vocabulary === "words");
