@@ -123,9 +123,9 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
     """Heading, caption and picture of the spans and of the lifelines."""
     marks = marks_of(sample, run.config)
     width = len(sample.labels) if marks else MAP_TOKENS
-    unit = {"text": "byte of the sample", "words": "word of the sample"}.get(
-        run.config.task.kind, "step of the episode"
-    )
+    kind = "tokens" if getattr(run.config.task, "tokenizer", "") else run.config.task.kind
+    units = {"text": "byte of the sample", "words": "word of the sample", "tokens": "token of the sample"}
+    unit = units.get(kind, "step of the episode")
     layer = sample.longest_layer
     heat = draw_span_map(sample.spans[:, :width], title="Span given to each token", marks=marks, unit=unit)
     title = f"Lifelines in layer {layer + 1}, which keeps longest"

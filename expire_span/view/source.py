@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from expire_span.generate import START, Sampling
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.tokens import Tokenizer
 
 from .limit import limit_spans
 from .sample import sample_of
@@ -50,6 +52,12 @@ class Reader:
             self._task = build_task(self.config.task)
         return self._task
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into tokens, where a run of text does not read bytes."""
+        path = getattr(self.config.task, "tokenizer", "")
+        return Tokenizer(path) if path else None
+
     @property
     def reads_text(self) -> bool:
         return self.config.task.kind in ("text", "words")
@@ -58,7 +66,7 @@ class Reader:
         """Tokens [T] of text as this model knows them."""
         kind = self.config.task.kind
         if kind == "text":
-            tokens = list(raw)
+            tokens = list(raw) if self.tokenizer is None else self.tokenizer.encode(raw)[0].tolist()
         elif kind == "words":
             tokens = self._words(raw)
         else:
@@ -78,11 +86,12 @@ class Reader:
         if self.config.task.kind == "text":  # needs no data, which may have moved
             from expire_span.tasks.text import label
 
-            return [label(byte) for byte in tokens.tolist()]
+            shown = label if self.tokenizer is None else self.tokenizer.label
+            return [shown(token) for token in tokens.tolist()]
         return self.task.show(tokens)
 
     def tracer(self) -> Tracer:
-        kind = self.config.task.kind
+        kind = "tokens" if self.tokenizer is not None else self.config.task.kind
         return Tracer(self.decoder, name=self.name, task=kind, about=about_task(self.config), show=self.show)
 
     def trace_text(self, raw: bytes, limit: float | None = None) -> Iterator[Line]:

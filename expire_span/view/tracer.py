@@ -81,7 +81,7 @@ class Tracer:
         self.decoder = decoder.eval()
         self.config = decoder.config
         self.name, self.task, self.about = name, task, about
-        self.vocabulary = {"text": "bytes", "words": "words"}.get(task, "symbols")
+        self.vocabulary = {"text": "bytes", "words": "words", "tokens": "tokens"}.get(task, "symbols")
         self.show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
         self.state: Any = None
         self.logits: Tensor | None = None
