@@ -62,7 +62,7 @@ def test_apple_gpus_are_refused_in_a_sentence(impl):
 
     from expire_span.ops import resolve_impl
 
-    with pytest.raises(ValueError, match=r"float64, which Apple's GPUs \(device mps\) do not have; move the tensors"):
+    with pytest.raises(ValueError, match=r"float64, which Apple's GPUs \(device mps\) do not have; move tensors"):
         resolve_impl(impl, torch.device("mps"))
 
 
