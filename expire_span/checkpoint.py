@@ -40,6 +40,7 @@ from expire_span.models.decoder import Decoder, upgrade_name
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
 from expire_span.runs import RunFolder
+from expire_span.shipped import SHIPPED
 
 Warn = Callable[[str], None]
 
@@ -194,8 +195,11 @@ def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sou
             raise UserError(f"weight {name} of {source} has the shape {shapes}; give the settings it was trained with")
 
 
-def load_decoder(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`."""
+def load_decoder(run: str | os.PathLike[str] = SHIPPED, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`.
+
+    Without a folder, the model that ships with the package; its tokens are bytes.
+    """
     return load_model(RunFolder.open(Path(run)), device)[0]
 
 
@@ -252,12 +256,12 @@ def _memory_name(rank: int) -> str:
     return "memory.safetensors" if rank == 0 else f"memory-{rank}.safetensors"
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write a checkpoint of step 0 that holds weights alone into a run folder that is still being made."""
-    final = folder / "checkpoints" / "step-00000000"
+def write_weights(folder: Path, weights: dict[str, Tensor], step: int = 0) -> None:
+    """Write a checkpoint that holds weights alone into a run folder that is still being made."""
+    final = folder / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
     write_synced(final / "model.safetensors", safetensors.torch.save(weights))
-    write_synced(final / "state.json", to_json({"step": 0, "weights_only": True}))
+    write_synced(final / "state.json", to_json({"step": step, "weights_only": True}))
     _write_sums(final)
 
 

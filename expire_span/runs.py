@@ -41,6 +41,7 @@ from expire_span.files import (
     write_synced,
 )
 from expire_span.migrations import OLDEST, migrate
+from expire_span.shipped import SHIPPED
 
 __all__ = [
     "RunError",
@@ -105,13 +106,20 @@ def check_holds_folders(folder: Path) -> None:
         raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir")
 
 
-def find_run(run: str, runs_dir: Path) -> RunFolder:
-    """A run by its name under `runs_dir`, or by its path. Leftovers of killed processes in it are deleted."""
+def find_run(run: str | None, runs_dir: Path) -> RunFolder:
+    """A run by its name under `runs_dir`, or by its path. Leftovers of killed processes in it are deleted.
+
+    None is the model that ships with the package, which can also be named.
+    """
+    if run is None:
+        return RunFolder.open(SHIPPED)
     for path in (runs_dir / run, Path(run)):
         if (path / "config.json").is_file():
             found = RunFolder.open(path)
             found.sweep()
             return found
+    if run == SHIPPED.name:
+        return RunFolder.open(SHIPPED)
     known = sorted(p.parent.name for p in runs_dir.glob("*/config.json"))
     near = difflib.get_close_matches(run, known, n=1)
     advice = f"did you mean {near[0]}?" if near else f"known runs: {', '.join(known) or 'none'}"

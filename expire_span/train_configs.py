@@ -47,6 +47,9 @@ class TrainConfig:
 
     steps: int = 1000
     """Optimizer steps."""
+    seconds: float | None = None
+    """Train for at most so long, in seconds since the start or the last resume, evaluations included. Where the clock is ahead
+    of the steps, schedules follow the clock, so that such a run cannot be repeated bit for bit. None sets no limit."""
     batch: int = 16
     """Rows per optimizer step, over all processes and accumulation steps together."""
     block: int = 256

@@ -241,28 +241,34 @@ def interrupt(folder: Path, name: str, signum: int) -> tuple[int, str, Path]:
     return process.returncode, err, second
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_killed_then_resumed(unbroken):
-    """No process stays behind, the finished system is not run again, and all metrics equal the undisturbed ones."""
-    interrupt(unbroken, "killed", signal.SIGKILL)
-    first = unbroken / "runs" / "killed" / "gru_torch-seed0"
+def goes_on_as_if_nothing_had_happened(unbroken: Path, name: str) -> None:
+    """The finished system is not run again, and all metrics equal the undisturbed ones."""
+    first = unbroken / "runs" / name / "gru_torch-seed0"
     before = {p: p.stat().st_mtime_ns for p in first.rglob("*")}
-    process = start(unbroken, "killed")
+    process = start(unbroken, name)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert {p: p.stat().st_mtime_ns for p in first.rglob("*")} == before
-    assert finished(unbroken, "killed") == finished(unbroken, "whole") and len(finished(unbroken, "killed")) == 4
+    assert finished(unbroken, name) == finished(unbroken, "whole") and len(finished(unbroken, name)) == 4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_killed_then_resumed(unbroken):
+    """No process stays behind. The short twin of this test sends Ctrl-C; a killed worker is told of in test_errors.py."""
+    interrupt(unbroken, "killed", signal.SIGKILL)
+    goes_on_as_if_nothing_had_happened(unbroken, "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_ctrl_c_saves_and_says_how_to_go_on(unbroken):
+def test_ctrl_c_saves_and_goes_on(unbroken):
     code, err, second = interrupt(unbroken, "asked", signal.SIGINT)
     assert code == 130 and "1 of 2 systems finished; the same command goes on" in err and "Traceback" not in err, err
     newest = max(p.name for p in (second / "checkpoints").iterdir())
     steps = [json.loads(line)["step"] for line in (second / "metrics.jsonl").read_text().splitlines()]
     assert int(newest.removeprefix("step-")) >= max(steps), "what was trained when the signal came is saved"
+    goes_on_as_if_nothing_had_happened(unbroken, "asked")
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ ROWS = {
     "agent_configs": 1,
     "agent_recipes": 1,
     "runs": 1,
+    "sizes": 1,
+    "shipped": 1,
     "recipes": 1,
     "ops": 2,
     "store": 3,

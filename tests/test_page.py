@@ -279,7 +279,6 @@ def _answers(port: int) -> bool:
     ("args", "words"),
     [
         (["nothing"], "'nothing'"),
-        ([], "no run under runs"),
         (["a.txt"], "a.txt is not a trace"),
         (["old.jsonl"], "has version 0"),
         (["a.txt", "--port", "0"], "--port must lie between 1 and 65535, got 0"),

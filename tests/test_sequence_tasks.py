@@ -141,7 +141,7 @@ def test_collision_refusals_labels_and_score():
         CollisionTask(size=1)
     labels = task.show(torch.tensor([3, 17, 32, 37, 42, 45]))
     assert labels == ["row 3", "column 1", "colour 0", "asked colour 0", "answer top left", "answer bottom right"]
-    assert task.vocab == 46 and task.score_of(0, 3, 4) == 0.25
+    assert task.vocab == 47 and task.score_of(0, 3, 4) == 0.25
 
 
 # Copy

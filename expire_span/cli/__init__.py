@@ -22,6 +22,7 @@ from .play import run_play
 from .retrofit import run_retrofit
 from .runs import run_demo, run_eval, run_report, run_resume, run_train
 from .serve import run_serve
+from .ship import run_ship
 from .study import run_study
 from .trace import run_trace
 from .verify import run_verify
@@ -94,6 +95,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
     "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
     "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
+    "ship": ("make a small folder of a run of text, to give away: expire-span ship RUN --out FOLDER", run_ship),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
     "retrofit": ("teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT", run_retrofit),

@@ -10,15 +10,15 @@ from pathlib import Path
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
-from .runs import OnRun
+from .runs import OnAnyRun
 
 MOST_SAMPLES = 100_000
 """Continuations that are written side by side at most."""
 
 
 @dataclass(frozen=True)
-class Generate(OnRun):
-    """Write text with a run's newest checkpoint, token by token, in bounded memory. Ctrl-C ends an endless one."""
+class Generate(OnAnyRun):
+    """Write text token by token, in bounded memory, with a run's newest checkpoint. Ctrl-C ends an endless one."""
 
     prompt: str = ""
     """Text to go on from; - reads it from standard input."""

@@ -47,6 +47,14 @@ class OnRun:
 
 
 @dataclass(frozen=True)
+class OnAnyRun:
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """Name of a run under --runs-dir, or the path of its folder; without it, the model that ships with the package."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders."""
+
+
+@dataclass(frozen=True)
 class Resume(OnRun):
     """Go on with an interrupted run from its newest sound checkpoint."""
 

@@ -1,4 +1,4 @@
-"""`expire-span trace RUN`: what a run's model remembers while it reads, as lines of JSON."""
+"""`expire-span trace [RUN]`: what a run's model remembers while it reads, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from expire_span.runs import UserError, find_run, write_atomic
 
 from .parsing import PROGRAM, parse
-from .runs import OnRun
+from .runs import OnAnyRun
 
 
 @dataclass(frozen=True)
-class TraceCommand(OnRun):
+class TraceCommand(OnAnyRun):
     """Write the trace of a text, or of the task's own sample: spans, births, deaths, predictions, bytes."""
 
     text: Path | None = None

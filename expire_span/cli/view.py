@@ -18,7 +18,7 @@ class View:
     """Show what a model remembers, on a page of this machine's own."""
 
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
-    """Name or folder of a run, or a trace file; without it, the run that was changed last."""
+    """Name or folder of a run, or a trace file; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     port: int = 8700
@@ -51,13 +51,10 @@ def run_view(args: list[str]) -> int:
 
 
 def _find(command: View) -> tuple[RunFolder | None, Path | None]:
-    if command.source is not None:
-        path = Path(command.source)
-        return (None, path) if path.is_file() else (find_run(command.source, command.runs_dir), None)
-    runs = sorted(command.runs_dir.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise UserError(f"no run under {command.runs_dir}; make one with: expire-span demo, or name a run or a trace")
-    return RunFolder.open(runs[-1].parent), None
+    path = Path(command.source) if command.source is not None else None
+    if path is not None and path.is_file():
+        return None, path
+    return find_run(command.source, command.runs_dir), None
 
 
 def _check_extra() -> None:

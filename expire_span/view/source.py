@@ -16,6 +16,7 @@ from expire_span.config import RunConfig
 from expire_span.generate import START, Sampling
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
+from expire_span.shipped import SAMPLE
 from expire_span.tasks.task import Task, build_task
 from expire_span.tasks.tokens import Tokenizer
 
@@ -37,6 +38,8 @@ class Reader:
     name: str
     decoder: Decoder
     config: RunConfig
+    own_sample: bytes | None = None
+    """Text that lies in the run folder and is read as the sample, so that the data itself need not be there."""
     _task: Task | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -44,7 +47,8 @@ class Reader:
     def open(cls, run: RunFolder) -> Reader:
         """From the newest sound checkpoint; the data itself is opened only when a sample is asked for."""
         decoder, config = load_model(run)
-        return cls(run.name, decoder, config)
+        sample = run.path / SAMPLE
+        return cls(run.name, decoder, config, sample.read_bytes() if sample.is_file() else None)
 
     @property
     def task(self) -> Task:
@@ -100,6 +104,8 @@ class Reader:
 
     def trace_sample(self, count: int | None = None, limit: float | None = None) -> Iterator[Line]:
         """The trace of the task's own sample, or of its first tokens."""
+        if self.own_sample is not None:
+            return self._read(self.encode(self.own_sample)[:count], {}, limit)
         tokens, answers = sample_of(self.task, self.config)
         return self._read(tokens[:count], answers, limit)
 
