@@ -10,11 +10,13 @@ from expire_span.checks import require
 
 @dataclass(frozen=True)
 class TextTask:
-    """Predict the next byte of a file, or of every file of a folder in name order."""
+    """Predict the next byte (or token) of a file, or of every file of a folder in name order."""
 
     kind: Literal["text"] = "text"
     path: str = ""
     """File or folder of text; bytes are read as they are."""
+    tokenizer: str = ""
+    """File of a Hugging Face tokenizer (tokenizer.json) that turns UTF-8 text into tokens; none reads bytes."""
     valid_share: float = 0.05
     """Share of the bytes, after the training bytes, that is kept for validation."""
     test_share: float = 0.05

@@ -23,6 +23,7 @@ ROWS = {
     "agent_configs": 1,
     "agent_recipes": 1,
     "runs": 1,
+    "sizes": 1,
     "shipped": 1,
     "recipe_facts": 1,
     "recipes": 1,

@@ -228,6 +228,8 @@ def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None
     """Refuse a run folder whose config is not the planned one; its steps are its own where time decides them."""
     if train_seconds is not None:
         config = replace(config, train=replace(config.train, steps=run.config.train.steps))
+    if run.data.get("tokenizer"):  # the run reads the copy in its own folder
+        config = replace(config, task=replace(config.task, tokenizer=run.config.task.tokenizer))  # type: ignore
     change = find_change(to_dict(run.config), to_dict(config))
     if change is not None:
         raise UserError(f"run folder {run.path} belongs to another run: it has {change}; move it away, or give --name")
