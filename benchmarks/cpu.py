@@ -28,18 +28,23 @@ from expire_span.ops.live import live_queries
 from .record import save
 
 HEADS, DIM, RAMP = 8, 64, 64
-WORKLOADS = {"all alive": (1.0, 0.0), "under 5% alive": (0.02, 32.0)}
-"""Share of memories that live for ever, and the span of the rest."""
+WORKLOADS = ("all alive", "1% on a ramp", "under 5% alive")
+"""Nothing ever fades; one memory of a hundred fades somewhere in the sequence; 2% live long, all others for 32 steps."""
 
 
 def problem(length: int, workload: str) -> tuple[list[Tensor], Tensor]:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, DIM, generator=g).requires_grad_() for _ in range(3))
-    share, rest = WORKLOADS[workload]
-    forever = torch.rand(1, length, generator=g) < share
-    if share < 1:  # survivors of a bounded life: long, not endless, so that the share alive stays under 5%
-        return [q, k, v], torch.where(forever, float(length) / 2, rest).requires_grad_()
-    return [q, k, v], torch.where(forever, 1e6, rest).requires_grad_()
+    chosen, place = torch.rand(1, length, generator=g), torch.rand(1, length, generator=g)
+    span = torch.full((1, length), 1e6)
+    if workload == "1% on a ramp":
+        left = torch.arange(length - 1, -1, -1.0)  # steps of the sequence after each memory's birth
+        span = torch.where(chosen < 0.01, place * left, span)
+    elif (
+        workload == "under 5% alive"
+    ):  # survivors of a bounded life: long, not endless, so that the share stays under 5%
+        span = torch.where(chosen < 0.02, length / 2, 32.0)
+    return [q, k, v], span.requires_grad_()
 
 
 def live_share(span: Tensor, length: int) -> float:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.ops import expire_attention
+from expire_span.ops import expire_attention, fused
 from expire_span.ops.chunked import chunked_attention
 from expire_span.ops.live import live_queries, ramp_loss
 from expire_span.ops.reference import ages, expiry_mask, ramp_loss_dense
@@ -104,16 +104,35 @@ def test_decoding_equals_the_definition(name):
             assert_within_budget(expire_attention(**x, ramp=ramp, **case.options), want, single)
 
 
+@pytest.mark.parametrize("spans, whole", [("alive", True), ("scattered", False)])
+def test_plain_causal_attention_is_one_call_of_the_fused_kernel(monkeypatch, spans, whole):
+    """Where nothing fades there is nothing to list; grouped heads, outputs and gradients as in the definition."""
+    calls = []
+    for name in ("forward", "forward_whole", "backward", "backward_whole"):
+        plain = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
+    assert_same(Case(queries=150, heads=4, kv_heads=2, spans=spans), "chunked")
+    assert set(calls) == ({"forward_whole", "backward_whole"} if whole else {"forward", "backward"})
+
+
 def test_gradients_by_finite_differences():
-    case = Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4, relative=3)
+    _check_gradients(Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4, relative=3))
+
+
+def test_gradients_by_finite_differences_of_the_fused_kernel():
+    _check_gradients(Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4))
+
+
+def _check_gradients(case: Case) -> None:
     x = case.tensors()
     x["span"] = (torch.rand(1, 9, dtype=torch.float64) * 6 + 0.3).requires_grad_()
 
-    def run(q, k, v, span, relative_keys):
+    def run(q, k, v, span, relative_keys=None):
         pos = {"q_pos": x["q_pos"], "k_pos": x["k_pos"]}
         return expire_attention(q, k, v, span, **pos, ramp=4, relative_keys=relative_keys, impl="chunked")
 
-    assert torch.autograd.gradcheck(run, tuple(x[n] for n in ("q", "k", "v", "span", "relative_keys")))
+    names = ("q", "k", "v", "span", "relative_keys")
+    assert torch.autograd.gradcheck(run, tuple(x[n] for n in names if x.get(n) is not None))
 
 
 def test_a_deleted_memory_changes_nothing():
