@@ -82,7 +82,7 @@ class Source:
                 info["error"] = str(error)
         return info
 
-    def sample(self, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+    def sample(self, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
         if self.trace is not None:
             return read_lines(self.trace)
         return self.reader().trace_sample(SAMPLE_TOKENS, cut, number)
@@ -111,8 +111,8 @@ def build_app(source: Source, port: int) -> FastAPI:
     @app.post("/api/sample")
     async def sample(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
-        cut, episode = _read_cut(fields), number(fields, "episode", 0, 0, 2**31)
-        return await _stream_lines(request, lambda: source.sample(cut, episode))
+        cut, episode = _read_cut(fields), number(fields, "episode", None, 0, 2**31)
+        return await _stream_lines(request, lambda: source.sample(cut, None if episode is None else int(episode)))
 
     @app.post("/api/trace")
     async def trace(request: Request) -> StreamingResponse:

@@ -27,9 +27,9 @@ async function read(path, body, text) {
 
 // The task's sample; of an agent, the episode whose number the page shows.
 function readSample() { return read("api/sample", episodeAsked(), null); }
-function episodeAsked() { return info.agent ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
+function episodeAsked() { return info.agent && find("number").value !== "" ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
 function playAnother() {
-  if (info.agent && state.trace) find("number").value = episodeAsked().episode + 1;
+  if (info.agent && state.trace) find("number").value = (episodeAsked().episode ?? -1) + 1;
   return readSample();
 }
 
