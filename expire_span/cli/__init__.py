@@ -57,6 +57,11 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
+    if sys.platform == "win32":
+        raise UserError(
+            "the command line does not run on Windows, which cannot lock and sync folders as run folders need it; "
+            "use it inside WSL 2, or the operator and the layers as a library"
+        )
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")

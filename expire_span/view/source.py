@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
 from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.tokens import Tokenizer
 
 from .agent import AgentReader
 from .episodes import is_twin, replay_twin
@@ -61,10 +63,16 @@ class Reader(TextReader):
             self._task = build_task(self.config.task)
         return self._task
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into tokens, where a run of text does not read bytes."""
+        path = getattr(self.config.task, "tokenizer", "")
+        return Tokenizer(path) if path else None
+
     def encode(self, raw: bytes) -> Tensor:
         kind = self.config.task.kind
         if kind == "text":
-            tokens = list(raw)
+            tokens = list(raw) if self.tokenizer is None else self.tokenizer.encode(raw)[0].tolist()
         elif kind == "words":
             tokens = self._words(raw)
         else:
@@ -83,11 +91,12 @@ class Reader(TextReader):
         if self.config.task.kind == "text":  # needs no data, which may have moved
             from expire_span.tasks.text import label
 
-            return [label(byte) for byte in tokens.tolist()]
+            shown = label if self.tokenizer is None else self.tokenizer.label
+            return [shown(token) for token in tokens.tolist()]
         return self.task.show(tokens)
 
     def tracer(self) -> Tracer:
-        kind = self.config.task.kind
+        kind = "tokens" if self.tokenizer is not None else self.config.task.kind
         return Tracer(self.model, name=self.name, task=kind, about=about_task(self.config), show=self.show)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:

@@ -125,7 +125,7 @@ class Tracer(TokenTracer):
         heads, spans = self._probe()
         element = decoder.embed.weight.element_size()
         facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
-        vocabulary = {"text": "bytes", "words": "words"}.get(task, "symbols")
+        vocabulary = {"text": "bytes", "words": "words", "tokens": "tokens"}.get(task, "symbols")
         show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
         super().__init__(facts, name=name, task=task, about=about, vocabulary=vocabulary, show=show)
         self.recurrent = hidden_of(decoder.initial_state(1)) is not None
