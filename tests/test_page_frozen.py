@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 
 import numpy as np
 import pytest
 
+from benchmarks.page import measure_frames
 from expire_span.study.counter import run_counter
 from expire_span.study.leaky import run_leaky, weights_of
 from expire_span.study.tanh_stack import detect
@@ -267,55 +267,15 @@ def test_a_foreign_trace_is_refused_in_the_page(browser, tmp_path):
 
 # Speed
 
-SCRUB = """async (frames) => {
-  const view = document.getElementById("es-view"), { timeline } = view, end = timeline.end, modes = new Set();
-  const scrub = document.getElementById("es-scrub"), began = performance.now();
-  for (let n = 0; n < frames; n++) {
-    const wide = end * Math.pow(0.93, n % 60), from = end * (n % 17) / 20;
-    timeline.move(from, from + wide);
-    scrub.value = Math.floor(from + wide / 2);
-    scrub.dispatchEvent(new Event("input"));
-    await new Promise(requestAnimationFrame);
-    modes.add(timeline.mode);
-  }
-  return { frames_per_second: 1000 * frames / (performance.now() - began), modes: [...modes].sort() };
-}"""
-"""Zooms, pans and scrubs at once, as fast as frames come."""
-
-
-def measure(browser, tmp_path, count: int, frames: int, quads: int) -> dict:
-    tab = Watched(browser)
-    tab.open(write_page(tmp_path, made_trace(count)))
-    tab.view(f"view.timeline.mostQuads = {quads}")
-    before = processor_seconds()
-    result = tab.page.evaluate(SCRUB, frames)
-    result["busy_milliseconds"] = (
-        max(now - before.get(pid, 0) for pid, now in processor_seconds().items()) * 1000 / frames
-    )
-    tab.close("file:")
-    return result
-
-
-def processor_seconds() -> dict[int, float]:
-    """Of each process that this one has started, and of theirs: what a busy machine changes little."""
-    import psutil
-
-    out = {}
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            times = child.cpu_times()
-            out[child.pid] = times.user + times.system
-    return out
-
 
 def test_many_memories_are_drawn(browser, tmp_path):
-    result = measure(browser, tmp_path, 4_000, 60, quads=1_000)
+    result = measure_frames(browser, tmp_path, 4_000, 60, quads=1_000)
     assert result["modes"] == ["2d", "density"]
 
 
 @pytest.mark.long
 def test_a_hundred_thousand_memories_stay_smooth(browser, tmp_path):
-    result = measure(browser, tmp_path, 100_000, 240, quads=6_000)
+    result = measure_frames(browser, tmp_path, 100_000, 240)
     print(json.dumps(result))
     assert result["modes"] == ["2d", "density"]
     assert result["busy_milliseconds"] < 1000 / 30, result  # the busiest process of the browser, a frame

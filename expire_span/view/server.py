@@ -202,7 +202,9 @@ def bind_port(wanted: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
-            sock.listen(100)  # at once: a page that is opened while the model still loads waits, and no one else gets the port
+            sock.listen(
+                100
+            )  # at once: a page that is opened while the model still loads waits, and no one else gets the port
             return sock
         sock.close()
     raise UserError(f"no port from {wanted} to {wanted + NEXT_PORTS - 1} is free; give another with --port")

@@ -19,7 +19,15 @@ const LEVELS = ["draw", "marks", "tokens", "all"];
 
 function soon(what = "draw") {
   soon.wanted = Math.max(soon.wanted || 0, LEVELS.indexOf(what));
-  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); });
+  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); noteDelay(); });
+}
+
+// How long ago the newest token shown was drawn by the model, in milliseconds; the last thousand frames.
+function noteDelay() {
+  if (!writing || !writing.newest) return;
+  root.delays.push(performance.timeOrigin + performance.now() - writing.newest);
+  if (root.delays.length > 1000) root.delays.shift();
+  writing.newest = 0;
 }
 
 function redraw(wanted) {
@@ -246,6 +254,7 @@ async function start() {
 }
 
 root.studies = { makeSeries, runCounter, detect, runLeaky, weightsOf, stretchLengths };
+root.delays = [];
 root.timeline = timeline;
 root.state = state;
 root.resting = () => !waiting && !drawSlowly.timer && !goTo.timer;
