@@ -69,6 +69,8 @@ def test_an_agents_episode(run):
     assert torch.equal(torch.get_rng_state(), held), "nobody else's draws change"
     others = [Trace.of(reader.trace_sample(number=n)) for n in (1, 2, 3)]
     assert any(other.steps != trace.steps for other in others)
+    assert [other.header["episode"] for other in others] == [1, 2, 3]
+    assert Trace.of(reader.trace_sample(number=trace.header["episode"])).steps == trace.steps
 
 
 def test_an_agents_lives_can_be_cut(run):

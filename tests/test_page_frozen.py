@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 
+import numpy as np
 import pytest
 
+from benchmarks.page import measure_frames
+from expire_span.study.counter import run_counter
+from expire_span.study.leaky import run_leaky, weights_of
+from expire_span.study.tanh_stack import detect
+from expire_span.study.word_rnn import find_stretches
+from expire_span.view.episodes import encode_png
 from expire_span.view.trace import Trace
 from tests.browser import Watched, made_trace, open_browser, write_page
 
@@ -181,6 +187,7 @@ def test_frames_and_states_have_their_place(browser, tmp_path):
     tab = Watched(browser)
     tab.open(write_page(tmp_path, trace))
     assert tab.page.is_visible("#es-image") and tab.page.is_visible("#es-hidden")
+    assert "unit 1: 0.900" in tab.text("stretches") and "10 steps" in tab.text("stretches")
     painted = "view.querySelector('#es-hidden').toDataURL()"
     whole = tab.view(painted)
     tab.page.check("#es-still")
@@ -192,6 +199,59 @@ def test_frames_and_states_have_their_place(browser, tmp_path):
     )
     tab.open(write_page(tmp_path, plain))
     assert tab.page.is_hidden("#es-stage") and tab.page.is_visible("#es-live")
+    tab.close("file:")
+
+
+def test_an_episode_is_played(browser, tmp_path):
+    trace = made_trace(40)
+    for n, step in enumerate(trace.steps):
+        image = np.full((4, 4, 3), 6 * n, np.uint8)
+        step |= {"image": encode_png(image), "action": f"go {n}", "text": "niche red", "reward": n / 10}
+    tab = Watched(browser)
+    tab.open(write_page(tmp_path, trace))
+    first = tab.page.get_attribute("#es-image", "src")
+    tab.page.click("#es-play")
+    tab.wait("view.state.cursor > 2 && view.state.cursor < 39")
+    assert tab.text("play") == "Stop" and tab.page.get_attribute("#es-image", "src") != first
+    assert re.search(r"niche red → go \d+", tab.text("doing"))
+    tab.page.select_option("#es-speed", "80")
+    tab.wait("view.state.cursor === 39")
+    tab.wait("view.querySelector('#es-play').textContent === 'Play'")
+    tab.rest()
+    assert "go 39" in tab.text("facts") and "3.90" in tab.text("facts")
+    tab.page.evaluate("document.getElementById('es-speed').value = '2'")
+    tab.page.locator("#es-stage").press("p")
+    tab.wait("view.state.cursor < 30")
+    tab.page.keyboard.press("Escape")
+    assert tab.text("play") == "Play"
+    tab.close("file:")
+
+
+def test_memories_made_by_hand_are_those_of_the_studies(browser, tmp_path):
+    trace = made_trace(30)
+    states = np.sin(np.arange(30)[:, None] / [3.0, 40.0])
+    for step, state in zip(trace.steps, states):
+        step["hidden"] = [state.tolist()]
+    tab = Watched(browser)
+    tab.open(write_page(tmp_path, trace))
+    tab.page.click("#es-studies summary")
+    tab.page.wait_for_selector("#es-study-stack path")
+    series = np.array(tab.view("view.studies.makeSeries(7)"))
+    rows = np.array(tab.view("view.studies.runCounter(view.studies.makeSeries(7))")).T
+    assert (rows == run_counter(series)).all() and str(rows[1, -1]) in tab.text("study-count")
+    for steep in (5.0, 20.0):
+        ours = tab.view(f"view.studies.makeSeries(7).map((x) => view.studies.detect(x, {steep}))")
+        np.testing.assert_allclose(ours, detect(series, steep), atol=1e-12)
+    leaky = tab.view("view.studies.runLeaky([0.9, 0, 0, 0.9, 0], ...view.studies.weightsOf(8))")
+    np.testing.assert_allclose(leaky, run_leaky(np.array([0.9, 0, 0, 0.9, 0]), *weights_of(8.0)), atol=1e-12)
+    for unit in (0, 1):
+        found = tab.page.evaluate(
+            "(x) => document.getElementById('es-view').studies.stretchLengths(x)", states[:, unit].tolist()
+        )
+        assert found == find_stretches(states[:, unit]).tolist()
+    before = tab.page.inner_html("#es-study-leaky")
+    tab.page.fill("#es-study-ratio", "5")
+    assert tab.page.inner_html("#es-study-leaky") != before and "0.97" in tab.text("study-ratio-name")
     tab.close("file:")
 
 
@@ -207,55 +267,15 @@ def test_a_foreign_trace_is_refused_in_the_page(browser, tmp_path):
 
 # Speed
 
-SCRUB = """async (frames) => {
-  const view = document.getElementById("es-view"), { timeline } = view, end = timeline.end, modes = new Set();
-  const scrub = document.getElementById("es-scrub"), began = performance.now();
-  for (let n = 0; n < frames; n++) {
-    const wide = end * Math.pow(0.93, n % 60), from = end * (n % 17) / 20;
-    timeline.move(from, from + wide);
-    scrub.value = Math.floor(from + wide / 2);
-    scrub.dispatchEvent(new Event("input"));
-    await new Promise(requestAnimationFrame);
-    modes.add(timeline.mode);
-  }
-  return { frames_per_second: 1000 * frames / (performance.now() - began), modes: [...modes].sort() };
-}"""
-"""Zooms, pans and scrubs at once, as fast as frames come."""
-
-
-def measure(browser, tmp_path, count: int, frames: int, quads: int) -> dict:
-    tab = Watched(browser)
-    tab.open(write_page(tmp_path, made_trace(count)))
-    tab.view(f"view.timeline.mostQuads = {quads}")
-    before = processor_seconds()
-    result = tab.page.evaluate(SCRUB, frames)
-    result["busy_milliseconds"] = (
-        max(now - before.get(pid, 0) for pid, now in processor_seconds().items()) * 1000 / frames
-    )
-    tab.close("file:")
-    return result
-
-
-def processor_seconds() -> dict[int, float]:
-    """Of each process that this one has started, and of theirs: what a busy machine changes little."""
-    import psutil
-
-    out = {}
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            times = child.cpu_times()
-            out[child.pid] = times.user + times.system
-    return out
-
 
 def test_many_memories_are_drawn(browser, tmp_path):
-    result = measure(browser, tmp_path, 4_000, 60, quads=1_000)
+    result = measure_frames(browser, tmp_path, 4_000, 60, quads=1_000)
     assert result["modes"] == ["2d", "density"]
 
 
 @pytest.mark.long
 def test_a_hundred_thousand_memories_stay_smooth(browser, tmp_path):
-    result = measure(browser, tmp_path, 100_000, 240, quads=6_000)
+    result = measure_frames(browser, tmp_path, 100_000, 240)
     print(json.dumps(result))
     assert result["modes"] == ["2d", "density"]
     assert result["busy_milliseconds"] < 1000 / 30, result  # the busiest process of the browser, a frame

@@ -273,12 +273,13 @@ def test_empty_text_is_refused(run):
 def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
     from expire_span.cli.figure import NAMES
     from expire_span.view.figures import FIGURES
+    from expire_span.view.pair_figures import PAIRED
 
-    assert tuple(FIGURES) == NAMES
+    assert {*FIGURES, *PAIRED} == set(NAMES)
     monkeypatch.chdir(tmp_path)
     trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
     begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
-    for name, kind in zip(NAMES, ("png", "png", "svg", "pdf")):
+    for name, kind in zip(FIGURES, ("png", "png", "svg", "pdf", "png")):
         assert main(["figure", name, "a.jsonl", "--out", f"{name}.{kind}"]) == 0
         data = (tmp_path / f"{name}.{kind}").read_bytes()
         assert data.startswith(begins[kind]) and len(data) > 2000
@@ -288,6 +289,28 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         (["spam", "a.jsonl"], "unknown figure 'spam'"),
         (["spans", "nothing"], "'nothing'"),
         (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
+        (["words", "a.jsonl"], "compares what a model does; give a run, got the trace a.jsonl"),
+        (["words", str(run.path), "--word", "Troy"], "does not hold the word 'Troy'"),
     ):
         assert main(["figure", *args]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_figures_that_compare(run, tmp_path, monkeypatch):
+    from expire_span.view.pair_figures import draw_cut, draw_words
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["figure", "words", str(run.path), "--out", "words.png"]) == 0
+    assert main(["figure", "cut", str(run.path), "--max-span", "2", "--out", "cut.svg"]) == 0
+    assert main(["figure", "cut", str(run.path), "--live", "5"]) == 0
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("words.png", "cut.svg", "cut.pdf"))
+    reader = Reader.open(run)
+    traces = [Trace.of(reader.trace_text(b"one " + word + b" two one")) for word in (b"memory", b"fades")]
+    figure = draw_words(traces, [(4, 10), (4, 9)])
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    longest = [trace.spans.max(1).mean(0)[4:end].max() for trace, end in zip(traces, (10, 9))]
+    assert titles == [f"{w}: kept up to {x:.0f} steps" for w, x in zip(("memory", "fades"), longest)]
+    after = Trace.of(reader.trace_text(b"one memory two one", Cut(max_span=1.0)))
+    more = np.nan_to_num(after.bits - traces[0].bits)
+    (title,) = [axes.get_title(loc="left") for axes in draw_cut(traces[0], after).axes]
+    assert title.startswith(f"with spans of at most 1: {more.mean():+.3f} bits")

@@ -8,39 +8,101 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.runs import UserError, find_run
+from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, nearest, parse
 
-NAMES = ("spans", "timeline", "tokens", "growth")
+SHOWN = 4096
+"""Tokens of the sample in a figure that compares two traces."""
+NAMES = ("spans", "timeline", "tokens", "growth", "layers", "words", "cut")
 """Kept here too, so that a wrong name is answered without loading what draws."""
+STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
+"""The text of the figure `words`, where none is given."""
 
 
 @dataclass(frozen=True)
 class FigureCommand:
-    """Write a figure of what a run's model remembers: spans (histogram), timeline, tokens, growth."""
+    """Write a figure of what a run's model remembers.
+
+    spans (histogram), timeline, tokens, growth, layers (one text layer by layer), words (a word replaced by others), cut (which
+    tokens get worse when lives are cut).
+    """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """spans, timeline, tokens or growth."""
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|TRACE")]
-    """Name or folder of a run, whose sample is read, or a trace file."""
+    """spans, timeline, tokens, growth, layers, words or cut."""
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
+    """Name or folder of a run, whose sample is read, or a trace file; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     out: Path | None = None
     """File to write, .pdf, .png or .svg; None is NAME.pdf."""
+    text: Path | None = None
+    """File to read in place of the sample; a figure of words needs one that holds the word."""
+    word: str = "Egypt"
+    """Of words: the word that is replaced."""
+    others: str = "somewhere,Humpty Dumpty"
+    """Of words: what it is replaced by, with commas between."""
+    max_span: float | None = None
+    """Of cut: the longest span; None is 1/16 of the model's own, unless --live is given."""
+    live: float | None = None
+    """Of cut: a budget of memories alive on average."""
 
 
 def run_figure(args: list[str]) -> int:
     command = parse(FigureCommand, args, f"{PROGRAM} figure")
     if command.name not in NAMES:
         raise UserError(f"unknown figure {command.name!r}; {nearest(command.name, list(NAMES))}")
-    run = None if Path(command.run).is_file() else find_run(command.run, command.runs_dir)
+    is_trace = command.run is not None and Path(command.run).is_file()
+    run = None if is_trace else find_run(command.run, command.runs_dir)
+    raw = None if command.text is None else command.text.read_bytes()
+    out = command.out or Path(f"{command.name}.pdf")
+    if command.name in ("words", "cut"):
+        if run is None:
+            raise UserError(
+                f"the figure {command.name} compares what a model does; give a run, got the trace {command.run}"
+            )
+        _draw_pair(command, run, raw, out)
+    else:
+        _draw_one(command, run, raw, out)
+    print(out)
+    return 0
+
+
+def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, out: Path) -> None:
     from expire_span.view.figures import write_figure
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
-    trace = Trace.load(Path(command.run)) if run is None else Trace.of(open_reader(run).trace_sample())
-    out = command.out or Path(f"{command.name}.pdf")
+    if run is None:
+        trace = Trace.load(Path(command.run or ""))
+    else:
+        reader = open_reader(run)
+        trace = Trace.of(reader.trace_sample() if raw is None else reader.trace_text(raw))
     write_figure(command.name, trace, out)
-    print(out)
-    return 0
+
+
+def _draw_pair(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
+    from expire_span.view.figures import save_figure
+    from expire_span.view.limit import Cut
+    from expire_span.view.pair_figures import draw_cut, draw_words
+    from expire_span.view.source import open_reader
+    from expire_span.view.trace import Trace
+
+    reader = open_reader(run)
+    if command.name == "cut":
+        read = lambda cut: Trace.of(reader.trace_sample(SHOWN, cut) if raw is None else reader.trace_text(raw, cut))  # noqa: E731
+        before = read(Cut())
+        limit = command.max_span
+        if limit is None and command.live is None:
+            limit = (before.header["max_span"] or 0) / 16
+        after = read(Cut(limit, command.live))
+        save_figure(lambda: draw_cut(before, after), out)
+        return
+    text = STORY.encode() if raw is None else raw
+    words = [command.word, *(other.strip() for other in command.others.split(",") if other.strip())]
+    place = text.find(command.word.encode())
+    if place < 0:
+        raise UserError(f"the text does not hold the word {command.word!r}; give --word, or another --text")
+    traces = [Trace.of(reader.trace_text(text.replace(words[0].encode(), word.encode()))) for word in words]
+    places = [(place, place + len(word.encode())) for word in words]
+    save_figure(lambda: draw_words(traces, places), out)

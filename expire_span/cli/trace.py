@@ -28,15 +28,15 @@ class TraceCommand(OnAnyRun):
     """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
     tokens: int | None = None
     """Stop after so many tokens."""
-    episode: int = 0
-    """Of an agent: which of its test episodes."""
+    episode: int | None = None
+    """Of an agent: which of its test episodes; None takes a long one."""
 
 
 def run_trace(args: list[str]) -> int:
     command = parse(TraceCommand, args, f"{PROGRAM} trace")
     if command.tokens is not None and command.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {command.tokens}")
-    if command.episode < 0:
+    if command.episode is not None and command.episode < 0:
         raise UserError(f"--episode must be 0 or more, got {command.episode}")
     adapter = find_adapter(command.run)
     raw = None if command.text is None else _read(command.text)

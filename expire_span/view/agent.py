@@ -24,6 +24,8 @@ from .trace import VERSION, Line
 
 LONGEST = 8192
 """Steps of an episode that are shown at most."""
+CANDIDATES = 16
+"""Episodes among which a long one is looked for, since the first may be over before anything is forgotten."""
 GUESSES = 4
 """Likeliest actions that a step names."""
 
@@ -54,12 +56,24 @@ class AgentReader:
     def generate(self, *args: Any) -> Iterator[Line]:
         return self.encode(b"")
 
-    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
-        """The trace of test episode `number`, actions drawn as in training; `cut` shortens lives."""
+    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
+        """The trace of test episode `number`, actions drawn as in training; None takes a long one. `cut` shortens lives."""
         seed, most = split_seed(self.config.seed, TEST), min(count or LONGEST, LONGEST)
+        chosen = self._find_long(seed) if number is None else number
         with self.lock:  # a cut acts on the model itself, so nobody else plays meanwhile
-            lines = trace_cut(self.model, cut, lambda: list(self._play(seed, number, most)))
-        yield from lines
+            lines = trace_cut(self.model, cut, lambda: list(self._play(seed, chosen, most)))
+        yield lines[0] | {"episode": chosen}
+        yield from lines[1:]
+
+    def _find_long(self, seed: int) -> int:
+        """Number of the episode, among the first ones, in which an expert needs most steps; 0 where none is known."""
+        envs = build_environments(self.config.task, CANDIDATES)
+        try:
+            envs.begin(seed)
+            steps = envs.facts().get("oracle_steps")
+            return 0 if steps is None else int(steps.argmax())
+        finally:
+            envs.close()
 
     @torch.inference_mode()
     def _play(self, seed: int, number: int, count: int) -> Iterator[Line]:

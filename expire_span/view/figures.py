@@ -14,6 +14,7 @@ from matplotlib.ticker import NullFormatter
 
 from expire_span.runs import UserError, write_atomic
 
+from .pair_figures import SINGLE
 from .pictures import PALETTE, STYLE, count_alive
 from .trace import Trace
 
@@ -116,17 +117,23 @@ FIGURES: dict[str, Callable[[Trace], Figure]] = {
     "timeline": draw_timeline,
     "tokens": draw_tokens,
     "growth": draw_growth,
+    **SINGLE,
 }
 KINDS = ("pdf", "png", "svg")
 
 
 def write_figure(name: str, trace: Trace, path: Path) -> None:
-    """Draw a figure into a file whose name says the format."""
+    """Draw a figure of one trace into a file whose name says the format."""
+    save_figure(lambda: FIGURES[name](trace), path)
+
+
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw with the style of papers into a file whose name says the format."""
     kind = path.suffix.lstrip(".").lower()
     if kind not in KINDS:
         raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
     out = io.BytesIO()
     with rc_context(PRINT):
         metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
-        FIGURES[name](trace).savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
+        draw().savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
     write_atomic(path, out.getvalue())

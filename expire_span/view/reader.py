@@ -46,7 +46,7 @@ class TextReader(ABC):
         """The trace of a text, or of its first tokens; `cut` shortens lives."""
         return self._read(self.encode(raw)[:count], {}, cut)
 
-    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
         """The trace of the sample, or of its first tokens. There is one; `number` is of agents."""
         tokens, answers, extras = self.sample()
         return self._read(tokens[:count], answers, cut, extras)

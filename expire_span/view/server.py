@@ -82,7 +82,7 @@ class Source:
                 info["error"] = str(error)
         return info
 
-    def sample(self, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+    def sample(self, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
         if self.trace is not None:
             return read_lines(self.trace)
         return self.reader().trace_sample(SAMPLE_TOKENS, cut, number)
@@ -111,8 +111,8 @@ def build_app(source: Source, port: int) -> FastAPI:
     @app.post("/api/sample")
     async def sample(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
-        cut, episode = _read_cut(fields), number(fields, "episode", 0, 0, 2**31)
-        return await _stream_lines(request, lambda: source.sample(cut, episode))
+        cut, episode = _read_cut(fields), number(fields, "episode", None, 0, 2**31)
+        return await _stream_lines(request, lambda: source.sample(cut, None if episode is None else int(episode)))
 
     @app.post("/api/trace")
     async def trace(request: Request) -> StreamingResponse:
@@ -202,6 +202,9 @@ def bind_port(wanted: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
+            sock.listen(
+                100
+            )  # at once: a page that is opened while the model still loads waits, and no one else gets the port
             return sock
         sock.close()
     raise UserError(f"no port from {wanted} to {wanted + NEXT_PORTS - 1} is free; give another with --port")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,7 +63,7 @@ class Session:
                 return
             count += 1
             self.stopped |= self.left is not None and await self.left()
-            yield line
+            yield line | {"at": round(time.time() * 1000, 1)} if count > self.prompt else line
 
 
 class Sessions:

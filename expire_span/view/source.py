@@ -42,7 +42,8 @@ class Reader(TextReader):
     def __init__(self, name: str, model: Decoder, config: RunConfig, own_sample: bytes | None = None) -> None:
         """`own_sample` is text that lies in the run folder and is the sample, so that the data itself need not be there."""
         super().__init__()
-        self.name, self.model, self.config, self.own_sample = name, model, config, own_sample
+        self.name, self.config, self.own_sample = name, config, own_sample
+        self.model: Decoder = model
         kind = config.task.kind
         self.vocabulary = kind
         self.reads_text = kind in ("text", "words")

@@ -16,6 +16,9 @@ function connect() {
   on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
   on("layout", "change", () => { state.layout = find("layout").value; soon("all"); });
   on("still", "change", () => soon());
+  on("hidden", "click", (event) => { const box = find("hidden").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left) / box.width * (to - from)); });
+  on("studies", "toggle", drawStudies);
+  for (const name of ["seed", "steep", "ratio"]) on("study-" + name, "input", drawStudies);
   on("scrub", "input", () => goTo(Number(find("scrub").value)));
   on("in", "click", () => zoom(0.6));
   on("out", "click", () => zoom(1 / 0.6));
@@ -31,7 +34,7 @@ function connect() {
   connectStage();
   document.addEventListener("keydown", onKey);
   darkMode.addEventListener("change", () => { timeline.quads.paint(); drawLegend(); soon("all"); });
-  new ResizeObserver(() => soon("all")).observe(root);
+  new ResizeObserver(() => { soon("all"); drawStudies(); }).observe(root);
 }
 
 function tip(event, text) {
@@ -88,12 +91,13 @@ function play() {
   if (play.timer) { stopPlaying(); return; }
   if (!state.trace) return;
   if (state.cursor >= state.trace.size - 1) goTo(0);
-  let began = performance.now(), done = 0;
+  let last = performance.now(), due = 0;  // steps that the time since then has earned
   find("play").textContent = "Stop";
   play.timer = setInterval(() => {
-    const due = Math.floor((performance.now() - began) / 1000 * Number(find("speed").value)) - done;
-    if (due < 0) { began = performance.now(); done = 0; }  // the speed was lowered
-    else if (due) { done += due; goTo(state.cursor + due); }
+    const now = performance.now(), whole = Math.floor(due += (now - last) / 1000 * Number(find("speed").value));
+    last = now;
+    due -= whole;
+    if (whole) goTo(state.cursor + whole);
     if (state.cursor >= state.trace.size - 1) stopPlaying();
   }, 16);
 }

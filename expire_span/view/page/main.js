@@ -19,7 +19,15 @@ const LEVELS = ["draw", "marks", "tokens", "all"];
 
 function soon(what = "draw") {
   soon.wanted = Math.max(soon.wanted || 0, LEVELS.indexOf(what));
-  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); });
+  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); noteDelay(); });
+}
+
+// How long ago the newest token shown was drawn by the model, in milliseconds; the last thousand frames.
+function noteDelay() {
+  if (!writing || !writing.newest) return;
+  root.delays.push(performance.timeOrigin + performance.now() - writing.newest);
+  if (root.delays.length > 1000) root.delays.shift();
+  writing.newest = 0;
 }
 
 function redraw(wanted) {
@@ -32,7 +40,7 @@ function redraw(wanted) {
   if (wanted >= LEVELS.indexOf("marks")) drawMarks();
   if (wanted >= LEVELS.indexOf("all")) drawCosts(trace, state.cursor);
   if (trace.hasSpans) drawStrips(find("strips"), trace, ranges, ...tokenWindow(), state.cursor, state.layer);
-  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked);
+  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked, state.cursor);
 }
 
 function choose() {
@@ -47,8 +55,12 @@ function choose() {
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.";
   } else choice = { span: null, death: null };
-  find("stage").hidden = find("strips").hidden = find("choice").hidden = !trace.hasSpans;
-  find("hidden-box").hidden = !trace.hasHidden;
+  for (const name of ["stage", "strips", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
+  find("choice").hidden = !trace.hasSpans && trace.header.layers < 2;
+  find("layout-box").hidden = find("legend-box").hidden = !trace.hasSpans;
+  find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
+  find("hidden-box").hidden = find("studies").hidden = !trace.hasHidden;
+  if (trace.hasHidden) drawStretches();
   find("scrub").max = trace.size - 1;
   if (state.cursor >= trace.size) goToEnd(trace);
 }
@@ -58,6 +70,14 @@ function fillText() {
   find("turn").hidden = trace.size <= WINDOW;
   find("window").textContent = `tokens ${show(from)} to ${show(to - 1)} of ${show(trace.size)}`;
   fillTokens(find("tokens"), trace, choice.span, range, from, to);
+}
+
+// What a recurrent state holds on to: stretches in which a unit stays as it is.
+function drawStretches() {
+  const { trace } = state, [from, to] = tokenWindow(), states = [];
+  for (let i = from; i < to; i++) states.push(trace.step(i).hidden[Math.max(state.layer, 0)]);
+  const found = findStretches(states), name = ({ unit, from: a, to: b, value }) => chip(`unit ${unit + 1}: ${show(value)}`, `${b - a + 1} steps`, () => goTo(from + a));
+  find("stretches").replaceChildren(...(found.length ? found.slice(0, 24).map(name) : [element("span", "none of five steps or more", "es-soft")]));
 }
 
 function tokenWindow() {
@@ -166,6 +186,8 @@ function setTrace(trace, keep) {
     (header.max_span ? `, spans up to ${show(header.max_span)} steps, ramp ${show(header.ramp)}.` : ".");
   find("layer").max = header.layers;
   find("layer-box").hidden = header.layers < 2;
+  find("layer").min = trace.hasSpans ? 0 : 1;
+  if (header.episode != null) find("number").value = header.episode;
   find("head-box").hidden = header.heads < 2;
   find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
   if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
@@ -174,7 +196,7 @@ function setTrace(trace, keep) {
 }
 
 function pickLayer(layer) {
-  state.layer = state.trace && state.trace.header.layers === 1 ? 0 : layer;
+  state.layer = state.trace && (state.trace.header.layers === 1 || !state.trace.hasSpans) ? Math.max(layer, 0) : layer;
   find("layer").value = state.layer + 1;
   find("layer-name").textContent = state.layer < 0 ? "all (mean span, longest life)" : `${state.layer + 1} of ${state.trace ? state.trace.header.layers : 1}`;
   soon("all");
@@ -215,7 +237,7 @@ async function start() {
   find("name").textContent = info.name;
   find("input").hidden = !info.model;
   find("number-box").hidden = !info.agent;
-  if (info.agent) { find("sample").textContent = "Play another episode"; find("number").value = asked.episode || 0; }
+  if (info.agent) { find("sample").textContent = "Play another episode"; find("number").value = asked.episode ?? ""; }
   for (const name of ["text", "read", "writing"]) find(name).hidden = !info.text;
   find("file").parentElement.hidden = !info.text;
   root.querySelector('label[for="es-text"]').hidden = !info.text;
@@ -231,6 +253,8 @@ async function start() {
   root.dataset.ready = "yes";
 }
 
+root.studies = { makeSeries, runCounter, detect, runLeaky, weightsOf, stretchLengths };
+root.delays = [];
 root.timeline = timeline;
 root.state = state;
 root.resting = () => !waiting && !drawSlowly.timer && !goTo.timer;

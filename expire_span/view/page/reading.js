@@ -10,10 +10,10 @@ async function read(path, body, text) {
     let last = 0, first = true;
     const trace = await fetchTrace(path, body, mine.signal, (growing) => {
       const now = performance.now();
-      if (growing.size && (first || now - last > 150)) { if (first) setTrace(growing); first = false; last = now; goToEnd(growing); soon("all"); }
+      if (growing.size && (first || now - last > 150)) { if (first) { setTrace(growing); noteFirst(began); } first = false; last = now; goToEnd(growing); soon("all"); }
     });
     if (!trace.size) throw new Error("there was nothing to read");
-    if (first) setTrace(trace);
+    if (first) { setTrace(trace); noteFirst(began); }
     goToEnd(trace);
     state.text = text;
     find("other").value = (text ?? wholeText(trace)).slice(0, 20000);
@@ -25,11 +25,14 @@ async function read(path, body, text) {
   }
 }
 
+// Milliseconds until something is seen.
+function noteFirst(began) { requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.first = Math.round(performance.now() - began); })); }
+
 // The task's sample; of an agent, the episode whose number the page shows.
 function readSample() { return read("api/sample", episodeAsked(), null); }
-function episodeAsked() { return info.agent ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
+function episodeAsked() { return info.agent && find("number").value !== "" ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
 function playAnother() {
-  if (info.agent && state.trace) find("number").value = episodeAsked().episode + 1;
+  if (info.agent && state.trace) find("number").value = (episodeAsked().episode ?? -1) + 1;
   return readSample();
 }
 
@@ -62,6 +65,7 @@ function write() {
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
+    writing.newest = line.at || 0;
     soon("all");
   }, (error) => { writing = null; buttons(); if (error) say(error, true); });
   const started = writing;

@@ -81,8 +81,8 @@ function paintStrips(canvas, trace, ranges, from, to, ratio) {
   }
 }
 
-// Blue below zero, orange above; with `still`, only what hardly changes from one step to the next.
-function drawHidden(canvas, trace, layer, from, to, still) {
+// Blue below zero, orange above; with `still`, only the stretches over which a unit holds its value.
+function drawHidden(canvas, trace, layer, from, to, still, cursor) {
   const states = [];
   for (let i = from; i < to; i++) states.push(trace.step(i).hidden[layer]);
   const units = states.length ? states[0].length : 1, columns = Math.max(states.length, 1);
@@ -90,14 +90,16 @@ function drawHidden(canvas, trace, layer, from, to, still) {
   const small = document.createElement("canvas");
   small.width = columns; small.height = units;
   const context = small.getContext("2d"), pixels = context.createImageData(columns, units);
+  const held = still && new Set(findStretches(states).flatMap(({ unit, from: a, to: b }) => Array.from({ length: b - a + 1 }, (_, n) => unit * columns + a + n)));
   states.forEach((state, x) => state.forEach((value, unit) => {
-    const moved = x ? Math.abs(value - states[x - 1][unit]) : 0, strength = Math.min(Math.abs(value), 1);
-    const colour = value < 0 ? [0, 114, 178] : [230, 159, 0];
-    pixels.data.set([...colour, still && moved > 0.02 ? 0 : Math.round(255 * strength)], 4 * (unit * columns + x));
+    const colour = value < 0 ? [0, 114, 178] : [230, 159, 0], at = unit * columns + x, shown = !held || held.has(at);
+    pixels.data.set([...colour, shown ? Math.round(255 * Math.min(Math.abs(value), 1)) : 0], 4 * at);
   }));
   context.putImageData(pixels, 0, 0);
   const out = canvas.getContext("2d");
   out.imageSmoothingEnabled = false;
   out.clearRect(0, 0, canvas.width, canvas.height);
   out.drawImage(small, 0, 0, canvas.width, canvas.height);
+  out.fillStyle = ink("accent");
+  out.fillRect((cursor + 0.5 - from) / columns * canvas.width - 1, 0, 2, canvas.height);
 }
