@@ -206,7 +206,7 @@ class RunFolder:
             check_seal(head, file)
         try:
             settings = migrate(_table(head, "config"), version, FORMAT_VERSION)
-            config = from_dict(_kind_of_run(settings), settings)
+            config = from_dict(kind_of_run(settings), settings)
             recipe = head.get("recipe", "")
             if not isinstance(recipe, str):
                 raise ValueError(f"recipe must be text, got {recipe!r}")
@@ -319,7 +319,7 @@ def with_own_tokenizer(config: RunConfig, path: Path, data: dict[str, Any]) -> R
     return replace(config, task=replace(task, tokenizer=str(own)))  # type: ignore[call-arg]
 
 
-def _kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
+def kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
     """The class of a run's config: that of an agent where the task is an environment."""
     task = settings.get("task")
     return AgentRunConfig if isinstance(task, dict) and task.get("kind") == "env" else RunConfig

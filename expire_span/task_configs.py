@@ -305,8 +305,8 @@ class InstructionTask:
     talk: int = 200
     """Steps of talk; all but the instructions and their changes is distraction."""
     least_talk: int = 0
-    """Expert episodes for training have from this many steps of talk up to `talk`, every doubling equally often: short ones
-    teach the sentences, long ones to remember. 0 is `talk` in all of them, as in validation and test."""
+    """Expert episodes for training begin with this many steps of talk and grow by doublings up to `talk`; shorter ones stay in
+    the mix, since they teach the sentences. 0 is `talk` in all of them, as in validation and test."""
     size: int = 3
     """Places lie in a square of this side."""
     cancel_prob: float = 0.2

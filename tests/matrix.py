@@ -1,6 +1,6 @@
 """Tries versions of Triton and of Python, each in an environment of its own: `make test-matrix`.
 
-    python -m tests.matrix                   # Triton 3.6 to 3.9 on this Python, the newest also on every other that is found
+    python -m tests.matrix                   # Triton 3.6 to 3.9 on this Python, the newest also on all others found
     python -m tests.matrix --triton 3.9.0    # one version only
     python -m tests.matrix --whole           # all of the kernels' tests in place of a quick part
 

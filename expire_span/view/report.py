@@ -11,10 +11,11 @@ from expire_span.config import to_dict
 from expire_span.runs import RunFolder, write_atomic
 from expire_span.sizes import show_bytes
 
+from .agent import AgentReader
 from .assets import environment, pack_trace, parts
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
 from .sample import Sample, find_keepsakes, marks_of, sample_from
-from .source import Reader, about_task, open_reader
+from .source import AnyReader, about_task, open_reader
 from .trace import Trace
 
 MAP_TOKENS = 400
@@ -56,12 +57,10 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
     from expire_span.checkpoint import list_checkpoints
 
-    if run.config.task.kind == "env":
-        return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     reader = open_reader(run)
-    weights = sum(p.numel() for p in reader.decoder.parameters())
+    weights = sum(p.numel() for p in reader.model.parameters())
     try:
         trace = _trace(reader)
     except ValueError as error:  # the data has moved: the rest of the report still stands
@@ -73,9 +72,10 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     )
 
 
-def _trace(reader: Reader) -> Trace:
-    """The task's sample; without spans there is nothing to rank, and less of it will do."""
-    return Trace.of(reader.trace_sample(None if reader.tracer().spans else VIEW_TOKENS))
+def _trace(reader: AnyReader) -> Trace:
+    """The task's sample, or an agent's episode; without spans there is nothing to rank, and less of it will do."""
+    whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
+    return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))
 
 
 def name_score(run: RunFolder) -> str:
