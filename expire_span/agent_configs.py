@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from expire_span.checks import require
 from expire_span.config import RunConfig
+from expire_span.field_docs import documented
 from expire_span.model_configs import BackboneConfig
 from expire_span.train_configs import BudgetConfig
 
 
+@documented
 @dataclass(frozen=True)
 class ObservationField:
     """One part of an observation, as a policy must know it to read it."""
@@ -34,6 +36,7 @@ class ObservationField:
         return math.prod(self.shape)
 
 
+@documented
 @dataclass(frozen=True)
 class EnvTask:
     """Act in an environment, so that its rewards add up."""
@@ -64,6 +67,7 @@ class EnvTask:
             raise ValueError(f"task.options must be a JSON table of arguments, got {self.options!r}") from error
 
 
+@documented
 @dataclass(frozen=True)
 class PolicyConfig(BackboneConfig):
     """Observations in, actions and values out: encoder, backbone, two heads."""
@@ -83,6 +87,7 @@ class PolicyConfig(BackboneConfig):
             require(getattr(self, name) == 0, f"{name} of a policy must be 0, {why}, got {getattr(self, name)}")
 
 
+@documented
 @dataclass(frozen=True)
 class AgentTrainConfig:
     """How an agent learns: PPO with generalised advantages, or imitation of an expert."""
@@ -196,6 +201,7 @@ class AgentTrainConfig:
         return "fp32"
 
 
+@documented
 @dataclass(frozen=True)
 class AgentRunConfig(RunConfig):
     """A whole run of an agent: where it acts, by which policy, how it learns."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 from expire_span.mixer_configs import MixerConfig
 from expire_span.model_configs import BackboneConfig, DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
@@ -52,6 +53,7 @@ MOST_LAYERS = 10_000
 """No decoder is as deep as this; settings are looked at layer by layer."""
 
 
+@documented
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run: what is learned, by which model, how."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 from expire_span.models import systems
 from expire_span.models.systems import AttentionShape, LayerShape
 from expire_span.models.systems.expire_span import ExpireSpanConfig, PaperDetails
 
 
+@documented
 @dataclass(frozen=True)
 class BackboneConfig(AttentionShape):
     """Blocks of a memory system and a feed-forward part, from hidden states to hidden states."""
@@ -80,6 +82,7 @@ class BackboneConfig(AttentionShape):
         return replace(cls(), **fields)
 
 
+@documented
 @dataclass(frozen=True)
 class DecoderConfig(BackboneConfig):
     """Tokens in, logits of the next token out: embedding, backbone, head. `paper()` and `modern()` are two presets."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expire_span.field_docs import documented
 
+
+@documented
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 
 
+@documented
 @dataclass(frozen=True)
 class TextTask:
     """Predict the next byte (or token) of a file, or of every file of a folder in name order."""
@@ -27,6 +29,7 @@ class TextTask:
             require(0 < getattr(self, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(self, name)}")
 
 
+@documented
 @dataclass(frozen=True)
 class RecallTask:
     """A colour cue, a long corridor of distracting observations, then: which colour was it?"""
@@ -62,6 +65,7 @@ class RecallTask:
         return self.max_length + 1
 
 
+@documented
 @dataclass(frozen=True)
 class EntrancesTask:
     """A number every step: how many times has the series come into [0, 1] so far?"""
@@ -98,6 +102,7 @@ class EntrancesTask:
         return self.max_length - 1
 
 
+@documented
 @dataclass(frozen=True)
 class WordsTask:
     """Predict the next word of a text file, or of built-in little tales."""
@@ -121,6 +126,7 @@ class WordsTask:
             require(0 < getattr(self, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(self, name)}")
 
 
+@documented
 @dataclass(frozen=True)
 class CopyTask:
     """A few A tokens, a long stretch of filler, then: how many A tokens were there?"""
@@ -157,6 +163,7 @@ class CopyTask:
         return self.max_length - 1
 
 
+@documented
 @dataclass(frozen=True)
 class CollisionTask:
     """Two coloured particles move on a grid: in which quadrant did two colours last collide?"""
@@ -190,6 +197,7 @@ class CollisionTask:
         require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")
 
 
+@documented
 @dataclass(frozen=True)
 class BooksTask:
     """Predict the next character of whole books; memory is emptied where a book begins."""
@@ -208,6 +216,7 @@ def _check_view(view: int) -> None:
     require(view in (3, 5, 7), f"view must be 3, 5 or 7, got {view}")
 
 
+@documented
 @dataclass(frozen=True)
 class CorridorTask:
     """A coloured cue, a long corridor with coloured distractions, and coloured doors at its end: which one is right?"""
@@ -253,6 +262,7 @@ class CorridorTask:
         return self.max_length - 1
 
 
+@documented
 @dataclass(frozen=True)
 class PortalTask:
     """A chain of rooms with two coloured doors each: one leads on, the other back to the first room."""
@@ -284,6 +294,7 @@ class PortalTask:
         return self.width // 2 + 2
 
 
+@documented
 @dataclass(frozen=True)
 class InstructionTask:
     """Instructions scattered in long talk: at the right place, do what was asked, unless it was cancelled or replaced."""

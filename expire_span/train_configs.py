@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 
 
+@documented
 @dataclass(frozen=True)
 class BudgetConfig:
     """Hold the mean number of live memories to a target; the span loss weight follows by itself."""
@@ -44,6 +46,7 @@ class BudgetConfig:
         return self.live is not None or self.bytes is not None
 
 
+@documented
 @dataclass(frozen=True)
 class TrainConfig:
     """How the weights are learned."""

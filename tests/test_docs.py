@@ -36,6 +36,18 @@ def test_readme_is_short_and_its_snippets_run(tmp_path):
         command = [sys.executable, "-c", snippet]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
         assert done.returncode == 0, done.stderr
+        said = dict(line.split()[:2] for line in done.stdout.splitlines())
+        promised = re.search(r"# expire_span (\d+), full (\d+)", snippet)
+        assert promised is None or said == {"expire_span": promised[1], "full": promised[2]}
+
+
+def test_readme_explains_its_words_before_it_uses_them():
+    """Each word's first place after the title line is where it is explained."""
+    text = (ROOT / "README.md").read_text()
+    text = text[text.index("A *memory* is") :]
+    for word in ("memory", "span", "ramp"):
+        assert text.index(f"*{word}*") <= text.replace(f"*{word}*", "#" * (len(word) + 2)).lower().find(word), word
+    assert "The demo's task: a colour is shown" in text
 
 
 @pytest.mark.parametrize("name", NAMES)

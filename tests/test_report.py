@@ -12,11 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig, RecallTask, RunConfig, TextTask, TrainConfig
+from expire_span.config import (
+    BudgetConfig,
+    DecoderConfig,
+    ExpireSpanConfig,
+    RecallTask,
+    RunConfig,
+    TextTask,
+    TrainConfig,
+)
 from expire_span.runs import RunFolder
+from expire_span.sizes import show_bytes
 from expire_span.train.supervised import train
 from expire_span.view.pictures import count_alive, draw_curves, draw_lifelines, draw_span_map, to_svg
-from expire_span.view.report import flatten, series_of, show_bytes, show_value, write_report
+from expire_span.view.report import explain_budget, flatten, series_of, show_value, write_report
 from expire_span.view.sample import Sample, find_keepsakes
 
 MODEL = DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=ExpireSpanConfig(max_span=32, ramp=4))
@@ -54,9 +63,32 @@ def test_page_carries_the_trace(recall_page, text_page):
         header, *steps = map(json.loads, gzip.decompress(base64.b64decode(packed)).splitlines())
         assert header["task"] == task and 5 < len(steps) <= 2048
         assert len(page) < 5_000_000
-    assert "lower is better" in text_page and "higher is better" in recall_page[1]
+    assert "bits per byte, lower is better" in text_page  # the name of an axis
+    assert "share of right answers, higher is better" in recall_page[1]
     assert "The task.</b> A colour cue" in recall_page[1]
     assert recall_page[1].index("Birth and expiry") < recall_page[1].index("What gets a long span")
+
+
+def test_bytes_are_of_one_row_and_say_so(recall_page):
+    run, page = recall_page
+    result = run.read_result()
+    held, full = (show_bytes(result[name] / result["rows"]) for name in ("mean_bytes", "full_bytes"))
+    assert f"<b>{held}</b><span>held per row</span>" in page
+    assert f"<b>{full}</b><span>per row if nothing were forgotten</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("live", "words"),
+    [(4.8, "ended with 4.8. A budget is a mark"), (9.5, "ended with 9.5."), (15.0, "train longer to come nearer")],
+)
+def test_what_became_of_the_budget_is_explained(recall_page, monkeypatch, live, words):
+    run, _ = recall_page
+    train = replace(run.config.train, budget=BudgetConfig(live=10))
+    told = replace(run, config=replace(run.config, train=train))
+    monkeypatch.setattr(type(run), "read_result", lambda self: {"live": [live, live]})
+    assert "The budget was 10 memories alive" in explain_budget(told) and words in explain_budget(told)
+    assert ("A budget is a mark" in explain_budget(told)) == (live < 9)
+    assert explain_budget(replace(told, config=replace(told.config, train=replace(train, budget=BudgetConfig())))) == ""
 
 
 def test_page_mentions_the_numbers(recall_page):
@@ -164,7 +196,8 @@ def test_keepsakes_are_ordered():
 
 
 def test_small_helpers():
-    assert show_bytes(999) == "999 B" and show_bytes(1_234_000) == "1.23 MB"
+    sizes = {999: "999 B", 1_234_000: "1.23 MB", 999_600: "1.00 MB", 12_345: "12.3 kB", 120_400: "120 kB", 0: "0 B"}
+    assert {count: show_bytes(count) for count in sizes} == sizes
     assert show_value([1.0, None, True]) == "1, —, True"
     assert flatten({"seed": 1, "model": {"dim": 2, "mixer": {"ramp": 3}}}) == {
         "Run": {"seed": 1},

@@ -38,7 +38,7 @@ def test_files_are_scored_in_bounded_memory_and_deletion_is_verified(call, run, 
         decoder = load_decoder(run)
         loss = F.cross_entropy(decoder(tokens[:, :-1])[0][0], tokens[0, 1:])
     assert found["bits_per_byte"] == pytest.approx(loss.item() / math.log(2), rel=1e-4)
-    assert found["most_bytes_held"] < 256 * 12 * 2 * 16 * 4 * 2  # less than all keys and values
+    assert found["peak_bytes_per_row"] < 256 * 12 * 2 * 16 * 4 * 2  # less than all keys and values
     check_refused(call("eval", "a", "--file", "absent"), "absent")
     (tmp_path / "one").write_bytes(b"x")
     check_refused(call("eval", "a", "--file", "one"), "at least 2 bytes, got 1")

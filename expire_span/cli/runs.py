@@ -225,7 +225,7 @@ def run_eval(args: list[str]) -> int:
         seed=config.seed,
         precision=config.train.precision,
     )
-    print(json.dumps(result.to_dict(), indent=2))
+    print(json.dumps(result.per_row(), indent=2))
     return 0
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+from expire_span.field_docs import field_docs
 
 
 def show_usual(prog: str, command: Any, usual: Sequence[str]) -> str:
@@ -33,23 +32,6 @@ def find_field(command: Any, option: str) -> tuple[Any, str] | None:
     if inside is None or not hasattr(inside, last):
         return None
     return getattr(inside, last), field_docs(type(inside)).get(last, "")
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass and of its bases, which is its documentation."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError, SyntaxError):  # no source, as in a frozen program: names and defaults still help
-            continue
-        assert isinstance(body, ast.ClassDef)
-        for field, after in zip(body.body, body.body[1:]):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-                docs[field.target.id] = str(ast.literal_eval(after.value))
-    return docs
 
 
 def _describe(option: str, default: Any, doc: str) -> list[str]:

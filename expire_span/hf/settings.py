@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
 
 
+@documented
 @dataclass(frozen=True)
 class RetrofitConfig:
     """How memories of a retrofitted model expire."""
@@ -43,6 +45,7 @@ class RetrofitConfig:
         )
 
 
+@documented
 @dataclass(frozen=True)
 class DistillConfig:
     """How the predictors learn what a frozen model can forget."""

@@ -51,7 +51,7 @@ class _Total:
 
     def memory(self) -> dict[str, Any]:
         assert self.live is not None
-        return {"live": (self.live / self.scored).tolist(), "most_bytes_held": self.held}
+        return {"live": (self.live / self.scored).tolist(), "peak_bytes_per_row": self.held}
 
 
 @torch.inference_mode()

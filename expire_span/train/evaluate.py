@@ -46,6 +46,13 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "text" or value}
 
+    def per_row(self) -> dict[str, Any]:
+        """The same for people: bytes are those of one row, and say so by their names."""
+        told = self.to_dict()
+        for name in ("mean_bytes", "peak_bytes", "full_bytes"):
+            told[f"{name}_per_row"] = told.pop(name) / max(self.rows, 1)
+        return told
+
 
 def memory_bytes(config: DecoderConfig, element: int = 4) -> int:
     """Bytes of one memory's key and value in one layer."""

@@ -70,7 +70,7 @@ def ship(run: RunFolder, out: Path, about: Shipment, *, path: str | None = None,
     if out.exists():
         raise UserError(f"{out} already exists, and a model is never overwritten; move it away, or give another --out")
     decoder, config = load_model(run, check_device(device))
-    if not isinstance(config.task, TextTask) or config.model.vocab != 256:
+    if not isinstance(config.task, TextTask) or config.task.tokenizer or config.model.vocab != 256:
         raise UserError(f"ship needs a run of bytes, got a run of task {config.task.kind}")
     own = replace(config.task, path=Path(config.task.path).name)  # where the data lay says nothing to others
     task = build_task(config.task if path is None else replace(config.task, path=path))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 
 Positions = Literal["rotary", "relative", "none"]
 
@@ -22,6 +23,7 @@ def at_least(settings: Any, least: int, *names: str) -> None:
         require(getattr(settings, name) >= least, f"{name} must be at least {least}, got {getattr(settings, name)}")
 
 
+@documented
 @dataclass(frozen=True)
 class AttentionShape:
     """The width of the layers of a model and how their heads see positions."""
@@ -62,6 +64,7 @@ class AttentionShape:
         return self.heads if self.kv_heads is None else self.kv_heads
 
 
+@documented
 @dataclass(frozen=True)
 class LayerShape(AttentionShape):
     """What every memory system is built from."""
@@ -70,6 +73,7 @@ class LayerShape(AttentionShape):
     """Number of layers below this one; a few systems differ from layer to layer."""
 
 
+@documented
 @dataclass(frozen=True)
 class StateSize:
     """The numbers from which the size of one row's state in one layer follows."""
@@ -90,6 +94,7 @@ class StateSize:
         return self.shape.num_kv_heads * self.head
 
 
+@documented
 @dataclass(frozen=True)
 class Budget:
     """How one system spends a number of memories."""
@@ -100,6 +105,7 @@ class Budget:
     """The system's settings for so many memories; None where nothing can be set."""
 
 
+@documented
 @dataclass(frozen=True)
 class Recipe:
     """What a budget may depend on: the recipe's number of layers and the spans that it allows."""
@@ -112,6 +118,7 @@ class Recipe:
     """The recipe's own settings of learned expiry, or the defaults."""
 
 
+@documented
 @dataclass(frozen=True)
 class MemorySystem:
     """One memory system, in words, numbers and names."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from expire_span.checks import require
+from expire_span.field_docs import documented
 from expire_span.models.systems.contract import Budget, MemorySystem
 
 
+@documented
 @dataclass(frozen=True)
 class PaperDetails:
     """Details of the paper's released code that most users leave alone."""
@@ -27,6 +29,7 @@ class PaperDetails:
         require(self.normalizer_eps >= 0, f"normalizer_eps must be 0 or more, got {self.normalizer_eps}")
 
 
+@documented
 @dataclass(frozen=True)
 class HeadReach:
     """How the heads of a layer differ in how far they reach; needs span_per=kv_head."""
@@ -51,6 +54,7 @@ class HeadReach:
         require(usable, f"shortest_shared is of heads beyond own_heads and needs {given}")
 
 
+@documented
 @dataclass(frozen=True)
 class ExpireSpanConfig:
     """Learned expiry: each memory gets, at birth, a span after which it fades out and is deleted."""

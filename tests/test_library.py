@@ -1,0 +1,87 @@
+"""What a programmer sees of the package: types in editors, `help()`, and the scripts beside it."""
+
+from __future__ import annotations
+
+import ast
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import expire_span
+from expire_span.cli.study import _show
+from tests import matrix
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = (
+    "ExpireSpanConfig",
+    "HeadReach",
+    "PaperDetails",
+    "BackboneConfig",
+    "DecoderConfig",
+    "RunConfig",
+    "TrainConfig",
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_help_shows_what_each_field_means(name):
+    config = getattr(expire_span, name)
+    shown = " ".join(pydoc.plain(pydoc.render_doc(config)).replace("|", " ").split())
+    for field in config.__dataclass_fields__:
+        assert f" {field}: " in shown.split("Methods defined here")[0] or field == "kind", field
+    assert config.__doc__.splitlines()[0].endswith((".", "presets."))
+
+
+def test_help_has_the_words_of_the_source():
+    assert "ramp: Soft edge of the mask, in steps (R)." in (expire_span.ExpireSpanConfig.__doc__ or "")
+
+
+def test_type_checkers_see_the_module_that_a_name_is_loaded_from():
+    """The imports under TYPE_CHECKING, which editors read, against the table that is used at run time."""
+    body = ast.parse((ROOT / "expire_span" / "__init__.py").read_text()).body
+    guarded = next(node for node in body if isinstance(node, ast.If)).body
+    seen = {
+        alias.name: str(node.module) for node in guarded if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen.keys() == expire_span._PUBLIC.keys() == set(expire_span.__all__) - {"__version__"}
+    assert all(
+        seen[name].startswith(f"expire_span.{module}")
+        for name, module in expire_span._PUBLIC.items()
+        if name != "RunConfig"
+    )
+
+
+@pytest.mark.long
+def test_public_names_have_their_real_types(tmp_path):
+    """Pyright on a user's file; the short twin above reads the imports."""
+    names = sorted(set(expire_span.__all__) - {"__version__"})
+    lines = ["import expire_span", *(f"reveal_type(expire_span.{name})" for name in names)]
+    (tmp_path / "user.py").write_text("\n".join(lines))
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"]}}')
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "user.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    types = [line.split("Type of", 1)[1] for line in said.splitlines() if "Type of" in line]
+    assert len(types) == len(names) and not [line for line in types if 'Any"' in line or "Unknown" in line], said
+
+
+def test_a_quick_study_says_so(capsys, tmp_path):
+    for quick in (True, False):
+        _show(tmp_path, {}, lambda result: [], quick=quick)
+        assert ("This was a quick study" in capsys.readouterr().out) == quick
+
+
+def test_the_matrix_finds_interpreters_that_start():
+    here = ".".join(map(str, sys.version_info[:2]))
+    found = matrix.find_python(here)
+    assert found is None or matrix.output(str(found), "-c", "print(1)") == "1"
+    assert matrix.find_python("3.99") is None
+    assert matrix.output(sys.executable, "-c", "raise SystemExit(3)") == matrix.output("no-such-program") == ""
+
+
+def test_the_matrix_says_what_happened():
+    outcomes = [matrix.Outcome("3.11", "3.9.0", "2.13.0", "== 17 passed in 61.20s (0:01:01) ==", 70.2, True)]
+    assert "| 3.11 | 3.9.0 | 2.13.0 | 17 passed | 70 |" in matrix.as_table(outcomes)
+    assert {v.rsplit(".", 1)[0] for v in matrix.TRITONS} == {"3.6", "3.7", "3.8", "3.9"}
