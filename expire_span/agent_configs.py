@@ -11,7 +11,7 @@ from expire_span.checks import require
 from expire_span.config import RunConfig
 from expire_span.field_docs import documented
 from expire_span.model_configs import BackboneConfig
-from expire_span.train_configs import BudgetConfig
+from expire_span.train_configs import BudgetConfig, LearningConfig
 
 
 @documented
@@ -89,14 +89,27 @@ class PolicyConfig(BackboneConfig):
 
 @documented
 @dataclass(frozen=True)
-class AgentTrainConfig:
+class AgentTrainConfig(LearningConfig):
     """How an agent learns: PPO with generalised advantages, or imitation of an expert."""
 
     steps: int = 300
     """Updates. Each plays `window` steps in every environment and learns from them."""
-    seconds: float | None = None
-    """Train for at most so long, in seconds since the start or the last resume, evaluations included. Where the clock is ahead
-    of the steps, schedules follow the clock, so that such a run cannot be repeated bit for bit. None sets no limit."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's running-mean factors."""
+    clip: float = 0.5
+    """Largest gradient norm; 0 switches clipping off."""
+    warmup: int = 10
+    """Updates of linear warm-up."""
+    schedule: Literal["cosine", "constant", "linear"] = "linear"
+    """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
+    span_weight: float = 0.0
+    """Fixed weight of the mean span of new memories, used when no budget is set."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
+    eval_every: int = 50
+    """Updates between evaluations; the last update always has one."""
+    checkpoint_every: int = 100
+    """Updates between checkpoints; the last update always has one."""
     envs: int = 64
     """Environments side by side, over all processes together."""
     window: int = 32
@@ -124,68 +137,26 @@ class AgentTrainConfig:
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: float = 0.5
     """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
-    lr: float = 1e-3
-    """Peak learning rate of AdamW."""
-    muon_lr: float = 2e-2
-    """Peak learning rate of Muon."""
-    span_lr_scale: float = 1.0
-    """The span predictors learn at lr times this."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's running-mean factors."""
-    clip: float = 0.5
-    """Largest gradient norm; 0 switches clipping off."""
-    warmup: int = 10
-    """Updates of linear warm-up."""
-    schedule: Literal["cosine", "constant", "linear"] = "linear"
-    """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
-    decay_share: float = 1.0
-    """With schedule=linear: the share of the updates, at the end, over which the rate falls."""
-    final_lr: float = 0.1
-    """Share of the peak learning rate left at the last update."""
-    span_weight: float = 0.0
-    """Fixed weight of the mean span of new memories, used when no budget is set."""
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
     goal: float = 0.95
     """Success, in the hardest band of episodes, from which weights count as solving the task; among those, the ones with the
     fewest live memories are best."""
-    eval_every: int = 50
-    """Updates between evaluations; the last update always has one."""
     eval_episodes: int = 256
     """Episodes of an evaluation during training."""
     test_episodes: int = 1000
     """Episodes of the final evaluation, with the best weights."""
-    checkpoint_every: int = 100
-    """Updates between checkpoints; the last update always has one."""
-    keep_checkpoints: int = 2
-    """How many checkpoints stay on disk."""
-    log_every: int = 10
-    """Updates between lines of metrics.jsonl."""
-    tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
-    """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "envs", "window", "epochs", "minibatches", "eval_every", "eval_episodes", "test_episodes")
-        for name in (*counts, "checkpoint_every", "log_every"):
+        super().__post_init__()
+        for name in ("envs", "window", "epochs", "minibatches", "eval_episodes", "test_episodes"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
         require(self.envs % self.minibatches == 0, fits)
-        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
-        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio", "kl_limit", "least_spread"):
+        for name in ("clip_ratio", "kl_limit", "least_spread"):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
-        for name in ("warmup", "clip", "weight_decay", "span_weight", "entropy", "value_weight", "imitate"):
+        for name in ("entropy", "value_weight", "imitate"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda", "expert_share", "final_lr", "goal"):
+        for name in ("gamma", "gae_lambda", "expert_share", "goal"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for beta in self.betas:
-            require(0 <= beta < 1, f"betas must lie in [0, 1), got {self.betas}")
-        require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
 
     @property
     def batch(self) -> int:

@@ -13,27 +13,30 @@ from expire_span.train_configs import BudgetConfig
 
 def agent() -> AgentRunConfig:
     """Any Gymnasium environment (--task.env ID, or module:ID), by PPO; one layer of 64, minutes on a CPU."""
-    # Spans start near their limit, since a cue that expires before its use is known sends no gradient back.
-    mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1")
+    # Spans start near their limit, since a cue that expires before its use is known sends no gradient back. The temperature
+    # keeps the noise of policy gradients from throwing spans about.
+    mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1", temperature=8.0)
     model = PolicyConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
-    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2))
+    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=2e-3, epochs=4, minibatches=2))
 
 
 def agent_corridor_tiny() -> AgentRunConfig:
     """Corridor Easy by reinforcement: remember a colour for up to 20 steps; a minute or two on a CPU."""
+    # One step of an episode decides, so many episodes must share an update: many environments, few steps each.
     base = agent()
     mixer = replace(base.model.mixer, max_span=40, ramp=8)
     model = replace(base.model, positions="none", mixer=mixer)
-    train = replace(base.train, steps=200)
+    train = replace(base.train, steps=60, envs=256, window=24, epochs=3, minibatches=4, eval_every=10)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
 
 
 def agent_corridor() -> AgentRunConfig:
     """Corridor Medium by reinforcement: remember a colour for up to 60 steps, and little else; minutes on a CPU."""
     base = agent_corridor_tiny()
-    mixer = replace(base.model.mixer, max_span=128, ramp=16)
-    budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.03, patience_loss=0.05)
-    train = replace(base.train, steps=200, window=48, eval_every=25, budget=budget, goal=0.985, test_episodes=2400)
+    mixer = replace(base.model.mixer, max_span=96, ramp=16)
+    budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.1, patience_loss=0.1)
+    train = replace(base.train, steps=120, window=32, lr=1.5e-3, budget=budget, goal=0.98)
+    train = replace(train, eval_episodes=480, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
     )
@@ -51,7 +54,7 @@ def agent_corridor_hard() -> AgentRunConfig:
     mixer = replace(base.model.mixer, max_span=512, ramp=16)
     model = replace(base.model, dim=128, layers=2, ff_dim=256, mixer=mixer)
     budget = replace(base.train.budget, live=40, start_loss=0.08, patience_loss=0.1)
-    train = replace(base.train, steps=3000, envs=1024, window=64, minibatches=4, lr=1e-3, budget=budget)
+    train = replace(base.train, steps=3000, envs=1024, window=64, epochs=4, minibatches=4, lr=1e-3, budget=budget)
     train = replace(train, eval_every=20, eval_episodes=1024, test_episodes=8500, goal=0.97)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Hard-v0"), model=model, train=train)
 

@@ -9,6 +9,21 @@ from expire_span.checks import require
 from expire_span.field_docs import documented
 
 
+def _check_splits(task: TextTask | WordsTask) -> None:
+    for name in ("valid_share", "test_share"):
+        require(0 < getattr(task, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(task, name)}")
+
+
+def _check_lengths(task: RecallTask | EntrancesTask | CopyTask | CorridorTask) -> None:
+    given = f"got {task.max_length} and {task.min_length}"
+    require(task.max_length >= task.min_length, f"max_length must be at least min_length, {given}")
+
+
+def _check_shares(task: object, *names: str) -> None:
+    for name in names:
+        require(0 <= getattr(task, name) <= 1, f"{name} must lie in [0, 1], got {getattr(task, name)}")
+
+
 @documented
 @dataclass(frozen=True)
 class TextTask:
@@ -25,8 +40,7 @@ class TextTask:
     """Share of the bytes, at the very end, that is kept for the test."""
 
     def __post_init__(self) -> None:
-        for name in ("valid_share", "test_share"):
-            require(0 < getattr(self, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(self, name)}")
+        _check_splits(self)
 
 
 @documented
@@ -50,14 +64,10 @@ class RecallTask:
 
     def __post_init__(self) -> None:
         require(self.min_length >= 1, f"min_length must be at least 1, got {self.min_length}")
-        require(
-            self.max_length >= self.min_length,
-            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
-        )
+        _check_lengths(self)
         require(self.colours >= 2, f"colours must be at least 2, got {self.colours}")
         require(self.distractors >= 1, f"distractors must be at least 1, got {self.distractors}")
-        for name in ("distractor_prob", "blank_prob"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _check_shares(self, "distractor_prob", "blank_prob")
 
     @property
     def farthest(self) -> int:
@@ -89,10 +99,7 @@ class EntrancesTask:
     def __post_init__(self) -> None:
         for name in ("min_length", "max_count", "smooth", "levels"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(
-            self.max_length >= self.min_length,
-            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
-        )
+        _check_lengths(self)
         require(self.spread > 0, f"spread must be greater than 0, got {self.spread}")
         require(0 <= self.margin < 0.5, f"margin must lie in [0, 0.5), got {self.margin}")
 
@@ -122,8 +129,7 @@ class WordsTask:
     def __post_init__(self) -> None:
         for name in ("words", "tales"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("valid_share", "test_share"):
-            require(0 < getattr(self, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(self, name)}")
+        _check_splits(self)
 
 
 @documented
@@ -152,10 +158,7 @@ class CopyTask:
             self.min_length >= least,
             f"min_length must hold the start, {self.max_count} A tokens and the question, {least}, got {self.min_length}",
         )
-        require(
-            self.max_length >= self.min_length,
-            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
-        )
+        _check_lengths(self)
 
     @property
     def farthest(self) -> int:
@@ -190,8 +193,7 @@ class CollisionTask:
     def __post_init__(self) -> None:
         require(self.size >= 2, f"size must be at least 2, got {self.size}")
         require(1 <= self.colours <= 64, f"colours must lie in 1..64, got {self.colours}")
-        for name in ("colour_prob", "latest_prob"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _check_shares(self, "colour_prob", "latest_prob")
         limit = self.size / 4  # faster particles could hardly be kept inside the grid
         require(0 < self.speed <= limit, f"speed must lie in (0, size / 4 = {limit:g}], got {self.speed}")
         require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")
@@ -248,12 +250,8 @@ class CorridorTask:
             self.min_length >= least,
             f"min_length must be at least {least} to hold the cue and {self.colours} doors, got {self.min_length}",
         )
-        require(
-            self.max_length >= self.min_length,
-            f"max_length must be at least min_length, got {self.max_length} and {self.min_length}",
-        )
-        for name in ("niche_prob", "recue_prob"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _check_lengths(self)
+        _check_shares(self, "niche_prob", "recue_prob")
         _check_view(self.view)
 
     @property
@@ -332,8 +330,7 @@ class InstructionTask:
         )
         in_range = self.least_talk == 0 or least <= self.least_talk <= self.talk
         require(in_range, f"least_talk must be 0 or lie in {least}..{self.talk}, got {self.least_talk}")
-        for name in ("cancel_prob", "replace_prob"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _check_shares(self, "cancel_prob", "replace_prob")
         both = self.cancel_prob + self.replace_prob
         require(both <= 1, f"cancel_prob + replace_prob must be at most 1, got {both:g}")
         _check_view(self.view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,22 +49,14 @@ class BudgetConfig:
 
 @documented
 @dataclass(frozen=True)
-class TrainConfig:
-    """How the weights are learned."""
+class LearningConfig:
+    """What every kind of training has: its length, optimizer, learning rates, pressure on spans, and what it writes."""
 
     steps: int = 1000
     """Optimizer steps."""
     seconds: float | None = None
     """Train for at most so long, in seconds since the start or the last resume, evaluations included. Where the clock is ahead
     of the steps, schedules follow the clock, so that such a run cannot be repeated bit for bit. None sets no limit."""
-    batch: int = 16
-    """Rows per optimizer step, over all processes and accumulation steps together."""
-    block: int = 256
-    """Tokens per row and step: the gradient horizon. Long blocks are parallel training, short ones carry memory."""
-    carry: bool = True
-    """Carry each row's memory from block to block (text); off, every block starts empty."""
-    accumulate: int = 1
-    """Micro-batches per optimizer step; must divide batch."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
     lr: float = 1e-3
@@ -90,22 +83,8 @@ class TrainConfig:
     """Fixed weight of the span loss (alpha), used when no budget is set."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Budget controller; replaces span_weight when its target is set."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward and backward pass; with bf16, a GPU multiplies what stays in float32 as TF32."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
-    graphs: bool = True
-    """On one GPU, record a training step as a CUDA graph and replay it, where every layer's shapes are steady."""
     eval_every: int = 200
-    """Steps between evaluations on the valid split; the last step always has one."""
-    eval_batches: int = 8
-    """Batches per evaluation during training."""
-    test_batches: int | None = None
-    """Batches of the final evaluation on the test split; None reads all of it, which a memory that only grows may not stand."""
-    eval_batch: int | None = None
-    """Rows side by side in evaluations; None takes batch."""
-    eval_block: int | None = None
-    """Tokens per row and forward pass in evaluations; None takes block."""
+    """Steps between evaluations; the last step always has one."""
     checkpoint_every: int = 200
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
@@ -118,24 +97,10 @@ class TrainConfig:
     """auto, cpu, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch",
-            "block",
-            "accumulate",
-            "eval_every",
-            "eval_batches",
-            "checkpoint_every",
-            "log_every",
-        ):
+        for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("test_batches", "eval_batch", "eval_block"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
-        require(
-            self.batch % self.accumulate == 0,
-            f"accumulate must divide batch, got accumulate {self.accumulate} and batch {self.batch}",
-        )
+        limited = self.seconds is None or 0 < self.seconds < math.inf
+        require(limited, f"seconds must be greater than 0 and finite, got {self.seconds}")
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
         for name in ("lr", "muon_lr", "span_lr_scale"):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
@@ -145,3 +110,43 @@ class TrainConfig:
         for beta in self.betas:
             require(0 <= beta < 1, f"betas must lie in [0, 1), got {self.betas}")
         require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(LearningConfig):
+    """How the weights are learned."""
+
+    batch: int = 16
+    """Rows per optimizer step, over all processes and accumulation steps together."""
+    block: int = 256
+    """Tokens per row and step: the gradient horizon. Long blocks are parallel training, short ones carry memory."""
+    carry: bool = True
+    """Carry each row's memory from block to block (text); off, every block starts empty."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step; must divide batch."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward and backward pass; with bf16, a GPU multiplies what stays in float32 as TF32."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    graphs: bool = True
+    """On one GPU, record a training step as a CUDA graph and replay it, where every layer's shapes are steady."""
+    eval_batches: int = 8
+    """Batches per evaluation during training."""
+    test_batches: int | None = None
+    """Batches of the final evaluation on the test split; None reads all of it, which a memory that only grows may not stand."""
+    eval_batch: int | None = None
+    """Rows side by side in evaluations; None takes batch."""
+    eval_block: int | None = None
+    """Tokens per row and forward pass in evaluations; None takes block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch", "block", "accumulate", "eval_batches"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("test_batches", "eval_batch", "eval_block"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
+        require(
+            self.batch % self.accumulate == 0,
+            f"accumulate must divide batch, got accumulate {self.accumulate} and batch {self.batch}",
+        )

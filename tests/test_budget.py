@@ -90,3 +90,17 @@ def test_restores_exactly():
 def test_needs_a_target():
     with pytest.raises(ValueError, match="needs a target"):
         BudgetController(BudgetConfig(), layers=1, bytes_per_memory=1)
+
+
+def test_pressure_waits_for_so_many_steps():
+    """However well the task goes; a state from before there was a wait has no step count."""
+    controller = BudgetController(BudgetConfig(live=4, wait=3, start_loss=1.0), layers=1, bytes_per_memory=1)
+    weights = []
+    for _ in range(4):
+        weights.append(float(controller.weight))
+        controller.update(torch.tensor(8.0), torch.tensor(0.1))
+    assert weights[:3] == [0, 0, 0] and weights[3] > 0
+    controller.load_state_dict({"state": controller.state_dict()["state"][:4]})
+    assert float(controller.weight) > 0
+    with pytest.raises(ValueError, match="wait must be 0 or more, got -1"):
+        BudgetConfig(live=4, wait=-1)

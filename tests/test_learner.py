@@ -17,7 +17,7 @@ from expire_span.recipes import recall
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import session, supervised
 from expire_span.train.loop import Fault, NonFinite
-from expire_span.train.progress import Display, Reading, fit
+from expire_span.train.progress import Clock, Display, Reading, fit
 from expire_span.train.trackers import build_tracker
 from tests.tiny import tiny_config, write_text
 
@@ -78,6 +78,23 @@ def test_another_kind_of_learner_trains_stops_and_goes_on(tmp_path):
     broken = session.go_on(lambda config: Counter(), RunFolder.open(tmp_path / "broken"), shown=False)
     for name in ("metrics.jsonl", "result.json"):
         assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+def test_a_time_limit_ends_the_run_at_the_end_of_its_schedule(tmp_path, monkeypatch):
+    """A second a step and ten seconds for a hundred steps: ten are made, spread over the whole schedule."""
+    learner, places = Counter(), []
+    step = learner.step
+    monkeypatch.setattr(learner, "step", lambda index: places.append(index) or step(index))
+    monkeypatch.setattr(Clock, "elapsed", property(lambda clock: float(len(places))))
+    config = replace(CONFIG, train=replace(SETTINGS, steps=100, seconds=10.0))
+    run = session.begin(learner, config, tmp_path / "a", shown=False)
+    assert places == list(range(0, 100, 10)) and run.read_result()["step"] == 10
+    slack = replace(CONFIG, train=replace(SETTINGS, steps=10, seconds=1000.0))
+    places.clear()
+    assert session.begin(learner, slack, tmp_path / "b", shown=False).read_result()["step"] == 10
+    assert places == list(range(10))
+    with pytest.raises(ValueError, match="seconds must be greater than 0 and finite, got 0"):
+        replace(SETTINGS, seconds=0)
 
 
 def test_a_fault_stops_before_a_checkpoint_is_written(tmp_path):

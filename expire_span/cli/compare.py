@@ -24,7 +24,7 @@ from expire_span.recipes import RECIPES, get_recipe
 from expire_span.runs import RunError, UserError, check_name
 
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, spell_out
+from .parsing import PROGRAM, parse, spell_out, take_name
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,15 @@ USUAL_OF_AGENTS = (*USUAL[:6], "task.env", "task.options", "train.steps", "train
 
 
 def run_compare(args: list[str]) -> int:
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            print(f"usage: {PROGRAM} compare RECIPE --mixers a,b,c [OPTIONS]\n\nrecipes:\n{recipe_lines()}")
-            return 0
-        raise UserError(f"compare needs a recipe before its options; known are: {', '.join(RECIPES)}")
+    usage = f"usage: {PROGRAM} compare RECIPE --mixers a,b,c [OPTIONS]\n\nrecipes:\n{recipe_lines()}"
+    taken = take_name(args, "compare", "recipe", RECIPES, usage)
+    if taken is None:
+        return 0
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
-    recipe, rest = args[0], spell_out(args[1:], "--sweep")
+    recipe, rest = taken[0], spell_out(taken[1], "--sweep")
     command = _parse(recipe, rest)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"

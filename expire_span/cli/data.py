@@ -12,7 +12,7 @@ import tyro
 
 from expire_span.runs import UserError
 
-from .parsing import PROGRAM, nearest, parse
+from .parsing import PROGRAM, nearest, parse, take_name
 
 NAMES = {
     "enwik8": "the first 100,000,000 bytes of English Wikipedia (36 MB to fetch)",
@@ -38,12 +38,11 @@ class Data:
 
 def run_data(args: list[str]) -> int:
     listed = "\n".join(f"  {name:<11}{text}" for name, text in NAMES.items())
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            print(f"usage: {PROGRAM} data NAME [--from FILE|URL] [--to PLACE]\n\ndata sets:\n{listed}")
-            return 0
-        raise UserError(f"data needs a name before its options; known are: {', '.join(NAMES)}")
-    name, rest = args[0], args[1:]
+    usage = f"usage: {PROGRAM} data NAME [--from FILE|URL] [--to PLACE]\n\ndata sets:\n{listed}"
+    taken = take_name(args, "data", "name", NAMES, usage)
+    if taken is None:
+        return 0
+    name, rest = taken
     if name not in NAMES:
         raise UserError(f"unknown data set {name!r}; {nearest(name, list(NAMES))}")
     command = parse(Data, rest, f"{PROGRAM} data {name}")

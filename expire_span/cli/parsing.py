@@ -7,7 +7,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tyro
@@ -74,3 +74,13 @@ def nearest(word: str, known: list[str]) -> str:
 
 def warn(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
+
+
+def take_name(args: list[str], verb: str, what: str, known: Iterable[str], usage: str) -> tuple[str, list[str]] | None:
+    """The name that a verb needs before its options, and the options; None where help was asked for, which is printed."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    if args and args[0] in ("-h", "--help"):
+        print(usage)
+        return None
+    raise UserError(f"{verb} needs a {what} before its options; known are: {', '.join(known)}")

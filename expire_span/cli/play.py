@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from expire_span.runs import UserError
 
-from .parsing import PROGRAM, nearest, parse
+from .parsing import PROGRAM, nearest, parse, take_name
 
 WORLDS = {"corridor": "Corridor", "portal": "Portal", "instruction": "Instruction"}
 KEYS = {"a": 0, "d": 1, "w": 2, "s": 3, "h": 0, "l": 1, "k": 2, "j": 3}
@@ -28,12 +28,11 @@ class Play:
 
 
 def run_play(args: list[str]) -> int:
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            print(f"usage: {PROGRAM} play {'|'.join(WORLDS)} [--level Easy|Medium|Hard] [--seed N]\n\n{_keys('')}")
-            return 0
-        raise UserError(f"play needs a world before its options; known are: {', '.join(WORLDS)}")
-    world, rest = args[0], args[1:]
+    usage = f"usage: {PROGRAM} play {'|'.join(WORLDS)} [--level Easy|Medium|Hard] [--seed N]\n\n{_keys('')}"
+    taken = take_name(args, "play", "world", WORLDS, usage)
+    if taken is None:
+        return 0
+    world, rest = taken
     if world not in WORLDS:
         raise UserError(f"unknown world {world!r}; {nearest(world, list(WORLDS))}")
     command = parse(Play, rest, f"{PROGRAM} play {world}")

@@ -20,7 +20,7 @@ from expire_span.runs import RunFolder, UserError, check_name, check_new, find_r
 from .agent import eval_agent, resume_agent, train_agent
 from .files import eval_file
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, spell_out, warn
+from .parsing import PROGRAM, parse, spell_out, take_name, warn
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,11 @@ USUAL = (
 
 
 def run_train(args: list[str]) -> int:
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            print(f"usage: {PROGRAM} train RECIPE [OPTIONS]\n\nrecipes:\n{recipe_lines()}")
-            return 0
-        raise UserError(f"train needs a recipe before its options; known are: {', '.join(RECIPES)}")
-    recipe, rest = args[0], args[1:]
+    usage = f"usage: {PROGRAM} train RECIPE [OPTIONS]\n\nrecipes:\n{recipe_lines()}"
+    taken = take_name(args, "train", "recipe", RECIPES, usage)
+    if taken is None:
+        return 0
+    recipe, rest = taken
     config = _with_mixer(get_recipe(recipe)(), rest)
     if isinstance(config, AgentRunConfig):
         return train_agent(recipe, config, rest)

@@ -65,6 +65,11 @@ def order_living_last(alive: Tensor) -> Tensor:
 
 def take_slots(x: Tensor, order: Tensor) -> Tensor:
     """Gather slots: x [*rows, S, ..], order [*rows, n] -> [*rows, n, ..]."""
+    rest = x.shape[order.dim() :]
+    if rest and x.device.type == "cpu":  # whole slots are copied, where gather would look up every number by itself
+        first = torch.arange(order.shape[:-1].numel()) * x.shape[order.dim() - 1]
+        places = order + first.reshape(*order.shape[:-1], 1)
+        return x.reshape(-1, *rest).index_select(0, places.flatten()).reshape(*order.shape, *rest)
     index = order.reshape(order.shape + (1,) * (x.dim() - order.dim()))
     return x.gather(order.dim() - 1, index.expand(*order.shape, *x.shape[order.dim() :]))
 

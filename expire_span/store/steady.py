@@ -62,6 +62,10 @@ class SteadyMemory(Store):
     def forget_rows(self, rows: Tensor, start: SteadyMemory) -> SteadyMemory:
         """The rows marked in `rows` [B] (bool) hold what `start` holds, and nothing else."""
         gone = rows.to(self.pos.device)[:, None]
+        if not start.pos.shape[1]:  # rows become all empty, and empty slots need no order
+            pos = self.pos.masked_fill(gone, NEVER)
+            hidden = self.hidden.masked_fill(gone.unsqueeze(-1), 0)
+            return SteadyMemory(hidden, pos, self.evicted, (pos != NEVER).sum(-1), self.block)
         alive = torch.cat([(self.pos != NEVER) & ~gone, (start.pos != NEVER) & gone], 1)
         hidden = torch.cat([self.hidden, start.hidden.to(self.hidden.dtype)], 1)
         kept = _living_last(hidden, torch.cat([self.pos, start.pos], 1), alive)

@@ -28,7 +28,7 @@ from .gridworlds.sentences import LENGTH, OBJECTS, VERBS, WORDS
 
 ROLL = 256
 """Episodes that are played side by side."""
-STAGE = 32
+STAGE = 16
 """Groups of `ROLL` episodes after which training goes on to the next stage of difficulty; earlier stages stay in the mix."""
 KEEP = 64
 """Groups of `ROLL` episodes that are kept."""

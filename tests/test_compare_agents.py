@@ -1,0 +1,49 @@
+"""Agents with different memory systems side by side: equal parameters, one table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("gymnasium")
+
+from expire_span.compare.page import write_page
+from expire_span.compare.plan import Comparison, list_systems
+from expire_span.compare.prepare import describe_plan, prepare
+from expire_span.compare.table import as_markdown, collect_rows, write_table
+from expire_span.compare.worker import run_system, with_steps_for
+from tests.tiny_agents import tiny_agent
+
+CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
+
+
+def test_agents_are_compared(tmp_path):
+    """Two systems act in one corridor; the table has a row for each, with the bytes that one environment's memory holds."""
+    base = tiny_agent(
+        CORRIDOR, {"options": '{"max_length": 4}'}, steps=2, envs=4, window=6, eval_episodes=4, test_episodes=4
+    )
+    planned = prepare(tmp_path / "c", "agent", base, list_systems(["expire_span", "gru"], [], [0]))
+    planned.write()
+    assert "2 runs" in describe_plan(planned)
+    comparison = Comparison.open(tmp_path / "c")
+    assert comparison.config == planned.config and comparison.score == {"name": "success", "higher_is_better": True}
+    counts = comparison.parameters.values()
+    assert max(counts) <= 1.01 * min(counts)
+    for name in comparison.runs:
+        run_system(tmp_path / "c", name)
+        run_system(tmp_path / "c", name)  # a finished run is left as it is
+    rows = collect_rows(comparison)
+    assert [row.kind for row in rows] == ["expire_span", "gru"]
+    assert all(0 <= row.score <= 1 and row.bytes > 0 and row.peak_bytes >= row.bytes for row in rows)
+    write_table(comparison, rows)
+    told = json.loads((tmp_path / "c" / "table.json").read_text())
+    assert "2 updates of 4 x 6 steps each" in told["conditions"] and CORRIDOR in as_markdown(comparison, rows)
+    assert "success" in write_page(comparison, rows).read_text()
+
+
+def test_steps_of_agents_follow_the_time(tmp_path):
+    base = tiny_agent(CORRIDOR, {"options": '{"max_length": 4}'}, steps=2, envs=4, window=2)
+    planned = prepare(tmp_path / "c", "agent", base, list_systems(["expire_span"], [], [0]), 0.01)
+    (_, config), *_ = planned.runs.values()
+    assert with_steps_for(config, 0.01).train.steps >= 1
