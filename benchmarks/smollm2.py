@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
         "--initial-span", type=float, default=0.52, help="share of --max-span: the context and a little"
     )
     parser.add_argument("--ramp", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--gain", type=float, default=0.1)
     parser.add_argument("--initial-weight", type=float, default=1e-5)
     parser.add_argument("--fact-rows", type=int, default=1, help="rows of a batch in which facts are asked for later")

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from .cache import ExpiringCache
     from .handle import Retrofit, load_adapter, retrofit
     from .settings import RetrofitConfig
-    from .streams import Drawing, Stream, stream
+    from .streams import Sampling, Stream, stream
 
 _PUBLIC = {
-    "Drawing": "streams",
     "ExpiringCache": "cache",
     "Retrofit": "handle",
     "RetrofitConfig": "settings",
+    "Sampling": "streams",
     "Stream": "streams",
     "load_adapter": "handle",
     "retrofit": "handle",
@@ -27,10 +27,10 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "Drawing",
     "ExpiringCache",
     "Retrofit",
     "RetrofitConfig",
+    "Sampling",
     "Stream",
     "load_adapter",
     "retrofit",
