@@ -22,6 +22,7 @@ ROWS = {
     "config": 1,
     "agent_configs": 1,
     "agent_recipes": 1,
+    "retrofit_configs": 1,
     "runs": 1,
     "recipes": 1,
     "ops": 2,

@@ -10,15 +10,16 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expire_span.retrofit_configs import RetrofitConfig
+
     from .cache import ExpiringCache
     from .handle import Retrofit, load_adapter, retrofit
-    from .settings import RetrofitConfig
     from .streams import Sampling, Stream, stream
 
 _PUBLIC = {
     "ExpiringCache": "cache",
     "Retrofit": "handle",
-    "RetrofitConfig": "settings",
+    "RetrofitConfig": "handle",
     "Sampling": "streams",
     "Stream": "streams",
     "load_adapter": "handle",

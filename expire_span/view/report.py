@@ -48,6 +48,12 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
 
     if run.config.task.kind == "env":
         return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
+    if run.config.task.kind == "retrofit":
+        return (
+            None,
+            None,
+            "This run taught a Hugging Face model to forget: expire-span evaluate-cache compares what it keeps.",
+        )
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     reader = open_reader(run)
@@ -72,6 +78,8 @@ def name_score(run: RunFolder) -> str:
     """The task's score and which way is better, for an axis."""
     from expire_span.tasks.task import build_task
 
+    if run.config.task.kind == "retrofit":
+        return "nats from the base model (lower is better)"
     try:
         score = build_task(run.config.task).score
     except ValueError:  # the data has moved
