@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-gpu lint bench bench-gpu clean
+.PHONY: demo test test-long test-gpu test-matrix docs lint bench bench-gpu clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,12 @@ test-long: .venv/.ready  ## the checks that take minutes each; every one has a s
 test-gpu: .venv/.ready  ## the operator's tests on a real GPU
 	$(BIN)/python -m pytest -m 'gpu and not long' tests
 
+test-matrix: .venv/.ready  ## the operator and the kernels under several versions of Triton and Python, each in an environment of its own
+	$(BIN)/python -m tests.matrix
+
+docs: .venv/.ready  ## the guide and the API reference as a site, in site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: .venv/.ready  ## style, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +45,4 @@ bench-gpu: .venv/.ready  ## the operator, training steps and decoding on a GPU, 
 	$(BIN)/python -m benchmarks.decode_picture benchmarks/out/decode.json
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .matrix site build dist *.egg-info

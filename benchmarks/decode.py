@@ -1,7 +1,7 @@
 """Tokens a second of endless streams beside plain decoders of the same size: `python -m benchmarks.decode`.
 
-On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach), with spans set so that heads differ as
-those of trained models do; on a CPU 6 layers of 256. In one run, at each batch size:
+On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach): a trained one with --run and --text, else
+one with random weights and spans set so that heads differ; on a CPU 6 layers of 256. In one run, at each batch size:
 
 - ours: `Stream`, a recorded step a token, the host reading tokens one step late;
 - ring: a plain decoder that holds as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled too;
@@ -27,13 +27,14 @@ from expire_span.recipes import enwik8
 from .exact_streams import largest_differences
 from .record import save
 from .stream_timing import (
-    best_tiles,
+    Source,
     build,
     compare_on_cpu,
     time_marks,
     time_ours,
     time_plain,
     time_prompt,
+    trained,
     tune,
 )
 from .timing import Deadline, guarded
@@ -109,10 +110,11 @@ def verdicts(
     return found
 
 
-def run_gpu(result: dict[str, Any], whole: Deadline, quick: bool, out: Path) -> None:
-    config, device, errors = gpu_config(), torch.device("cuda"), result["errors"]
+def run_gpu(result: dict[str, Any], whole: Deadline, asked: argparse.Namespace) -> None:
+    device, errors, quick, out = torch.device("cuda"), result["errors"], asked.quick, asked.out
     steps, fill = (200 if quick else 1000), 4096
-    decoder = build(config, device)
+    decoder = trained(asked.run, device) if asked.run else build(gpu_config(), device)
+    config, source = decoder.config, Source(asked.text)
 
     def attempt(name: str, call: Callable[[], Any], into: str = "rows") -> Any:
         found = guarded(errors, name, call, whole)
@@ -126,23 +128,18 @@ def run_gpu(result: dict[str, Any], whole: Deadline, quick: bool, out: Path) -> 
     def plain(batch: int, slots: int, mode: str, count: int = steps) -> None:
         attempt(f"plain {batch} {slots} {mode}", lambda: time_plain(config, batch, slots, mode, device, count))
 
-    found = attempt("tiles", lambda: tune(decoder, 1024), "tiles")
-    if found:
-        from expire_span.ops.triton import slots
-
-        result["best_tiles"] = best_tiles(found)
-        slots.override(slots.Tiles(*result["best_tiles"]))
-        print(f"tiles used: {result['best_tiles']}", flush=True)
+    if asked.tune:
+        attempt("tiles", lambda: tune(decoder, source, 1024), "tiles")
     rings = {}
     for batch in BATCHES:
-        ours = attempt(f"ours {batch}", lambda b=batch: time_ours(decoder, b, fill=fill, steps=steps))
+        ours = attempt(f"ours {batch}", lambda b=batch: time_ours(decoder, source, b, fill=fill, steps=steps))
         rings[batch] = -(-int(ours["live"] + 1) // 64) * 64 if ours else 256
         plain(batch, rings[batch], "graph")
     plain(16, 65_536, "graph", 20)
     plain(1, rings[1], "compiled")
-    marks = (10_000, 1_000_000) if quick else MARKS
-    attempt("marks", lambda: time_marks(decoder, marks, steps if quick else 5000, whole), "marks")
-    attempt("prompt", lambda: time_prompt(decoder, 262_144 if quick else 1_000_000, 8192), "prompts")
+    marks = (10_000, 1_000_000, 10_000_000) if quick else MARKS
+    attempt("marks", lambda: time_marks(decoder, source, marks, steps if quick else 5000, whole), "marks")
+    attempt("prompt", lambda: time_prompt(decoder, source, 1_000_000, 8192), "prompts")
     for batch in BATCHES[1:]:
         plain(batch, rings[batch], "compiled")
     if quick:
@@ -159,17 +156,28 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
     parser.add_argument("--seconds", type=float, default=None, help="no further figure is begun after this")
     parser.add_argument("--quick", action="store_true", help="the main figures only, in less than 150 seconds on a GPU")
+    parser.add_argument("--run", default=None, help="a trained run folder; it reads --text")
+    parser.add_argument("--text", default=None, help="a file whose bytes the streams read, instead of random ones")
+    parser.add_argument("--tune", action="store_true", help="try other tiles of the kernels first")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine: tests the benchmark itself")
     args = parser.parse_args(argv)
     whole = Deadline(args.seconds or (130.0 if args.quick else 900.0))
     gpu = torch.cuda.is_available() and not args.smoke
     device = torch.device("cuda" if gpu else "cpu")
-    result: dict[str, Any] = {"smoke": args.smoke, "rows": [], "marks": [], "prompts": [], "tiles": [], "errors": {}}
+    result: dict[str, Any] = {
+        "smoke": args.smoke,
+        "run": args.run,
+        "rows": [],
+        "marks": [],
+        "prompts": [],
+        "tiles": [],
+        "errors": {},
+    }
     result["exact"] = guarded(result["errors"], "exact", lambda: largest_differences(device, short=args.smoke), whole)
     try:
         with torch.inference_mode():
             if gpu:
-                run_gpu(result, whole, args.quick, args.out)
+                run_gpu(result, whole, args)
             else:
                 config, fill, rounds = (smoke_config(), 40, 2) if args.smoke else (cpu_config(), 1200, 12)
                 torch.set_num_threads(1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from expire_span.checkpoint import load_decoder
 from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
 from expire_span.stream import Sampling, Stream
@@ -42,6 +44,27 @@ def build(config: DecoderConfig, device: torch.device) -> Decoder:
     return decoder
 
 
+def trained(run: str, device: torch.device) -> Decoder:
+    """The decoder of a run folder, in the precision that it is served in."""
+    decoder = load_decoder(run).to(device).eval()
+    return decoder.to(torch.bfloat16) if device.type == "cuda" else decoder
+
+
+class Source:
+    """What streams read: bytes of a file, for a trained model, or random ones."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.text = None if path is None else torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+
+    def rows(self, count: int, length: int, begin: int = 0) -> Tensor:
+        """[count, length]: pieces of the file at equal distances, from `begin` on."""
+        if self.text is None:
+            return torch.randint(256, (count, length), generator=torch.Generator().manual_seed(1 + begin))
+        last = len(self.text) - length
+        starts = (begin + torch.arange(count) * max(1, last // count)) % (last + 1)
+        return torch.stack([self.text[n : n + length] for n in starts.tolist()]).long()
+
+
 def wall_ms(step: Callable[[], object], count: int, repeats: int = 5) -> dict[str, float]:
     """Wall time of one step among `count`, which end with a wait for the device."""
     times = []
@@ -58,15 +81,15 @@ def wall_ms(step: Callable[[], object], count: int, repeats: int = 5) -> dict[st
 # Ours
 
 
-def filled_stream(decoder: Decoder, rows: int, tokens: int) -> Stream:
-    """A stream in the middle of random bytes."""
+def filled_stream(decoder: Decoder, source: Source, rows: int, tokens: int) -> Stream:
+    """A stream in the middle of a text."""
     stream = Stream(decoder, rows)
-    stream.read(list(torch.randint(256, (rows, tokens), generator=torch.Generator().manual_seed(1))))
+    stream.read(list(source.rows(rows, tokens)))
     return stream
 
 
-def time_ours(decoder: Decoder, rows: int, *, fill: int, steps: int) -> dict[str, Any]:
-    stream = filled_stream(decoder, rows, fill)
+def time_ours(decoder: Decoder, source: Source, rows: int, *, fill: int, steps: int) -> dict[str, Any]:
+    stream = filled_stream(decoder, source, rows, fill)
     steady = stream.generate(Sampling(seed=3))
     for _ in range(200):  # grows what must grow, records, compacts
         next(steady)
@@ -159,15 +182,16 @@ def time_plain(
 # Far into a stream
 
 
-def time_marks(decoder: Decoder, marks: tuple[int, ...], steps: int, deadline: Deadline) -> list[dict[str, Any]]:
+def time_marks(
+    decoder: Decoder, source: Source, marks: tuple[int, ...], steps: int, deadline: Deadline
+) -> list[dict[str, Any]]:
     """Read on to each mark in blocks, then time single tokens there."""
     rows, state, position = [], None, 0
-    draw = torch.Generator().manual_seed(1)
     for mark in marks:
         logits: Tensor | None = None
         start = time.perf_counter()
         while position < mark:
-            block = torch.randint(256, (1, min(65_536, mark - position)), generator=draw)
+            block = source.rows(1, min(65_536, mark - position), position)
             *_, (_, logits, state, _) = read_blocks(decoder, block, state)
             position += block.shape[1]
             if deadline.left <= 0:
@@ -189,10 +213,10 @@ def time_marks(decoder: Decoder, marks: tuple[int, ...], steps: int, deadline: D
     return rows
 
 
-def time_prompt(decoder: Decoder, tokens: int, block: int) -> dict[str, Any]:
+def time_prompt(decoder: Decoder, source: Source, tokens: int, block: int) -> dict[str, Any]:
     """Tokens a second of one long prompt, against those of a forward pass of training (windows that stand alone)."""
     device = decoder.embed.weight.device
-    text = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(1))
+    text = source.rows(1, tokens)
     stream = Stream(decoder, 1)
     stream.read([text[0, : min(tokens, 4 * block)]])
     synchronize()
@@ -215,7 +239,7 @@ def time_prompt(decoder: Decoder, tokens: int, block: int) -> dict[str, Any]:
 def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, Any]:
     """Process time a token, ours and an eager ring's, turn by turn, on one thread: a shared machine disturbs both alike."""
     decoder = build(config, torch.device("cpu"))
-    stream = filled_stream(decoder, 1, fill)
+    stream = filled_stream(decoder, Source(), 1, fill)
     steady = stream.generate(Sampling(seed=3))
     ring = -(-int(stream.live.mean().item() + 1) // 64) * 64
     plain, tokens = PlainDecoder(config, 1, ring).eval(), torch.zeros(1, dtype=torch.int64)
@@ -251,31 +275,36 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
     }
 
 
-def tune(decoder: Decoder, fill: int) -> dict[str, Any]:
-    """Time of a step with other tiles of the kernel, at the smallest and the largest batch; the best are used from here on."""
-    from expire_span.ops.triton import slots
+SLOT_TILES = ((128, 4), (128, 8), (64, 4), (64, 2), (32, 2))
+PRODUCT_TILES = {
+    1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),
+    256: ((64, 64, 64, 4, 4), (64, 32, 128, 4, 3), (32, 64, 64, 4, 4), (64, 64, 128, 4, 3), (32, 32, 128, 4, 4)),
+}
+
+
+def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
+    """Time of a step with other tiles of the kernels, at the smallest and the largest batch."""
+    from expire_span.ops.triton import products, slots
 
     found: dict[str, Any] = {}
     for rows in (1, 256):
-        stream = filled_stream(decoder, rows, fill)
-        engine: Any = stream._engine
-        for tiles in (slots.Tiles(), slots.Tiles(128, 4), slots.Tiles(128, 8), slots.Tiles(64, 2), slots.Tiles(32, 2)):
-            slots.override(tiles)
+        stream = filled_stream(decoder, source, rows, fill)
+
+        def measure(name: str, rows: int = rows, stream: Stream = stream) -> None:
+            engine: Any = stream._engine
             engine._forget_graphs()
             steady = stream.generate(Sampling(seed=3))
             for _ in range(5):
                 next(steady)
-            ms = wall_ms(lambda g=steady: next(g), 30, 3)["min"]
-            found[f"batch {rows}, {tiles.slots} slots, {tiles.warps} warps"] = ms
-            print(f"tiles of {tiles.slots} slots, {tiles.warps} warps, batch {rows}: {ms:.4f} ms", flush=True)
+            found[f"batch {rows}, {name}"] = ms = wall_ms(lambda: next(steady), 30, 3)["min"]
+            print(f"batch {rows}, {name}: {ms:.4f} ms", flush=True)
+
+        for tiles in SLOT_TILES:
+            slots.override(slots.Tiles(*tiles))
+            measure(f"slots {tiles}")
+        slots.override(slots.Tiles())
+        for tiles in PRODUCT_TILES[rows]:
+            products.override(products.Tiles(*tiles))
+            measure(f"products {tiles}")
+        products.override(None)
     return found
-
-
-def best_tiles(found: dict[str, float]) -> tuple[int, int]:
-    """The tiles with the smallest product of times over batches."""
-    products: dict[tuple[int, int], float] = {}
-    for name, ms in found.items():
-        words = name.split()
-        key = int(words[2]), int(words[4])
-        products[key] = products.get(key, 1.0) * ms
-    return min(products, key=lambda key: products[key])

@@ -19,12 +19,14 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is i
     from expire_span.models.systems.expire_span.layer import ExpireSpan
     from expire_span.ops import expire_attention
     from expire_span.sampling import Sampling
+    from expire_span.shipped import SHIPPED
     from expire_span.store import ExpiringMemory
     from expire_span.stream import Stream
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
+    "SHIPPED": "shipped",
     "Backbone": "models.backbone",
     "BackboneConfig": "model_configs",
     "Decoder": "models.decoder",
@@ -51,6 +53,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "SHIPPED",
     "Backbone",
     "BackboneConfig",
     "Decoder",

@@ -89,6 +89,9 @@ class AgentTrainConfig:
 
     steps: int = 300
     """Updates. Each plays `window` steps in every environment and learns from them."""
+    seconds: float | None = None
+    """Train for at most so long, in seconds since the start or the last resume, evaluations included. Where the clock is ahead
+    of the steps, schedules follow the clock, so that such a run cannot be repeated bit for bit. None sets no limit."""
     envs: int = 64
     """Environments side by side, over all processes together."""
     window: int = 32
@@ -105,6 +108,9 @@ class AgentTrainConfig:
     """How far an action's probability may move, as a share, before it brings no further gain."""
     kl_limit: float = 0.02
     """Go on to the next window once an epoch has moved the policy this far (Kullback-Leibler divergence, nats)."""
+    least_spread: float = 0.1
+    """Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
+    blown up they would undo what was learned. Environments with small rewards need a smaller one."""
     entropy: float = 0.01
     """Weight of the entropy, which keeps the agent trying things."""
     value_weight: float = 0.5
@@ -140,7 +146,8 @@ class AgentTrainConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
     goal: float = 0.95
-    """Success from which weights count as solving the task; among those, the ones with the fewest live memories are best."""
+    """Success, in the hardest band of episodes, from which weights count as solving the task; among those, the ones with the
+    fewest live memories are best."""
     eval_every: int = 50
     """Updates between evaluations; the last update always has one."""
     eval_episodes: int = 256
@@ -165,7 +172,7 @@ class AgentTrainConfig:
         fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
         require(self.envs % self.minibatches == 0, fits)
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
-        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio", "kl_limit"):
+        for name in ("lr", "muon_lr", "span_lr_scale", "clip_ratio", "kl_limit", "least_spread"):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
         for name in ("warmup", "clip", "weight_decay", "span_weight", "entropy", "value_weight", "imitate"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")

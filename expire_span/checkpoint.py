@@ -18,7 +18,6 @@ The folder is built under a hidden name, synced and renamed, so that a crash lea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -36,12 +35,13 @@ from torch import Tensor
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.errors import RunError, StorageError, UserError, describe
-from expire_span.files import sync_folder, to_json, write_synced
+from expire_span.files import hash_file, sync_folder, to_json, write_synced
 from expire_span.models.decoder import Decoder, upgrade_name
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
 from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.runs import RunFolder
+from expire_span.shipped import SHIPPED
 
 Warn = Callable[[str], None]
 
@@ -201,8 +201,11 @@ def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sou
             raise UserError(f"weight {name} of {source} has the shape {shapes}; give the settings it was trained with")
 
 
-def load_decoder(run: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`."""
+def load_decoder(run: str | os.PathLike[str] = SHIPPED, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`.
+
+    Without a folder, the model that ships with the package; its tokens are bytes.
+    """
     return load_model(RunFolder.open(Path(run)), device)[0]
 
 
@@ -227,7 +230,7 @@ def find_fault(folder: Path) -> str | None:
     try:
         sums = json.loads((folder / "checksums.json").read_bytes())
         for name, expected in sums.items():
-            if _sha256(folder / name) != expected:
+            if hash_file(folder / name) != expected:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -259,12 +262,12 @@ def _memory_name(rank: int) -> str:
     return "memory.safetensors" if rank == 0 else f"memory-{rank}.safetensors"
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write a checkpoint of step 0 that holds weights alone into a run folder that is still being made."""
-    final = folder / "checkpoints" / "step-00000000"
+def write_weights(folder: Path, weights: dict[str, Tensor], step: int = 0) -> None:
+    """Write a checkpoint that holds weights alone into a run folder that is still being made."""
+    final = folder / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
     write_synced(final / "model.safetensors", safetensors.torch.save(weights))
-    write_synced(final / "state.json", to_json({"step": 0, "weights_only": True}))
+    write_synced(final / "state.json", to_json({"step": step, "weights_only": True}))
     _write_sums(final)
 
 
@@ -279,7 +282,7 @@ def _write_shared(run: RunFolder, building: Path, final: Path, snapshot: Snapsho
 
 
 def _write_sums(building: Path) -> None:
-    sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
+    sums = {path.name: hash_file(path) for path in sorted(building.iterdir())}
     write_synced(building / "checksums.json", to_json(sums))
     sync_folder(building)
 
@@ -320,8 +323,3 @@ def _read_tree(path: Path, device: torch.device | str) -> Any:
     with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         return unpack(tensors, json.loads(file.metadata()["skeleton"]))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,11 +10,13 @@ from expire_span.checks import require
 
 @dataclass(frozen=True)
 class TextTask:
-    """Predict the next byte of a file, or of every file of a folder in name order."""
+    """Predict the next byte (or token) of a file, or of every file of a folder in name order."""
 
     kind: Literal["text"] = "text"
     path: str = ""
     """File or folder of text; bytes are read as they are."""
+    tokenizer: str = ""
+    """File of a Hugging Face tokenizer (tokenizer.json) that turns UTF-8 text into tokens; none reads bytes."""
     valid_share: float = 0.05
     """Share of the bytes, after the training bytes, that is kept for validation."""
     test_share: float = 0.05
@@ -174,6 +176,9 @@ class CollisionTask:
     """Standard deviation of a velocity, in cells a frame and axis."""
     eval_frames: int = 100_000
     """Frames of the validation and of the test split, over all rows."""
+    hints: bool = False
+    """In training, ask at the sixth token of every frame whether the particles have just collided, and in which quadrant. The
+    paper's setting does not have this aid; validation and test never have it."""
 
     def __post_init__(self) -> None:
         require(self.size >= 2, f"size must be at least 2, got {self.size}")
@@ -288,6 +293,9 @@ class InstructionTask:
     """How many instructions are given, each for a place of its own (M)."""
     talk: int = 200
     """Steps of talk; all but the instructions and their changes is distraction."""
+    least_talk: int = 0
+    """Expert episodes for training begin with this many steps of talk and grow by doublings up to `talk`; shorter ones stay in
+    the mix, since they teach the sentences. 0 is `talk` in all of them, as in validation and test."""
     size: int = 3
     """Places lie in a square of this side."""
     cancel_prob: float = 0.2
@@ -311,6 +319,8 @@ class InstructionTask:
             self.talk >= least,
             f"talk must have at least {least} steps for {self.instructions} instructions and their changes, got {self.talk}",
         )
+        in_range = self.least_talk == 0 or least <= self.least_talk <= self.talk
+        require(in_range, f"least_talk must be 0 or lie in {least}..{self.talk}, got {self.least_talk}")
         for name in ("cancel_prob", "replace_prob"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
         both = self.cancel_prob + self.replace_prob

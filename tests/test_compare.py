@@ -68,6 +68,23 @@ def test_what_a_recipe_says_about_spans_stays_with_spans():
     assert default_memories(RECIPES["enwik8"]()) == 512
 
 
+def test_a_hybrid_has_layers_of_both_in_turn():
+    base = RECIPES["enwik8"]()
+    name = "3xgated_deltanet+expire_span"
+    assert plan.parse_mixers(f"full,{name}") == ["full", name] and has_knob(name) and learns_spans(name)
+    config = with_budget(base, name, None)
+    assert [m.kind for m in config.model.mixers] == 3 * (3 * ["gated_deltanet"] + ["expire_span"])
+    assert config.model.mixer == base.model.mixer and config.train == base.train
+    assert with_budget(config, "expire_span", None).model == base.model  # one system alone has no partner left
+    assert with_budget(base, name, 64).train.budget.live == 64
+    target = count_parameters(base.model)
+    assert abs(count_parameters(match_parameters(config.model, target)) / target - 1) < 0.005
+    plain = with_budget(base, "gru+full", None)
+    assert plain.model.pattern == "pm" and plain.train.span_weight == 0
+    with pytest.raises(UserError, match="full never forgets"):
+        check_memory(plain, 5_000_000, torch.device("cpu"))
+
+
 def test_the_least_budget_is_what_closed_heads_keep_alive():
     """Two heads of eight live for the ramp of 48 at least, and six for 8 steps: 18 on average."""
     base = RECIPES["enwik8"]()
@@ -93,6 +110,8 @@ def test_parameters_match_within_one_percent(kind, recipe):
 def test_parameters_are_counted_right():
     model = replace(DecoderConfig(dim=32, heads=2, ff_dim=48), layers=5)
     assert count_parameters(model) == sum(p.numel() for p in Decoder(model).parameters())
+    hybrid = replace(model, partner=SYSTEMS["gru"].settings(), pattern="ppm")
+    assert count_parameters(hybrid) == sum(p.numel() for p in Decoder(hybrid).parameters()) != count_parameters(model)
 
 
 def test_parameters_that_cannot_match_are_refused():
@@ -151,10 +170,17 @@ BAD = [
     (["recall", "--mixers", ","], "at least one memory system, got none"),
     (["recall", "--mixers", "full,fulll"], "unknown mixer 'fulll', did you mean full?; known are: expire_span, full"),
     (["recall", "--mixers", "full,gru,full"], "got full 2 times"),
+    (["recall", "--mixers", "gru+full+lstm"], "a hybrid is of two systems, like 3xgated_deltanet+expire_span"),
+    (["recall", "--mixers", "2xfull"], "a hybrid is of two systems"),
+    (["recall", "--mixers", "0xgru+full"], "at least one layer of each system, got 0 of gru"),
     (["recall", "--mixers", "full", "--budgets", "0"], "at least 1 memory, got 0"),
     (["recall", "--mixers", "full", "--budgets", "8,8"], "got 8 2 times"),
     (["recall", "--mixers", "full", "--budgets", "8;9"], "got '8;9'"),
-    (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+    (["recall", "--mixers", "full", "--seeds", "0"], "--seeds must lie between 1 and 1,000, got 0"),
+    (
+        ["recall", "--mixers", "full", "--seeds", "999999999999"],
+        "--seeds must lie between 1 and 1,000, got 999,999,999,999",
+    ),
     (["recall", "--mixers", "full", "--train-seconds", "-1"], "must be greater than 0 and finite, got -1"),
     (
         ["recall", "--mixers", "expire_span", "--budgets", "2"],
@@ -237,28 +263,34 @@ def interrupt(folder: Path, name: str, signum: int) -> tuple[int, str, Path]:
     return process.returncode, err, second
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_killed_then_resumed(unbroken):
-    """No process stays behind, the finished system is not run again, and all metrics equal the undisturbed ones."""
-    interrupt(unbroken, "killed", signal.SIGKILL)
-    first = unbroken / "runs" / "killed" / "gru_torch-seed0"
+def goes_on_as_if_nothing_had_happened(unbroken: Path, name: str) -> None:
+    """The finished system is not run again, and all metrics equal the undisturbed ones."""
+    first = unbroken / "runs" / name / "gru_torch-seed0"
     before = {p: p.stat().st_mtime_ns for p in first.rglob("*")}
-    process = start(unbroken, "killed")
+    process = start(unbroken, name)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert {p: p.stat().st_mtime_ns for p in first.rglob("*")} == before
-    assert finished(unbroken, "killed") == finished(unbroken, "whole") and len(finished(unbroken, "killed")) == 4
+    assert finished(unbroken, name) == finished(unbroken, "whole") and len(finished(unbroken, name)) == 4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_killed_then_resumed(unbroken):
+    """No process stays behind. The short twin of this test sends Ctrl-C; a killed worker is told of in test_errors.py."""
+    interrupt(unbroken, "killed", signal.SIGKILL)
+    goes_on_as_if_nothing_had_happened(unbroken, "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_ctrl_c_saves_and_says_how_to_go_on(unbroken):
+def test_ctrl_c_saves_and_goes_on(unbroken):
     code, err, second = interrupt(unbroken, "asked", signal.SIGINT)
     assert code == 130 and "1 of 2 systems finished; the same command goes on" in err and "Traceback" not in err, err
     newest = max(p.name for p in (second / "checkpoints").iterdir())
     steps = [json.loads(line)["step"] for line in (second / "metrics.jsonl").read_text().splitlines()]
     assert int(newest.removeprefix("step-")) >= max(steps), "what was trained when the signal came is saved"
+    goes_on_as_if_nothing_had_happened(unbroken, "asked")
 
 
 @pytest.mark.slow

@@ -53,8 +53,18 @@ def check_same(one: list[dict], two: list[dict]) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_equal_one(tmp_path):
+    check_two_processes(tmp_path, "ddp")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_equal_one(tmp_path, kind):
+def test_two_processes_equal_one_and_resume_exactly(tmp_path, kind):
+    """The short twin trains with DDP alone."""
+    check_resume_is_exact(kind, check_two_processes(tmp_path, kind))
+
+
+def check_two_processes(tmp_path: Path, kind: str) -> RunFolder:
     config = tiny_config(
         write_text(tmp_path),
         steps=10,
@@ -74,10 +84,10 @@ def test_two_processes_equal_one(tmp_path, kind):
     assert two.environment["distributed"] == ("FSDP" if kind == "fsdp" else "MULTI_CPU")
     check_same(lines(one.path), lines(two.path))
     assert two.read_result()["loss"] == pytest.approx(one.read_result()["loss"], rel=2e-5)
-    _resume_is_exact(kind, two)
+    return two
 
 
-def _resume_is_exact(kind: str, run: RunFolder) -> None:
+def check_resume_is_exact(kind: str, run: RunFolder) -> None:
     """Take away the end of the run and let two processes write it again."""
     before = (run.path / "metrics.jsonl").read_bytes()
     shutil.rmtree(run.checkpoints / "step-00000010")

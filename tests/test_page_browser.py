@@ -1,9 +1,7 @@
-"""The page in a real browser: every interaction, a quiet console, and no request that leaves the machine."""
+"""The page of a running server in a real browser: reading, comparing, writing, saving; a quiet console throughout."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import time
 import xml.etree.ElementTree
@@ -12,9 +10,8 @@ import pytest
 
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
-from expire_span.view.trace import Trace
 from expire_span.view.tracer import Tracer
-from tests.browser import Watched, made_trace, open_browser, serving, wait_until, write_page
+from tests.browser import Watched, open_browser, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
 TEXT = "Egypt <script>alert(1)</script> is far, \U0001f600 é far away.\nEgypt again."
@@ -50,28 +47,12 @@ def tab(browser, server):
     watched.close(server[0])
 
 
-@pytest.fixture
-def made(browser, tmp_path):
-    """A frozen page of a made trace, and that trace."""
-    trace = made_trace(300, layers=3, longest=60)
-    watched = Watched(browser)
-    watched.open(write_page(tmp_path, trace) + "#gl=on")
-    yield watched, trace
-    watched.close("file:")
-
-
 def read(tab: Watched, text: str) -> None:
     tab.page.fill("#es-text", text)
     tab.page.click("#es-read")
     size = len(text.encode())
     tab.wait(f"view.dataset.read === '{size}'")
     tab.rest()
-
-
-def alive(trace: Trace, cursor: int, layer: int) -> set[int]:
-    """By the definition."""
-    spans, ramp = trace.spans[layer].max(0), trace.header["ramp"]
-    return {i for i in range(cursor + 1) if spans[i] + ramp - (cursor - i) > 0}
 
 
 def test_text_is_read_and_shown_as_text(tab):
@@ -87,133 +68,6 @@ def test_text_is_read_and_shown_as_text(tab):
     assert tip.startswith("E   step 0") and "span" in tip and "cursor" in tip
     shown.nth(1).hover()
     assert re.search(r"[\d.]+ bits, probability [\d.]+", tab.text("tip"))
-
-
-def test_cursor_shows_who_lives(made):
-    tab, trace = made
-    tab.page.focus("#es-stage")
-    for key, place in (("Home", 0), ("ArrowRight", 1), ("Shift+ArrowRight", 11), ("ArrowLeft", 10), ("End", 299)):
-        tab.page.keyboard.press(key)
-        tab.rest()
-        assert tab.text("at") == str(place)
-    for layer, cursor in ((0, 150), (2, 77)):
-        tab.page.evaluate(
-            """([layer, cursor]) => { for (const [id, value] of [["layer", layer + 1], ["scrub", cursor]]) {
-                const node = document.getElementById("es-" + id);
-                node.value = value;
-                node.dispatchEvent(new Event("input")); } }""",
-            [layer, cursor],
-        )
-        tab.rest()
-        expected = alive(trace, cursor, layer)
-        assert tab.text("alive") == str(len(expected)) and 5 < len(expected) < 100
-        lit = tab.page.eval_on_selector_all("#es-tokens .es-alive", "nodes => nodes.map(x => Number(x.dataset.i))")
-        assert set(lit) == expected
-        assert f"{trace.steps[cursor]['spans'][layer][0]:.3g}" in tab.text("facts")
-        assert int(trace.steps[cursor]["live"][layer]) == len(expected)
-    assert "50.0%" in tab.text("top")
-
-
-def test_layers_and_rows_change_the_picture(made):
-    tab, _ = made
-    picture = lambda: tab.view("view.querySelector('#es-gl').toDataURL()")  # noqa: E731
-    colours = lambda: tab.page.eval_on_selector_all(  # noqa: E731
-        "#es-tokens span", "nodes => nodes.map(x => x.style.backgroundColor).join()"
-    )
-    seen, tints = {picture()}, {colours()}
-    for _ in range(3):
-        tab.page.keyboard.press("l")
-        tab.rest()
-        seen.add(picture())
-        tints.add(colours())
-    tab.page.keyboard.press("b")
-    tab.rest()
-    seen.add(picture())
-    assert len(seen) == 5 and len(tints) == 4
-    assert tab.page.input_value("#es-layout") == "birth"
-
-
-def test_zoom_pan_and_click(made):
-    tab, _ = made
-    window = lambda: tab.view("[view.timeline.from, view.timeline.to]")  # noqa: E731
-    box = tab.page.locator("#es-stage").bounding_box()
-    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    tab.page.mouse.move(*middle)
-    before = window()
-    tab.page.mouse.wheel(0, -600)
-    tab.rest()
-    after = window()
-    assert after[1] - after[0] < before[1] - before[0]
-    assert abs(sum(after) / 2 - sum(before) / 2) < 5, "zooms around the pointer"
-    tab.page.mouse.down()
-    tab.page.mouse.move(middle[0] + 200, middle[1], steps=4)
-    tab.page.mouse.up()
-    tab.rest()
-    assert window()[0] < after[0] and abs((window()[1] - window()[0]) - (after[1] - after[0])) < 1e-6
-    tab.page.mouse.click(middle[0], middle[1])
-    tab.rest()
-    assert abs(int(tab.text("at")) - sum(window()) / 2) <= 1
-    for button, larger in (("in", False), ("out", True)):
-        was = window()
-        tab.press(button)
-        assert ((window()[1] - window()[0]) > (was[1] - was[0])) == larger
-    tab.press("fit")
-    assert window()[0] == 0 and window()[1] >= 300
-
-
-def test_hovering_a_line_names_its_memory(made):
-    tab, _ = made
-    tab.page.keyboard.press("b")
-    tab.rest()
-    place = tab.page.evaluate(
-        """() => { const { timeline } = document.getElementById("es-view"), { area, wide, high } = timeline.shown;
-            const box = timeline.stage.getBoundingClientRect(), i = 120;
-            const x = (i + 1 - area[0]) / (area[1] - area[0]), y = (i + 0.5 - area[2]) / (area[3] - area[2]);
-            return [box.left + x * wide, box.top + y * high]; }"""
-    )
-    tab.page.mouse.move(*place)
-    step = int(re.search(r"step (\d+)", tab.text("tip"))[1])
-    assert abs(step - 120) <= 1
-
-
-def pixels(tab: Watched) -> list[list[bool]]:
-    """Which parts of the timeline are covered, on a coarse grid, cursor aside."""
-    return tab.page.evaluate(
-        """() => { const { timeline } = document.getElementById("es-view"), canvas = document.createElement("canvas");
-            const wide = 128, high = 40; canvas.width = wide; canvas.height = high;
-            const context = canvas.getContext("2d"), tall = timeline.ink.height - 16;
-            timeline.cursor = 1e9; timeline.draw();
-            for (const from of [timeline.glCanvas, timeline.ink]) {
-                context.drawImage(from, 0, 0, from.width, tall, 0, 0, wide, high);
-            }
-            const data = context.getImageData(0, 0, wide, high).data, at = (x, y) => data[4 * (y * wide + x) + 3] > 8;
-            return Array.from({ length: high }, (_, y) => Array.from({ length: wide }, (_, x) => at(x, y))); }"""
-    )
-
-
-def test_three_ways_of_drawing_agree(browser, tmp_path):
-    """WebGL2, plain rectangles and density show the same memories in the same places."""
-    trace = made_trace(400, longest=60)
-    address = write_page(tmp_path, trace)
-    drawn = {}
-    for mode, fragment in (("webgl2", "#layout=birth&gl=on"), ("2d", "#layout=birth&gl=off")):
-        tab = Watched(browser)
-        tab.open(address + fragment)
-        assert tab.view("view.timeline.mode") == mode
-        drawn[mode] = pixels(tab)
-        if mode == "2d":
-            tab.page.evaluate(
-                """() => { const { timeline } = document.getElementById("es-view"), draw = timeline.drawDensity.bind(timeline);
-                    timeline.drawPlain = (...all) => draw(...all); }"""
-            )
-            drawn["density"] = pixels(tab)
-        tab.close("file:")
-    flat = {mode: [x for row in grid for x in row] for mode, grid in drawn.items()}
-    covered = sum(flat["webgl2"])
-    assert 0.02 < covered / len(flat["webgl2"]) < 0.6
-    for mode in ("2d", "density"):
-        differ = sum(a != b for a, b in zip(flat[mode], flat["webgl2"]))
-        assert differ < 0.25 * covered, f"{mode} differs in {differ} of {covered} places"  # edges of bars only
 
 
 def test_what_if_a_word_or_the_limit_changes(tab):
@@ -326,103 +180,3 @@ def test_page_is_saved(tab, browser, tmp_path):
     assert frozen.page.is_hidden("#es-input") and frozen.text("name") == "tiny"
     assert frozen.view("view.timeline.mode") == "2d"
     frozen.close("file:")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_and_dark(browser, tmp_path, scheme):
-    tab = Watched(browser, color_scheme=scheme)
-    tab.page.set_viewport_size({"width": 375, "height": 700})
-    tab.open(write_page(tmp_path, made_trace(200, layers=2)))
-    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
-    tab.close("file:")
-
-
-def test_frames_and_states_have_their_place(browser, tmp_path):
-    """A trace may carry what an agent saw and a recurrent state."""
-    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    trace = made_trace(40)
-    for n, step in enumerate(trace.steps):
-        step |= {"image": pixel, "hidden": [[(-1) ** (n // 10) * 0.9, 0.1 * (n % 10), -0.5]]}
-    tab = Watched(browser)
-    tab.open(write_page(tmp_path, trace))
-    assert tab.page.is_visible("#es-image") and tab.page.is_visible("#es-hidden")
-    painted = "view.querySelector('#es-hidden').toDataURL()"
-    whole = tab.view(painted)
-    tab.page.check("#es-still")
-    tab.rest()
-    assert tab.view(painted) != whole
-    plain = Trace(
-        trace.header | {"memory_bytes": None, "max_span": None},
-        [step | {"spans": None, "deaths": []} for step in trace.steps],
-    )
-    tab.open(write_page(tmp_path, plain))
-    assert tab.page.is_hidden("#es-stage") and tab.page.is_visible("#es-live")
-    tab.close("file:")
-
-
-def test_a_foreign_trace_is_refused_in_the_page(browser, tmp_path):
-    trace = made_trace(5)
-    trace.header["version"] = 9
-    tab = Watched(browser)
-    tab.page.goto(write_page(tmp_path, trace))
-    tab.page.wait_for_selector("#es-status:not([hidden])")
-    assert "version 9, this page reads version 1" in tab.text("status")
-    tab.close("file:")
-
-
-# Speed
-
-SCRUB = """async (frames) => {
-  const view = document.getElementById("es-view"), { timeline } = view, end = timeline.end, modes = new Set();
-  const scrub = document.getElementById("es-scrub"), began = performance.now();
-  for (let n = 0; n < frames; n++) {
-    const wide = end * Math.pow(0.93, n % 60), from = end * (n % 17) / 20;
-    timeline.move(from, from + wide);
-    scrub.value = Math.floor(from + wide / 2);
-    scrub.dispatchEvent(new Event("input"));
-    await new Promise(requestAnimationFrame);
-    modes.add(timeline.mode);
-  }
-  return { frames_per_second: 1000 * frames / (performance.now() - began), modes: [...modes].sort() };
-}"""
-"""Zooms, pans and scrubs at once, as fast as frames come."""
-
-
-def measure(browser, tmp_path, count: int, frames: int, quads: int) -> dict:
-    tab = Watched(browser)
-    tab.open(write_page(tmp_path, made_trace(count)))
-    tab.view(f"view.timeline.mostQuads = {quads}")
-    before = processor_seconds()
-    result = tab.page.evaluate(SCRUB, frames)
-    result["busy_milliseconds"] = (
-        max(now - before.get(pid, 0) for pid, now in processor_seconds().items()) * 1000 / frames
-    )
-    tab.close("file:")
-    return result
-
-
-def processor_seconds() -> dict[int, float]:
-    """Of each process that this one has started, and of theirs: what a busy machine changes little."""
-    import psutil
-
-    out = {}
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            times = child.cpu_times()
-            out[child.pid] = times.user + times.system
-    return out
-
-
-def test_many_memories_are_drawn(browser, tmp_path):
-    result = measure(browser, tmp_path, 4_000, 60, quads=1_000)
-    assert result["modes"] == ["2d", "density"]
-
-
-@pytest.mark.long
-def test_a_hundred_thousand_memories_stay_smooth(browser, tmp_path):
-    result = measure(browser, tmp_path, 100_000, 240, quads=6_000)
-    print(json.dumps(result))
-    assert result["modes"] == ["2d", "density"]
-    assert result["busy_milliseconds"] < 1000 / 30, result  # the busiest process of the browser, a frame

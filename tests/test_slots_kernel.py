@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import torch
 
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
-from expire_span.models.stepping import SlotStep, Stepper
+from expire_span.models.slot_step import SlotStep
+from expire_span.models.stepping import Stepper
 from expire_span.models.systems.expire_span import HeadReach
 from expire_span.store.slots import FRESH
 from expire_span.stream import Stream
 
 from .stream_cases import CASES, build
-from .triton_interpreter import DEVICE, ON_GPU, slots
+from .triton_interpreter import DEVICE, ON_GPU, products, slots
 
 LEAST = 1e-5 if not ON_GPU else 5e-5
 """Sums of some hundred float32 products in another order."""
@@ -43,7 +45,7 @@ def advance(decoder: Decoder, rows: int, steps: int) -> Stepper:
                 layer.note_counts(layer.slots.counts)
         stepper.logits(token)
         clock.column += 1
-    clock.on_device.fill_(clock.column)
+        clock.on_device += 1
     return stepper
 
 
@@ -79,7 +81,7 @@ def test_the_fused_step_equals_the_plain_one(name, splits):
 @torch.inference_mode()
 def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
     """Heads of unequal capacity, growth, compaction, a row that comes later: all that a GPU does, but for recording it."""
-    monkeypatch.setattr("expire_span.models.stepping.slot_kernel_serves", lambda impl, like: True)
+    monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: True)
     monkeypatch.setattr(slots, "MOST_SPLITS", 1)  # the interpreter takes its time for each
     reach = HeadReach(learned=True, own_heads=1, spread=16.0)
     mixer = ExpireSpanConfig(max_span=400, ramp=6, initial_span=0.2, span_per="kv_head", reach=reach)
@@ -108,18 +110,57 @@ def test_squared_relu():
     torch.testing.assert_close(slots.square_relu_(x), wanted)
 
 
+def test_norm_product_and_activation_are_one_kernel():
+    """Judged against float64, within the rounding of the inputs that the kernel makes once more, and of the output."""
+    gen, step = torch.Generator(DEVICE).manual_seed(0), 2**-7  # of bfloat16; the interpreter cuts digits off
+    for rows, width, outputs, square in ((1, 48, 24, False), (3, 300, 70, True), (70, 64, 130, True)):
+        x, gain, weight = (
+            torch.randn(shape, device=DEVICE, generator=gen).to(torch.bfloat16)
+            for shape in ((rows, width), (width,), (outputs, width))
+        )
+        normed = torch.nn.functional.rms_norm(x.double(), (width,), gain.double(), 1e-6)
+        wanted = normed @ weight.double().T
+        error = step * (normed.abs() @ weight.double().abs().T)  # of rounding each normalised input, at most
+        wanted, error = (wanted.relu() ** 2, 2 * wanted.relu() * error + error**2) if square else (wanted, error)
+        found = products.norm_linear(x, gain, 1e-6, weight, square_relu=square).double()
+        assert ((found - wanted).abs() <= error + step * wanted.abs()).all()
+        y, h = torch.randn(rows, outputs, device=DEVICE, generator=gen).to(torch.bfloat16), x
+        wanted = y.double() + h.double() @ weight.double().T
+        found = products.add_linear_(y, h, weight).double()
+        torch.testing.assert_close(found, wanted, rtol=step, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_step_of_half_precision_with_folded_norms_is_within_its_rounding(monkeypatch):
+    """The same weights in float64 judge both: the folded step may err no more than twice what the plain one does."""
+    decoder = build("spans per head").to(DEVICE).bfloat16()
+    judge = copy.deepcopy(decoder).double()
+    wanted = last_logits(judge)
+    plain = (last_logits(decoder) - wanted).abs().max()
+    monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: True)
+    stepper = advance(decoder, 2, 0)
+    assert all(layer.folded for layer in stepper.slot_layers) and all(block.folded for block in stepper.blocks)
+    folded = (last_logits(decoder) - wanted).abs().max()
+    assert 0 < folded <= 2 * plain + 1e-3, (folded, plain)
+
+
+def last_logits(decoder: Decoder) -> torch.Tensor:
+    stepper = advance(decoder, 2, 3)
+    return stepper.logits(torch.tensor([7, 9], device=DEVICE)).double()
+
+
 CODE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from expire_span.ops.triton import slots
+from expire_span.ops.triton import products, slots
 
 POINTERS = {"counts": "i32", "bounds": "i32", "column": "i32"}
 POINTERS |= dict.fromkeys("weight bias low room cos sin pos edge parts peaks totals".split(), "fp32")
-FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps")
+FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps", "hidden_eps", "eps")
 SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024)
-MODERN = dict(QK_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
-PAPER = dict(QK_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
+MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
+PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
 
 def compile(kernel, fixed, dtype):
     pointers = POINTERS | dict.fromkeys("proj hidden relative k v y x".split(), dtype)
@@ -135,6 +176,10 @@ def compile(kernel, fixed, dtype):
 for kernel in (slots._step, slots._join_splits, slots._square_relu):
     compile(kernel, SIZES | MODERN, "bf16")
 compile(slots._step, SIZES | PAPER, "fp32")
+POINTERS |= dict.fromkeys("gain weight residual".split(), "bf16")
+for tiles in (products.FEW_ROWS, products.MANY_ROWS):
+    blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles))
+    compile(products._linear, blocks | dict(NORM=True, SQUARE=True, ADD=False), "bf16")
 print("compiled")
 """
 

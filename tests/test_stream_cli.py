@@ -65,15 +65,15 @@ def test_verify_finds_what_is_wrong(monkeypatch):
     right = verify(decoder, tokens=150)
     assert right.difference <= right.allowed and right.deleted > 100 and right.evicted == 0
     assert verify(build("cap"), tokens=150).evicted > 0
-    from expire_span.models import stepping
+    from expire_span.models import slot_step
 
-    plain = stepping.SlotStep._plain_step
+    plain = slot_step.SlotStep._plain_step
 
     def forgets_too_soon(self, h):
         self.slots.edge -= 0.5
         return plain(self, h)
 
-    monkeypatch.setattr(stepping.SlotStep, "_plain_step", forgets_too_soon)
+    monkeypatch.setattr(slot_step.SlotStep, "_plain_step", forgets_too_soon)
     wrong = verify(decoder, tokens=150)
     assert wrong.difference > wrong.allowed
 

@@ -64,9 +64,21 @@ if ON_GPU:
 else:
     _define_interpreted()
 
-from expire_span.ops.triton import launch, layout, lists, slots, tuning  # noqa: E402
+from expire_span.ops.triton import launch, layout, lists, products, slots, tuning  # noqa: E402
 
-__all__ = ["DEVICE", "ON_GPU", "PAPER", "SMALL", "launch", "layout", "lists", "slots", "small_tiles", "tuning"]
+__all__ = [
+    "DEVICE",
+    "ON_GPU",
+    "PAPER",
+    "SMALL",
+    "launch",
+    "layout",
+    "lists",
+    "products",
+    "slots",
+    "small_tiles",
+    "tuning",
+]
 
 PAPER = {"include_self": False, "normalizer_eps": 1e-8}
 """What the paper's models ask of the operator, beside relative keys."""

@@ -22,6 +22,7 @@ from .play import run_play
 from .retrofit import run_retrofit
 from .runs import run_demo, run_eval, run_report, run_resume, run_train
 from .serve import run_serve
+from .ship import run_ship
 from .study import run_study
 from .trace import run_trace
 from .verify import run_verify
@@ -56,6 +57,11 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
+    if sys.platform == "win32":
+        raise UserError(
+            "the command line does not run on Windows, which cannot lock and sync folders as run folders need it; "
+            "use it inside WSL 2, or the operator and the layers as a library"
+        )
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
@@ -81,14 +87,15 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("write text with a run's newest checkpoint", run_generate),
     "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", run_verify),
     "report": ("write a run's report.html", run_report),
-    "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
-    "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
+    "trace": ("write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE", run_trace),
+    "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", run_view),
     "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth RUN", run_figure),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
     "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
     "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
+    "ship": ("make a small folder of a run of text, to give away: expire-span ship RUN --out FOLDER", run_ship),
     "recipes": ("list the recipes", run_recipes),
     "memories": ("list the memory systems", run_memories),
     "retrofit": ("teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT", run_retrofit),

@@ -33,7 +33,8 @@ class Compare:
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     mixers: str = ""
-    """The memory systems, like full,transformer_xl,expire_span; see expire-span memories."""
+    """The memory systems, like full,transformer_xl,expire_span; see expire-span memories. A hybrid of two has layers of both in
+    turn, like 3xgated_deltanet+expire_span."""
     seeds: int = 1
     """Runs of each system: seeds from the recipe's on."""
     sweep: bool = False
@@ -46,6 +47,17 @@ class Compare:
     """Name of the comparison's folder; compare-RECIPE by default. The same name goes on with it, or adds to it."""
     runs_dir: Path = Path("runs")
     """Folder that holds the comparison's folder."""
+
+
+MOST_SEEDS = 1000
+"""Runs of one system at most: every run is planned, and its folder named, before the first begins."""
+
+
+@dataclass(frozen=True)
+class CompareAgents(Compare):
+    """Train agents with different memory systems in the same environment with equal parameters, and write the table."""
+
+    config: Annotated[AgentRunConfig, tyro.conf.arg(name="")]
 
 
 USUAL = (
@@ -61,6 +73,8 @@ USUAL = (
     "train.device",
 )
 """Options of compare that most people need."""
+USUAL_OF_AGENTS = (*USUAL[:6], "task.env", "task.options", "train.steps", "train.envs", "train.device")
+"""The same for agents."""
 
 
 def run_compare(args: list[str]) -> int:
@@ -74,9 +88,7 @@ def run_compare(args: list[str]) -> int:
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
-    if isinstance(get_recipe(recipe)(), AgentRunConfig):
-        raise UserError(f"compare takes recipes with data, and {recipe} is an agent; train it once for each --mixer")
-    command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()), USUAL)
+    command = _parse(recipe, rest)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"
     check_name(name)
@@ -93,11 +105,21 @@ def run_compare(args: list[str]) -> int:
     return _compare(comparison)
 
 
+def _parse(recipe: str, args: list[str]) -> Compare:
+    config = get_recipe(recipe)()
+    if not isinstance(config, AgentRunConfig):
+        return parse(Compare, args, f"{PROGRAM} compare {recipe}", Compare(config), USUAL)
+    command = parse(CompareAgents, args, f"{PROGRAM} compare {recipe}", CompareAgents(config), USUAL_OF_AGENTS)
+    if not command.config.task.env:
+        raise UserError("compare agent needs an environment; give --task.env, like ExpireSpan/Corridor-Easy-v0")
+    return command
+
+
 def _systems(command: Compare) -> list[System]:
     """The runs that were asked for; what can be refused without data or device is refused here."""
     kinds = parse_mixers(command.mixers)
-    if command.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {command.seeds}")
+    if not 1 <= command.seeds <= MOST_SEEDS:
+        raise UserError(f"--seeds must lie between 1 and {MOST_SEEDS:,}, got {command.seeds:,}")
     if command.train_seconds is not None and not 0 < command.train_seconds < float("inf"):
         raise UserError(f"--train-seconds must be greater than 0 and finite, got {command.train_seconds:g}")
     budgets = parse_budgets(command.budgets, command.sweep, command.config)

@@ -49,6 +49,14 @@ class OnRun:
 
 
 @dataclass(frozen=True)
+class OnAnyRun:
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """Name of a run under --runs-dir, or the path of its folder; without it, the model that ships with the package."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders."""
+
+
+@dataclass(frozen=True)
 class Resume(OnRun):
     """Go on with an interrupted run from its newest sound checkpoint."""
 
@@ -98,6 +106,12 @@ class Demo:
 
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
+
+
+def find_adapter(name: str | None) -> Path | None:
+    """The adapter folder that a name means: itself, or the one that a retrofit has left inside it."""
+    places = () if name is None else (Path(name), Path(name) / "adapter")
+    return next((place for place in places if (place / "adapter.json").is_file()), None)
 
 
 USUAL = (

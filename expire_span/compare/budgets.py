@@ -1,11 +1,16 @@
 """How a recipe becomes a run of another memory system, held to so many memories. Standard library only.
 
 Each system declares what is set (`MemorySystem.budget`); systems without such a setting give one point of a sweep.
+
+A hybrid is written 3xgated_deltanet+expire_span: layers of both in turn, three of the first to one of the second. Budgets are
+those of the second.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 from expire_span.config import BudgetConfig, ExpireSpanConfig, RunConfig
 from expire_span.models.systems import Recipe, find
@@ -13,6 +18,17 @@ from expire_span.runs import UserError
 
 DEFAULT_SHARE = 16
 """Where a recipe names no budget, memories of a fixed number get its longest span over this."""
+
+
+def split_hybrid(name: str) -> list[tuple[int, str]]:
+    """How many layers of which kind follow each other: 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
+    parts = [re.fullmatch(r"(?:(\d+)x)?(.*)", part) for part in name.split("+")]
+    return [(int(part[1] or 1), part[2]) for part in parts if part is not None]
+
+
+def kinds_of(name: str) -> list[str]:
+    """The kinds that a name of --mixers consists of: one, or a hybrid's two."""
+    return [kind for _, kind in split_hybrid(name)]
 
 
 def allowed_spans(config: RunConfig) -> ExpireSpanConfig:
@@ -27,32 +43,46 @@ def default_memories(config: RunConfig) -> int:
     return max(1, round(live)) if live is not None else max(1, allowed_spans(config).max_span // DEFAULT_SHARE)
 
 
-def has_knob(kind: str) -> bool:
+def has_knob(name: str) -> bool:
     """Whether a system can be held to a number of memories."""
-    return find(kind).budget.settings is not None
+    return find(kinds_of(name)[-1]).budget.settings is not None
 
 
-def learns_spans(kind: str) -> bool:
+def describe_knob(name: str) -> str:
+    """What is set for a number of memories, in words."""
+    return find(kinds_of(name)[-1]).budget.knob
+
+
+def learns_spans(name: str) -> bool:
     """Whether training decides how long a system remembers."""
-    return find(kind).learns_spans
+    return any(find(kind).learns_spans for kind in kinds_of(name))
 
 
-def with_budget(config: RunConfig, kind: str, memories: int | None) -> RunConfig:
+def with_budget(config: RunConfig, name: str, memories: int | None) -> RunConfig:
     """The recipe's run with another memory system, held to so many memories; None is what the recipe says itself.
 
     Fields that press on learned spans stay with the systems that have such spans.
     """
-    system, train, spans = find(kind), config.train, allowed_spans(config)
+    kinds, train = kinds_of(name), config.train
+    mixers = [_settings(config, kind, memories if kind == kinds[-1] else None) for kind in kinds]
+    if not learns_spans(name):
+        train = replace(train, budget=BudgetConfig(), span_weight=0.0, span_lr_scale=1.0)
+    elif memories is not None and find(kinds[-1]).learns_spans:
+        check_reachable(config, kinds[-1], memories)
+        train = replace(train, budget=_pressure(train.budget, kinds[-1], memories))
+    partner = mixers[0] if len(mixers) > 1 else None
+    pattern = "".join(count * mark for (count, _), mark in zip(split_hybrid(name), "pm")) if partner else ""
+    model = replace(config.model, mixer=mixers[-1], partner=partner, pattern=pattern)
+    return replace(config, model=model, train=train)
+
+
+def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
+    """A system's settings for so many memories."""
+    system, spans = find(kind), allowed_spans(config)
     count = default_memories(config) if memories is None and not system.learns_spans else memories
     recipe = Recipe(config.model.layers, spans.max_span, spans.ramp, spans.initial_span, spans)
     rule = system.budget.settings
-    mixer = rule(recipe, count) if rule is not None else system.settings()
-    if not system.learns_spans:
-        train = replace(train, budget=BudgetConfig(), span_weight=0.0, span_lr_scale=1.0)
-    elif memories is not None:
-        check_reachable(config, kind, memories)
-        train = replace(train, budget=_pressure(train.budget, kind, memories))
-    return replace(config, model=replace(config.model, mixer=mixer), train=train)
+    return rule(recipe, count) if rule is not None else system.settings()
 
 
 def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:

@@ -10,12 +10,12 @@ from jinja2 import Environment, PackageLoader
 
 from expire_span import __version__
 from expire_span.config import to_dict
-from expire_span.models.systems import find
 from expire_span.runs import write_atomic
 from expire_span.train.progress import show_bytes
 from expire_span.view.pictures import Points, draw_curves, draw_trade, to_png, to_svg
 from expire_span.view.report import flatten, series_of, show_values
 
+from .budgets import describe_knob
 from .plan import Comparison
 from .table import Row, columns_of, describe_front, how_measured, show_count, show_score
 
@@ -30,7 +30,7 @@ def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
     trades = draw_trades(comparison, rows)
     page["trades"] = [(caption, to_svg(figure, f"trade{n}")) for n, (caption, figure) in enumerate(trades)]
     page["curves"] = draw_learning(comparison)
-    page["knobs"] = [(kind, find(kind).budget.knob) for kind in dict.fromkeys(row.kind for row in rows)]
+    page["knobs"] = [(kind, describe_knob(kind)) for kind in dict.fromkeys(row.kind for row in rows)]
     page["tables"] = {name: show_values(table) for name, table in flatten(to_dict(comparison.config)).items()}
     loader = PackageLoader("expire_span", "compare")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -20,9 +20,9 @@ from expire_span.config import RunConfig, from_dict, to_dict
 from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import check_seal, read_json, seal, to_json, write_atomic
 from expire_span.models.systems import SYSTEMS
-from expire_span.runs import RunFolder, check_name
+from expire_span.runs import RunFolder, check_name, kind_of_run
 
-from .budgets import allowed_spans, default_memories, has_knob, with_budget
+from .budgets import allowed_spans, default_memories, has_knob, split_hybrid, with_budget
 
 COMPARE_FORMAT = 2
 """Version of compare.json. Version 1 had no checksum."""
@@ -51,14 +51,20 @@ class System:
 
 
 def parse_mixers(text: str) -> list[str]:
-    """A list of kinds as the command line has it: a,b,c."""
+    """A list of kinds and hybrids as the command line has it: a,b,3xa+b."""
     kinds = [word.strip() for word in text.split(",") if word.strip()]
     known = ", ".join(SYSTEMS)
     if not kinds:
         raise UserError(f"compare needs at least one memory system, got none; give --mixers a,b,c of: {known}")
     for kind in kinds:
-        if kind not in SYSTEMS:
-            raise UserError(f"unknown mixer {kind!r}{_near(kind)}; known are: {known}")
+        parts = split_hybrid(kind)
+        for count, part in parts:
+            if part not in SYSTEMS:
+                raise UserError(f"unknown mixer {part!r}{_near(part)}; known are: {known}")
+            if count < 1:
+                raise UserError(f"a hybrid has at least one layer of each system, got {count} of {part} in {kind}")
+        if len(parts) > 2 or (len(parts) == 1 and parts[0] != (1, kind)):
+            raise UserError(f"a hybrid is of two systems, like 3xgated_deltanet+expire_span, got {kind}")
         if kinds.count(kind) > 1:
             raise UserError(f"each memory system is compared once, got {kind} {kinds.count(kind)} times in --mixers")
     return kinds
@@ -148,7 +154,7 @@ class Comparison:
     @classmethod
     def _parse(cls, path: Path, told: dict[str, Any]) -> Comparison:
         runs = {
-            name: (from_dict(System, run["system"], name), from_dict(RunConfig, run["config"]))
+            name: (from_dict(System, run["system"], name), _read_config(run["config"]))
             for name, run in told["runs"].items()
         }
         for name in runs:
@@ -157,9 +163,7 @@ class Comparison:
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"train_seconds must be greater than 0, got {seconds!r}")
         parameters = {name: int(count) for name, count in told["parameters"].items()}
-        return cls(
-            path, str(told["recipe"]), from_dict(RunConfig, told["config"]), seconds, asdict(score), parameters, runs
-        )
+        return cls(path, str(told["recipe"]), _read_config(told["config"]), seconds, asdict(score), parameters, runs)
 
     def write(self) -> None:
         runs = {
@@ -188,6 +192,11 @@ class Comparison:
         run = RunFolder.open(path)
         check_belongs(run, self.runs[name][1], self.train_seconds)
         return run
+
+
+def _read_config(settings: Any) -> RunConfig:
+    """Settings of supervised training or of an agent."""
+    return from_dict(kind_of_run(settings), settings)
 
 
 def check_place(path: Path) -> None:
@@ -219,6 +228,8 @@ def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None
     """Refuse a run folder whose config is not the planned one; its steps are its own where time decides them."""
     if train_seconds is not None:
         config = replace(config, train=replace(config.train, steps=run.config.train.steps))
+    if run.data.get("tokenizer"):  # the run reads the copy in its own folder
+        config = replace(config, task=replace(config.task, tokenizer=run.config.task.tokenizer))  # type: ignore
     change = find_change(to_dict(run.config), to_dict(config))
     if change is not None:
         raise UserError(f"run folder {run.path} belongs to another run: it has {change}; move it away, or give --name")

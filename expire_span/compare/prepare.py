@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.memories import find_limits, state_bytes
 from expire_span.models.systems import find
 from expire_span.runs import UserError
 from expire_span.tasks.task import Split, Task, build_task
+from expire_span.train.build_environments import build_environments
 from expire_span.train.devices import check_device
 from expire_span.train.estimate import check_arithmetic, check_size, count_parameters, device_bytes
 from expire_span.train.progress import show_bytes
@@ -28,6 +30,8 @@ def prepare(
     path: Path, recipe: str, base: RunConfig, systems: Sequence[System], train_seconds: float | None = None
 ) -> Comparison:
     """Check the data and the device, match every system's parameters, and refuse what cannot run."""
+    if isinstance(base, AgentRunConfig):
+        return _prepare_agents(path, recipe, base, systems, train_seconds)
     device = check_device(base.train.device)
     check_arithmetic(base, device)
     task = build_task(base.task)
@@ -45,6 +49,26 @@ def prepare(
     return Comparison(path, recipe, base, train_seconds, asdict(task.score), parameters, runs)
 
 
+def _prepare_agents(
+    path: Path, recipe: str, base: AgentRunConfig, systems: Sequence[System], train_seconds: float | None
+) -> Comparison:
+    """The same for agents; the environment says what a policy reads and which actions it has."""
+    check_device(base.train.device)
+    envs = build_environments(base.task, 1)
+    base = replace(base, model=replace(base.model, observation=envs.fields, actions=envs.actions))
+    judged = envs.batched or base.task.success_return is not None
+    envs.close()
+    target = count_parameters(base.model)
+    parameters, runs = {"reference": target}, {}
+    for system in systems:
+        config = config_of(system, base)
+        config = replace(config, model=match_parameters(config.model, target))
+        runs[system.name] = (system, config)
+        parameters[system.name] = count_parameters(config.model)
+    score = {"name": "success" if judged else "return", "higher_is_better": True}
+    return Comparison(path, recipe, base, train_seconds, score, parameters, runs)
+
+
 def _check_splits(task: Task, config: RunConfig) -> int:
     """Splits that are too short are refused; returns the most tokens that a row carries through an evaluation."""
     train = config.train
@@ -60,8 +84,9 @@ def _check_splits(task: Task, config: RunConfig) -> int:
 
 def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
     """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
-    kind, train = config.model.mixer.kind, config.train
-    if find(kind).bounded:
+    train = config.train
+    kind = next((m.kind for m in config.model.mixers if not find(m.kind).bounded), None)
+    if kind is None:
         return
     element = 2 if train.precision == "bf16" else 4
     need = COPIES * (train.eval_batch or train.batch) * state_bytes(config.model, steps, element)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expire_span.models.stepping import Clock, SlotRules
+from expire_span.models.slot_step import Clock, SlotRules
 from expire_span.sampling import Sampling
 from expire_span.stream.engines import SteadyEngine
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from expire_span.models.lifetimes import LifetimeRule, SpanForm
-from expire_span.models.stepping import Clock, Memories, SlotRules, SlotStep
+from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
 from expire_span.ops.slots import attend_slots, slot_kernel_serves
 from expire_span.store import NEVER, ExpiringMemory
 from expire_span.store.slots import FRESH, Slots

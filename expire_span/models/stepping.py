@@ -9,298 +9,23 @@ Layers of expiring attention and of a sliding window keep `Slots`; systems with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.models import systems
 from expire_span.models.backbone import Block
 from expire_span.models.decoder import Decoder
 from expire_span.models.kit.attention import AttentionMixer
-from expire_span.models.kit.expiring import ExpiringAttention
-from expire_span.models.kit.rotary import rotary_angles, rotate
-from expire_span.models.kit.window import WindowMixer
-from expire_span.models.lifetimes import SpanForm
 from expire_span.models.mixer import Mixer
-from expire_span.ops.slots import attend_slots, slot_kernel_serves
-from expire_span.store import ExpiringMemory
-from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
-
-
-class Memories(NamedTuple):
-    """A layer's memories as `Slots.load` takes them: k, v [n, Hkv, S, D], span and pos [n, 1 or Hkv, S], next position."""
-
-    k: Tensor
-    v: Tensor
-    span: Tensor
-    pos: Tensor
-    now: int
-
-
-class Clock:
-    """Where in the stream all rows are: the fresh slot to write next, on the host and on the device, and its angles.
-
-    Rows share one clock, however old they are: attention sees distances only.
-    """
-
-    def __init__(self, device: torch.device, rotary: tuple[int, float] | None, dtype: torch.dtype) -> None:
-        self.column, self.epoch = 0, 0
-        self.on_device = torch.zeros((), dtype=torch.int32, device=device)
-        self.epoch_on_device = torch.zeros((), dtype=torch.int64, device=device)
-        self.rotary, self.dtype = rotary, torch.promote_types(dtype, torch.float32)
-        width = rotary[0] if rotary else 0
-        self.cos = torch.zeros(FRESH, width, dtype=self.dtype, device=device)
-        self.sin = torch.zeros_like(self.cos)
-        self._steps = torch.arange(FRESH, device=device)
-        self.turn_to_epoch()
-
-    @property
-    def now(self) -> int:
-        """Position of the next token."""
-        return self.epoch + self.column
-
-    def turn_to_epoch(self) -> None:
-        """Angles of all positions up to the next compaction, from the epoch on the device: recordable."""
-        if self.rotary is None:
-            return
-        cos, sin = rotary_angles(self.epoch_on_device + self._steps, *self.rotary, self.dtype)
-        self.cos.copy_(torch.cat([cos, cos], 1))
-        self.sin.copy_(torch.cat([-sin, sin], 1))  # for x cos + roll(x) sin
-
-    def begin_epoch(self) -> None:
-        """After a compaction: the part that the device does."""
-        self.on_device.zero_()
-        self.epoch_on_device += FRESH
-        self.turn_to_epoch()
-
-    def set(self, epoch: int, column: int) -> None:
-        self.epoch, self.column = epoch, column
-        self.epoch_on_device.fill_(epoch)
-        self.on_device.fill_(column)
-        self.turn_to_epoch()
-
-
-@dataclass(frozen=True)
-class SlotRules:
-    """How a layer fills and reads its slots."""
-
-    ramp: float
-    cap: int | None
-    include_self: bool
-    normalizer_eps: float
-    limit: int
-    """The most memories that a row and head can hold."""
-    impl: str
-    form: SpanForm
-
-
-def slot_rules(mixer: Mixer) -> SlotRules | None:
-    """The rules of a layer that can keep its memories in slots, else None."""
-    reach = systems.find(mixer.settings.kind).reach(systems.StateSize(mixer.shape, mixer.settings))
-    if reach is None:
-        return None
-    if isinstance(mixer, ExpiringAttention):
-        r, form = mixer.rules, mixer.span_predictor.span_form(mixer.shape.dim)
-        if form is None or not r.causal:
-            return None
-        limit = min(reach + 1, r.cap or reach + 1)
-        return SlotRules(mixer.span_predictor.ramp, r.cap, r.include_self, r.normalizer_eps, limit, r.impl, form)
-    if isinstance(mixer, WindowMixer) and not mixer.sinks and [band.dilation for band in mixer.bands] == [1]:
-        window = mixer.bands[0].window  # a hard edge: with a ramp of 1, age `window` is the first that is dead
-        form = SpanForm.constant(torch.full((mixer.shape.num_kv_heads,), window - 1.0), mixer.shape.dim)
-        return SlotRules(1.0, None, True, 0.0, window, "auto", form)
-    return None
-
-
-class SlotStep:
-    """One layer of attention over slots."""
-
-    def __init__(self, mixer: AttentionMixer, rules: SlotRules, clock: Clock) -> None:
-        self.mixer, self.rules, self.clock = mixer, rules, clock
-        shape, weight = mixer.shape, mixer.query.weight
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.num_kv_heads, shape.head_dim
-        self.group, self.scale = self.heads // self.kv_heads, self.head_dim**-0.5
-        self.form = SpanForm(*(x.to(weight.device).contiguous() for x in rules.form))
-        self.fused = slot_kernel_serves(rules.impl, weight)
-        self.constant = not bool(self.form.weight.any()) and not bool(self.form.room.any())
-        parts = [weight, mixer.key.weight, mixer.value.weight]
-        self.joins_span = not (self.fused or self.constant) and weight.dtype == torch.float32
-        if self.joins_span:
-            parts.append(self.form.weight)
-        self.weight = torch.cat([x.detach() for x in parts])
-        self.out = mixer.out.weight.detach().t()
-        self.turned, self.normed = shape.positions == "rotary", shape.qk_norm
-        self.relative = None if mixer.relative_keys is None else mixer.relative_keys.detach()
-        self.edge = self.form.low + rules.ramp  # [Hkv]: of a memory whose sigmoid is 0
-        self.slots: Slots
-        self.most: list[int] = [0] * self.kv_heads
-        """How many older slots of each head may be in use at the next compaction at most."""
-
-    # Memory
-
-    def allocate(self, rows: int, capacity: list[int] | None = None) -> None:
-        """Empty slots: `capacity` of them for older memories of each head, or the fewest."""
-        capacity = capacity or self.capacity_for([0] * self.kv_heads)
-        weight, r = self.mixer.query.weight, self.rules
-        self.slots = Slots(
-            rows, self.head_dim, capacity, ramp=r.ramp, cap=r.cap, dtype=weight.dtype, device=weight.device
-        )
-        self._adopt()
-
-    def capacity_for(self, needed: list[int]) -> list[int]:
-        """Older slots of each head: room for what there is and for one more filling of the fresh slots."""
-        wanted = [choose_capacity(n + FRESH, self.rules.limit) for n in needed]
-        return wanted if self.fused else [max(wanted)] * len(wanted)  # plain PyTorch reads a rectangle
-
-    def make_room(self, needed: list[int]) -> bool:
-        """Grow the slots where `needed` memories and those of one filling might not fit; whether that was so."""
-        have = self.slots.capacity
-        if all(min(n + FRESH, self.rules.limit) <= size for n, size in zip(needed, have)):
-            return False
-        wanted = self.capacity_for([max(n, old) for n, old in zip(needed, self.most)])
-        self.slots = self.slots.grown([max(a, b) for a, b in zip(have, wanted)])
-        self._adopt()
-        return True
-
-    def _adopt(self) -> None:
-        """Views of the slots that every step uses, made once."""
-        s = self.slots
-        self.fields = (s.k, s.v, s.pos, s.edge, s.counts, s.bounds)
-        if self.fused:
-            return
-        assert s.uniform
-        shape = (s.rows, s.heads, FRESH + s.capacity[0])
-        self.k, self.v = s.k.view(*shape, -1), s.v.view(*shape, -1)
-        self.edges, self.births = s.edge.view(shape), s.pos.view(shape)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read no more slots of each head than are in use, as far as the host knows."""
-        if self.fused:
-            return
-        width = FRESH + max(self.most) if self.slots.k.device.type == "cpu" else self.k.shape[2]
-        self.reading = [x.narrow(2, 0, width) for x in (self.k, self.v, self.edges, self.births)]
-
-    def note_counts(self, counts: Tensor) -> None:
-        """`counts` [rows, Hkv] on the host, of older slots in use after a compaction."""
-        self.most = counts.amax(0).tolist()
-        self.refresh()
-
-    def memories(self, state: Any) -> Memories:
-        """What a state that read a prompt remembers."""
-        if isinstance(self.mixer, WindowMixer):
-            ring = state["rings"][0]
-            pos = ring["pos"].unsqueeze(1)
-            span = torch.full(pos.shape, float(self.rules.limit - 1), device=pos.device)
-            return Memories(ring["k"], ring["v"], span, pos, state["position"])
-        assert isinstance(self.mixer, ExpiringAttention) and isinstance(state["memory"], ExpiringMemory)
-        k, v, span, pos = self.mixer._fields(state["memory"])
-        pos = pos if pos.dim() == 3 else pos.unsqueeze(1)
-        return Memories(k, v, span, pos, state["position"])
-
-    def load(self, rows: Tensor, found: Memories) -> None:
-        """Put memories into rows; keys are turned to the clock of this stream."""
-        keys = found.k
-        if self.turned and keys.shape[2]:
-            offset = torch.tensor(self.clock.now - found.now, device=keys.device)
-            keys = rotate(keys, self.mixer.angles(offset, keys.dtype))
-        self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
-        counts = self.slots.counts[rows].amax(0).tolist()
-        self.most = [max(a, b) for a, b in zip(self.most, counts)]
-        self.refresh()
-
-    def count(self, found: Memories) -> list[int]:
-        return count_living(found.span, found.pos, found.now, self.rules.ramp, self.kv_heads)
-
-    # The step
-
-    def add(self, x: Tensor, h: Tensor) -> Tensor:
-        """Add to x [B, C] what this layer makes of its input h [B, C]; the new memory is stored."""
-        y = self._fused_step(h) if self.fused else self._plain_step(h)
-        if self.rules.cap is not None:
-            self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
-        return x.addmm_(y, self.out)
-
-    def _fused_step(self, h: Tensor) -> Tensor:
-        from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
-
-        r, s = self.rules, self.slots
-        return triton_step(
-            F.linear(h, self.weight),
-            h,
-            SpanRule(*self.form),
-            Fields(*self.fields),
-            self.clock.on_device,
-            group=self.group,
-            fresh=FRESH,
-            ramp=r.ramp,
-            scale=self.scale,
-            include_self=r.include_self,
-            qk_norm=self.normed,
-            angles=(self.clock.cos, self.clock.sin) if self.turned else None,
-            relative_keys=self.relative,
-            normalizer_eps=r.normalizer_eps,
-            splits=choose_splits(s.rows * self.heads, FRESH + max(s.capacity)),
-        )
-
-    def _plain_step(self, h: Tensor) -> Tensor:
-        column, proj = self.clock.column, F.linear(h, self.weight)
-        inner = (self.heads + self.kv_heads) * self.head_dim
-        end = inner + self.kv_heads * self.head_dim
-        both = proj[:, :inner].view(len(h), -1, self.head_dim)  # queries and keys, [B, Hq + Hkv, D]
-        if self.normed:
-            both = F.rms_norm(both, (self.head_dim,))
-        if self.turned:
-            both = self._turn(both, column)
-        edge = self._edges(h, proj, end)
-        keys, values, edges, births = self.reading
-        if self.rules.include_self:
-            self._store(both, proj[:, inner:end], edge, column)
-        left = births - column
-        age = -left if self.relative is not None else None
-        left += edges
-        y = attend_slots(
-            both[:, : self.heads],
-            keys,
-            values,
-            left,
-            ramp=self.rules.ramp,
-            scale=self.scale,
-            age=age,
-            relative_keys=self.relative,
-            normalizer_eps=self.rules.normalizer_eps,
-        )
-        if not self.rules.include_self:
-            y = y.nan_to_num_(0.0)  # where nothing lives there is nothing to read
-            self._store(both, proj[:, inner:end], edge, column)
-        return y.flatten(1)
-
-    def _turn(self, both: Tensor, column: int) -> Tensor:
-        cos, sin = self.clock.cos[column], self.clock.sin[column]
-        turned = torch.addcmul(both * cos, both.roll(self.head_dim // 2, -1), sin)
-        return turned if turned.dtype == both.dtype else turned.to(both.dtype)
-
-    def _edges(self, h: Tensor, proj: Tensor, end: int) -> Tensor:
-        """span + ramp of the new memories, [B, Hkv]."""
-        if self.constant:
-            return self.edge
-        logits = proj[:, end:] if self.joins_span else F.linear(h.float(), self.form.weight)
-        return torch.addcmul(self.edge, torch.sigmoid(logits + self.form.bias), self.form.room)
-
-    def _store(self, both: Tensor, values: Tensor, edge: Tensor, column: int) -> None:
-        self.k.select(2, column).copy_(both[:, self.heads :])
-        self.v.select(2, column).copy_(values.view(len(values), self.kv_heads, -1))
-        self.edges.select(2, column).copy_(edge)
+from expire_span.models.slot_step import Clock, SlotStep, add_linear, folds, norm_linear, slot_rules
 
 
 class StateStep:
     """One layer of a system whose state is tensors of fixed shapes, which every step overwrites."""
 
-    def __init__(self, mixer: Mixer) -> None:
-        self.mixer = mixer
+    def __init__(self, mixer: Mixer, norm: nn.Module) -> None:
+        self.mixer, self.norm = mixer, norm
         self.state: dict[str, Tensor] = {}
 
     def allocate(self, rows: int) -> None:
@@ -310,8 +35,8 @@ class StateStep:
         for name, x in self.state.items():
             x[rows] = state[name].to(x.dtype)
 
-    def add(self, x: Tensor, h: Tensor) -> Tensor:
-        y, after, _ = self.mixer.mix(h.unsqueeze(1), self.state)
+    def add(self, x: Tensor) -> Tensor:
+        y, after, _ = self.mixer.mix(self.norm(x).unsqueeze(1), self.state)
         for name, old in self.state.items():
             old.copy_(after[name])
         return x + y.squeeze(1)
@@ -324,26 +49,31 @@ class BlockStep:
         rules = slot_rules(block.mixer)
         assert rules is not None or block.mixer.fixed_state
         self.block, self.pre_norm = block, block.pre_norm
-        self.memory: Any = StateStep(block.mixer)
+        norm = block.norm1 if self.pre_norm else nn.Identity()
+        self.memory: Any = StateStep(block.mixer, norm)
         if rules is not None:
             assert isinstance(block.mixer, AttentionMixer)
-            self.memory = SlotStep(block.mixer, rules, clock)
+            self.memory = SlotStep(block.mixer, rules, clock, norm)
         ff = block.ff
-        self.squares = ff.activation == "relu2" and isinstance(ff.up, nn.Linear)
-        self.down = ff.down.weight.detach().t()
+        self.squares = self.pre_norm and ff.activation == "relu2" and isinstance(ff.up, nn.Linear)
+        self.down = ff.down.weight.detach()
         fused = isinstance(self.memory, SlotStep) and self.memory.fused
+        self.folded = fused and folds(block.norm2, self.down)
         self.square = _square_relu_on_gpu if fused else _square_relu
 
     def __call__(self, x: Tensor) -> Tensor:
-        block = self.block
+        block, x = self.block, self.memory.add(x)
         if not self.pre_norm:
-            x = block.norm1(self.memory.add(x, x))
+            x = block.norm1(x)
             return block.norm2(x + block.ff(x))
-        x = self.memory.add(x, block.norm1(x))
-        h = block.norm2(x)
-        if self.squares:
-            return x.addmm_(self.square(F.linear(h, block.ff.up.weight)), self.down)  # type: ignore[arg-type]
-        return x + block.ff(h)
+        if not self.squares:
+            return x + block.ff(block.norm2(x))
+        up: Any = block.ff.up
+        if self.folded:
+            h = norm_linear(x, block.norm2, up.weight, square_relu=True)
+        else:
+            h = self.square(F.linear(block.norm2(x), up.weight))
+        return add_linear(x, h, self.down, self.folded)
 
 
 def _square_relu(x: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from .text import check_rows
 
 FRAME = 8
 """Tokens of a frame."""
+HINT = 5
+"""The token of a frame at which both particles are known: where `hints` ask for the frame's own collision."""
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 ATTEMPTS = 8
 """Velocities that are drawn at once where one must be drawn anew."""
@@ -169,7 +171,8 @@ class Collision:
         self.first_colour = 2 * config.size
         self.first_asked = self.first_colour + config.colours
         self.first_answer = self.first_asked + config.colours
-        self.vocab = self.first_answer + len(QUADRANTS)
+        self.no_collision = self.first_answer + len(QUADRANTS)
+        self.vocab = self.no_collision + 1
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> CollisionRows | SavedRows:
         """Every row is a simulation of its own, or a stretch of a saved one."""
@@ -192,13 +195,22 @@ class Collision:
         parts += [frames.asked[..., 0] + self.first_asked, frames.asked[..., 1] + self.first_asked]
         return np.stack(parts, -1).swapaxes(0, 1).reshape(frames.label.shape[1], -1)
 
-    def to_batch(self, tokens: np.ndarray, labels: np.ndarray, fresh: np.ndarray) -> Batch:
-        """Tokens [B, T] and labels [B, T / 8] as a batch."""
+    def to_batch(self, tokens: np.ndarray, labels: np.ndarray, fresh: np.ndarray, *, hints: bool = False) -> Batch:
+        """Tokens [B, T] and labels [B, T / 8] as a batch; with `hints`, collisions themselves are asked for as well."""
         y, mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, bool)
         mask[:, FRAME - 1 :: FRAME] = labels > 0
         y[:, FRAME - 1 :: FRAME] = np.where(labels > 0, self.first_answer + labels - 1, 0)
+        if hints:
+            mask[:, HINT::FRAME], y[:, HINT::FRAME] = True, self._collisions(tokens)
         tokens = np.ascontiguousarray(tokens, np.int64)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
+
+    def _collisions(self, tokens: np.ndarray) -> np.ndarray:
+        """[B, T / 8]: the answer token of each frame's own collision, or the token that says there is none."""
+        row, column, size = tokens[:, 0::FRAME], tokens[:, 1::FRAME], self.config.size
+        met = (row == tokens[:, 3::FRAME]) & (column == tokens[:, 4::FRAME])
+        quadrant = 2 * (row >= size // 2) + (column - size >= size // 2)
+        return np.where(met, self.first_answer + quadrant, self.no_collision)
 
     def show(self, tokens: Tensor) -> list[str]:
         return [self.label(token) for token in tokens.tolist()]
@@ -209,6 +221,8 @@ class Collision:
 
     def label(self, token: int) -> str:
         size = self.config.size
+        if token == self.no_collision:
+            return "no collision"
         if token >= self.first_answer:
             return f"answer {QUADRANTS[token - self.first_answer]}"
         if token >= self.first_asked:
@@ -222,7 +236,7 @@ class CollisionRows:
     """Simulations that never end (train) or end after `eval_frames` frames in all (valid, test)."""
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int, seed: int) -> None:
-        self.task, self.frames = task, block // FRAME
+        self.task, self.frames, self.hints = task, block // FRAME, task.config.hints and split == "train"
         self.simulation = Simulation(task.config, batch, key=key_of(split, seed))
         self.limit = None if split == "train" else -(-task.config.eval_frames // batch)
 
@@ -235,9 +249,8 @@ class CollisionRows:
         if count <= 0:
             raise StopIteration
         frames = self.simulation.run(count)
-        return self.task.to_batch(
-            self.task.to_tokens(frames), frames.label.T, np.full(self.simulation.rows, start == 0)
-        )
+        tokens, fresh = self.task.to_tokens(frames), np.full(self.simulation.rows, start == 0)
+        return self.task.to_batch(tokens, frames.label.T, fresh, hints=self.hints)
 
     def state_dict(self) -> dict[str, Any]:
         return self.simulation.state_dict()
@@ -260,6 +273,7 @@ class SavedRows:
             )
         self.task, self.data, self.frames, self.ends = task, data, block // FRAME, split != "train"
         self.length, self.batch, self.offset = len(data) // batch, batch, 0
+        self.hints = task.config.hints and split == "train"
 
     def __iter__(self) -> SavedRows:
         return self
@@ -274,7 +288,8 @@ class SavedRows:
         rows = np.stack([self.data[start : start + count] for start in starts])  # [B, F, 9]
         fresh = np.full(self.batch, self.offset == 0)
         self.offset += count
-        return self.task.to_batch(rows[..., :FRAME].reshape(self.batch, -1), rows[..., FRAME], fresh)
+        tokens = rows[..., :FRAME].reshape(self.batch, -1)
+        return self.task.to_batch(tokens, rows[..., FRAME], fresh, hints=self.hints)
 
     def state_dict(self) -> dict[str, Any]:
         return {"offset": self.offset, "rows": self.batch}

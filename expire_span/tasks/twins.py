@@ -7,7 +7,8 @@ what lies below; Portal: room, layout and cell; Instruction: the words of the se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 
 from .contract import SPLITS, Batch, Score, Split, TaskSample, sample_episode
-from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of
+from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of, mix
 from .gridworlds.corridor import Corridor
 from .gridworlds.engine import BALL, BOX, COLOURS, DOOR, LEFT, MOVES, WALL, Engine
 from .gridworlds.instruction import Instruction
@@ -27,6 +28,8 @@ from .gridworlds.sentences import LENGTH, OBJECTS, VERBS, WORDS
 
 ROLL = 256
 """Episodes that are played side by side."""
+STAGE = 32
+"""Groups of `ROLL` episodes after which training goes on to the next stage of difficulty; earlier stages stay in the mix."""
 KEEP = 64
 """Groups of `ROLL` episodes that are kept."""
 
@@ -41,7 +44,7 @@ class Demonstration:
     widths: np.ndarray
 
 
-class Twin:
+class Twin(ABC):
     """What the three twins share: streams, score, labels. `pad` is the last token of the vocabulary."""
 
     score = Score("success", higher_is_better=True)
@@ -67,26 +70,30 @@ class Twin:
         """The longest of a few expert episodes."""
         return sample_episode(self, self.longest, seed=seed, prefixes=self.marks)
 
-    def label(self, token: int) -> str:
-        raise NotImplementedError
+    def stages(self, split: Split) -> list[Any]:
+        """Settings of the worlds that a split's episodes come from, the easiest first; each group of episodes is from one."""
+        return [self.config]
 
+    @abstractmethod
+    def label(self, token: int) -> str: ...
+
+    @abstractmethod
     def observe(self, engine: Any) -> np.ndarray:
         """Tokens of the present step, [B, n]; -1 is left out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decides(self, engine: Any) -> np.ndarray:
         """[B]: where memory decides about the expert's action."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self, engine: Any, action: np.ndarray) -> np.ndarray:
         """[B]: the token to be predicted where memory decides."""
-        raise NotImplementedError
 
     def act(self, engine: Any) -> np.ndarray:
         """[B]: what the demonstrator does."""
         return engine.optimal_action()
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: Any) -> None:  # noqa: B027 (most need nothing)
         """Prepare for episodes that are about to be played."""
 
 
@@ -136,7 +143,7 @@ class RolledEpisodes:
         self.count = None if split == "train" else EVAL_EPISODES
         self.key = key_of(split, seed)
         self.seed = seed * len(SPLITS) + SPLITS.index(split)
-        self.engine = build_engine(twin.config, ROLL)
+        self.engines = [build_engine(config, ROLL) for config in twin.stages(split)]
         self.rolled: dict[int, Demonstration] = {}
 
     def widths(self, numbers: np.ndarray) -> np.ndarray:
@@ -162,8 +169,10 @@ class RolledEpisodes:
 
     def _roll(self, group: int) -> Demonstration:
         if group not in self.rolled:
-            self.engine.reset(self.seed, environments=np.arange(group * ROLL, (group + 1) * ROLL))
-            self.rolled[group] = demonstrate(self.twin, self.engine)
+            reached = min(1 + group // STAGE, len(self.engines))
+            engine = self.engines[int(mix(self.key + np.uint64(group))[0] % np.uint64(reached))]
+            engine.reset(self.seed, environments=np.arange(group * ROLL, (group + 1) * ROLL))
+            self.rolled[group] = demonstrate(self.twin, engine)
             for old in sorted(self.rolled)[:-KEEP]:
                 del self.rolled[old]
         return self.rolled[group]
@@ -255,7 +264,15 @@ class InstructionTwin(Twin):
         self.vocab = self.pad + 1
         far = 2 * (config.size - 1) + 2
         self.longest = LENGTH * (config.talk + config.instructions * far + 1)
-        self.shortest = 2 * config.talk
+        self.shortest = 2 * (config.least_talk or config.talk)
+
+    def stages(self, split: Split) -> list[InstructionTask]:
+        """In training, talk of all the doublings from the least on; otherwise the whole talk."""
+        least, talk = self.config.least_talk, self.config.talk
+        if split != "train" or not least:
+            return [self.config]
+        lengths = [n for n in (least << k for k in range(32)) if n < talk]
+        return [replace(self.config, talk=n, least_talk=0) for n in [*lengths, talk]]
 
     def start(self, engine: Instruction) -> None:
         self.passed = np.zeros_like(engine.done)  # [B, M]: cancelled instructions whose place has been visited
@@ -277,7 +294,7 @@ class InstructionTwin(Twin):
 
     def decides(self, engine: Instruction) -> np.ndarray:
         told = (engine.goal == engine.place[:, None]).any(1)
-        return told & ~engine.listening & (engine.feedback == 0) & (engine.steps > self.config.talk)
+        return told & ~engine.listening & (engine.feedback == 0) & (engine.steps > engine.config.talk)
 
     def target(self, engine: Instruction, action: np.ndarray) -> np.ndarray:
         return np.where(action < 4, self.walk_on, self.first_act + action - 4)

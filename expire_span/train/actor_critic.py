@@ -42,9 +42,8 @@ from .trackers import check_tracker
 
 VALID, TEST = 1, 2
 """Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
-LEAST_ADVANTAGE = 0.1
-"""Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
-blown up they would undo what was learned."""
+MOST_ROWS = 512
+"""Rows of environments side by side in an evaluation, where a batched engine steps them."""
 LEAST_GRADIENT = 1e-5
 """Adam's epsilon: an agent that has solved its task has hardly any gradient, and must not take full steps along its noise."""
 _PREFIX = "policy."
@@ -93,7 +92,7 @@ class Improver(nn.Module):
 
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's clipped gain, negated."""
-        advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(LEAST_ADVANTAGE)
+        advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(self.config.least_spread)
         ratio, limit = log_ratio.exp(), self.config.clip_ratio
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - limit, 1 + limit) * advantage)
         clipped = ((ratio - 1).abs() > limit).float().mean()
@@ -238,7 +237,7 @@ class AgentLearner:
 
     def _keep_best(self, result: AgentResult) -> None:
         """The best weights so far: those that reach the goal with the fewest live memories, else the highest score."""
-        rank = _rank(result.score, sum(result.live), self.train_config.goal)
+        rank = _rank(result.worst_score, sum(result.live), self.train_config.goal)
         if self.best is not None and rank <= tuple(self.best["rank"]):
             return
         weights = {name: x.detach().cpu().clone() for name, x in self.policy.state_dict().items()}
@@ -252,8 +251,12 @@ class AgentLearner:
 
     def _score(self, split: int, episodes: int) -> AgentResult:
         """Every process plays all episodes: simple, and equal everywhere."""
-        seed = split_seed(self.config.seed, split)
-        return evaluate_agent(self.policy, self.config.task, episodes, seed=seed, rows=self.train_config.envs)
+        seed, rows = split_seed(self.config.seed, split), self.train_config.envs
+        if (
+            self.player.envs.batched
+        ):  # many rows cost little more than few, and the longest episode is waited for less often
+            rows = max(rows, min(episodes, MOST_ROWS))
+        return evaluate_agent(self.policy, self.config.task, episodes, seed=seed, rows=rows)
 
     def describe(self, line: dict[str, Any]) -> list[str]:
         show = lambda x: "-" if x is None else f"{x:.3f}"  # noqa: E731

@@ -22,6 +22,8 @@ from .controls import Control, ControlName, build_control
 from .retention import Retention, RetentionCounter
 from .rollout import count_memories, judge
 
+LEAST_IN_BAND = 20
+"""Bands with fewer episodes say too little to choose weights by."""
 BAND = 10
 """Episodes are reported in bands of so many expert steps."""
 
@@ -60,12 +62,25 @@ class AgentResult:
     """Mean living memories per step, one number per layer; what the memory system reports where they cannot be counted."""
     peak_live: list[float]
     """The most of any row, one number per layer."""
+    rows: int = 1
+    """Environments side by side; bytes divided by it are those of one."""
+    mean_bytes: float = 0.0
+    """Mean bytes that the state of all rows and layers occupied after a step."""
+    peak_bytes: int = 0
+    steps_over_oracle: float | None = None
+    """Steps of all episodes over those that an expert would need; None where the environment does not say."""
     bands: list[Band] = field(default_factory=list)
     retention: Retention | None = None
     """How well what was kept fits what was needed; None where the environment does not say or nothing expires."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def worst_score(self) -> float:
+        """The score of the hardest band that has episodes enough; without bands, the score."""
+        shares = [b.success for b in self.bands if b.success is not None and b.episodes >= LEAST_IN_BAND]
+        return min([self.score, *shares])
 
 
 def wilson(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -136,6 +151,7 @@ class _Evaluation:
         self.peaks: Tensor | None = None
         self.episodes: list[_Episode] = []
         self.retention = RetentionCounter(policy, envs.count)
+        self.held: list[int] = []  # bytes of all rows' memories after every step
 
     @property
     def done(self) -> bool:
@@ -148,6 +164,7 @@ class _Evaluation:
         choices, _, self.state, aux = self.policy(observation, self.state)
         actions = (choices.likeliest() if self.greedy else choices.sample())[:, 0]
         self._note_memories(aux, playing)
+        self.held.append(aux.bytes_held)
         self.retention.add(aux, facts)
         frame = self.envs.step(actions)
         self.control.follow(actions, frame.ended)
@@ -196,9 +213,18 @@ class _Evaluation:
             mean_steps=whole.mean_steps,
             live=live.tolist(),
             peak_live=peaks.tolist(),
+            rows=self.envs.count,
+            mean_bytes=sum(self.held) / len(self.held),
+            peak_bytes=max(self.held),
+            steps_over_oracle=_over_oracle(self.episodes),
             bands=_bands(self.episodes),
             retention=self.retention.result(),
         )
+
+
+def _over_oracle(episodes: list[_Episode]) -> float | None:
+    known = [e for e in episodes if e.oracle]
+    return sum(e.steps for e in known) / sum(e.oracle or 0 for e in known) if known else None
 
 
 def _bands(episodes: list[_Episode]) -> list[Band]:

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from expire_span.config import RunConfig
+from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.systems import find
 from expire_span.ops import resolve_impl
 
@@ -89,8 +90,8 @@ def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[st
 
 
 def _impl(config: RunConfig, device: torch.device) -> str:
-    """Which implementation of the operator will run; systems that do without it are plain torch."""
+    """Which implementation of the operator will run; systems that do without it are plain torch, or fla's kernels."""
     mixer = config.model.mixer
     if not find(mixer.kind).operator:
-        return "torch"
+        return resolve_kernels(getattr(mixer, "impl", "torch"), mixer.kind, device)
     return resolve_impl(getattr(mixer, "impl", "auto"), device, head_dim=config.model.head_dim)

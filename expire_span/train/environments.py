@@ -47,6 +47,8 @@ class Environments(ABC):
     actions: tuple[int, ...]
     """How many values each choice of an action has."""
     observation: dict[str, Tensor]
+    batched: bool = False
+    """Whether all rows are stepped together, so that more of them cost little."""
 
     def __init__(self, task: EnvTask, count: int, device: torch.device) -> None:
         self.task, self.count, self.device = task, count, device

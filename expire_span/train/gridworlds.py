@@ -20,6 +20,8 @@ from .environments import Environments, to_tensor
 class GridWorlds(Environments):
     """Environments of one engine; all of its state lies in arrays, which a checkpoint copies."""
 
+    batched = True
+
     def __init__(self, task: EnvTask, count: int, device: torch.device, first: int) -> None:
         super().__init__(task, count, device)
         where = ("torch", str(device)) if device.type == "cuda" else ("numpy", "cpu")

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
-from expire_span.runs import RunError, RunFolder
+from expire_span.runs import RunError, RunFolder, UserError
 
 from .memory_peak import forget_peak, peak_bytes
 from .progress import Clock, Display
@@ -48,6 +48,8 @@ class LoopSettings(Protocol):
     @property
     def steps(self) -> int: ...
     @property
+    def seconds(self) -> float | None: ...
+    @property
     def log_every(self) -> int: ...
     @property
     def eval_every(self) -> int: ...
@@ -67,7 +69,7 @@ class Learner(Protocol):
         ...
 
     def step(self, index: int) -> int:
-        """Learn once; `index` counts steps from 0. Returns the tokens that were read, over all processes."""
+        """Learn once; `index` is the place in the schedule, from 0. Returns the tokens that were read, over all processes."""
         ...
 
     def metrics(self) -> dict[str, Any]:
@@ -118,6 +120,11 @@ class TrainingLoop:
         self.writes = self.accelerator.is_main_process
         self.clock, self.tokens = Clock(first), 0  # tokens since the last line of metrics
         self.unread = False  # steps were made that `find_fault` has not looked at
+        if settings.seconds is not None and self.accelerator.num_processes > 1:
+            given = f"got seconds {settings.seconds:g} and {self.accelerator.num_processes} processes"
+            raise UserError(
+                f"a time limit holds for one process, since clocks differ, {given}; give --train.steps instead"
+            )
 
     def run(self) -> None:
         """Train to the last step, evaluate, and write result.json."""
@@ -134,12 +141,13 @@ class TrainingLoop:
 
     def _train(self) -> None:
         steps, settings = self.settings.steps, self.settings
+        last = self.step >= steps
         with StopRequest() as stop:
-            while self.step < steps:
-                self.tokens += self.learner.step(self.step)
+            while not last:
+                self.tokens += self.learner.step(self._place())
                 self.step, self.unread = self.step + 1, True
                 self.display.advance(self.step)
-                last = self.step == steps
+                last = self.step == steps or self._place() == steps
                 logs = last or self.step % settings.log_every == 0
                 if logs:
                     self._log()
@@ -153,6 +161,13 @@ class TrainingLoop:
                 if asked and not last:
                     advice = f"go on with: expire-span resume {self.run_folder.path}"
                     raise Interrupted(f"stopped at step {self.step} of {steps} and saved; {advice}", asked)
+
+    def _place(self) -> int:
+        """The place in the schedule: steps made, or what the clock says where a time limit is ahead of them."""
+        seconds, steps = self.settings.seconds, self.settings.steps
+        if seconds is None:
+            return self.step
+        return max(self.step, min(int(steps * self.clock.elapsed / seconds), steps))
 
     def _agree_to_stop(self, stop: StopRequest, logs: bool) -> int:
         """The signal to obey now, or 0. Processes agree at log steps, since all must stop after the same step."""

@@ -55,26 +55,30 @@ class Window:
 
 
 @dataclass
-class Stretch:
-    """Part of one row of a window that belongs to one episode."""
+class Stretches:
+    """Parts of a window's rows that belong to one episode each; every tensor is [n], on the host."""
 
-    row: int
-    first: int
-    length: int
-    goes_on: bool
-    """Whether its episode began before the window."""
+    row: Tensor
+    first: Tensor
+    length: Tensor
+    goes_on: Tensor
+    """Whether the episode began before the window."""
+
+    def take(self, chosen: Tensor) -> Stretches:
+        """Those that are marked in `chosen` [n] (bool)."""
+        return Stretches(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
-def cut(begins: Tensor) -> list[Stretch]:
-    """Cut every row of a window [T, B] where an episode begins."""
-    steps, rows = begins.shape
-    table = begins.t().cpu().tolist()
-    found = []
-    for row in range(rows):
-        starts = [t for t in range(steps) if t == 0 or table[row][t]]
-        for first, stop in zip(starts, [*starts[1:], steps]):
-            found.append(Stretch(row, first, stop - first, not table[row][first]))
-    return found
+def cut(begins: Tensor) -> Stretches:
+    """Cut every row of a window [T, B] where an episode begins; in order of rows, then of time."""
+    starts = begins.t().cpu()  # [B, T]
+    goes_on = ~starts
+    starts = starts.clone()
+    starts[:, 0] = True
+    row, first = starts.nonzero(as_tuple=True)
+    last_of_row = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
+    stop = torch.where(last_of_row, starts.shape[1], first.roll(-1))
+    return Stretches(row, first, stop - first, goes_on[row, first])
 
 
 @dataclass
@@ -100,15 +104,15 @@ def replay(policy: Policy, window: Window) -> Replayed:
     stretches, parts = cut(window.begins), []
     encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
     for goes_on in (True, False):
-        group = [s for s in stretches if s.goes_on == goes_on]
-        if group:
+        group = stretches.take(stretches.goes_on == goes_on)
+        if len(group.row):
             parts.append(_read(policy, window, encoded, group, goes_on))
     return _join(parts)
 
 
-def _read(policy: Policy, window: Window, encoded: Tensor, group: list[Stretch], goes_on: bool) -> Replayed:
-    device, longest = window.begins.device, max(s.length for s in group)
-    rows, firsts, lengths = (torch.tensor([getattr(s, n) for s in group]) for n in ("row", "first", "length"))
+def _read(policy: Policy, window: Window, encoded: Tensor, group: Stretches, goes_on: bool) -> Replayed:
+    device, longest = window.begins.device, int(group.length.max())
+    rows, firsts, lengths = group.row, group.first, group.length
     time = torch.arange(longest)
     mask = time < lengths[:, None]  # [n, longest]; what lies behind a stretch's end is read and not used
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]

@@ -19,6 +19,7 @@ from .contract import AttentionShape, Budget, LayerShape, MemorySystem, Recipe, 
 from .expire_span import SYSTEM as _EXPIRE_SPAN
 from .forgetting import SYSTEM as _FORGETTING
 from .full import SYSTEM as _FULL
+from .gated_deltanet import SYSTEM as _GATED_DELTANET
 from .linear import SYSTEM as _LINEAR
 from .longformer import SYSTEM as _LONGFORMER
 from .performer import SYSTEM as _PERFORMER
@@ -93,6 +94,7 @@ for _system in (
     _REFORMER,
     *_RECURRENT,
     _FORGETTING,
+    _GATED_DELTANET,
     _STREAMING_SINKS,
 ):
     register(_system)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .attention import attend
 from .decode import triton_decode
+from .products import add_linear_, norm_linear
 from .slots import triton_step
 
-__all__ = ["triton_attention", "triton_decode", "triton_step"]
+__all__ = ["add_linear_", "norm_linear", "triton_attention", "triton_decode", "triton_step"]
 
 
 def triton_attention(

@@ -84,9 +84,9 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 @triton.jit
 def _step(
     proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, parts, peaks, totals,
-    width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps,
-    QK_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
-    FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
+    QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
+    EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1)
@@ -131,7 +131,10 @@ def _step(
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
         state = tl.load(hidden + b * hidden_b + c, mask=c < width, other=0.0).to(tl.float32)
         predictor = tl.load(weight + h * width + c, mask=c < width, other=0.0)
-        logit = tl.sum(state * predictor, 0) + tl.load(bias + h)
+        logit = tl.sum(state * predictor, 0)
+        if HIDDEN_NORM:
+            logit = logit / tl.sqrt(tl.sum(state * state, 0) / width + hidden_eps)
+        logit += tl.load(bias + h)
         span = tl.load(low + h) + tl.load(room + h) / (1.0 + tl.exp(-logit))
         left = span + ramp
         if head % group == 0:
@@ -195,12 +198,13 @@ def choose_splits(rows: int, longest: int) -> int:
 
 def triton_step(
     proj: Tensor, hidden: Tensor, rule: SpanRule, fields: Fields, column: Tensor, *, group: int, fresh: int, ramp: float,
-    scale: float, include_self: bool, qk_norm: bool, angles: tuple[Tensor, Tensor] | None = None,
-    relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, splits: int = 1,
+    scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
+    angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, splits: int = 1,
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
     proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: what spans are predicted from.
+    With `hidden_eps` hidden states are taken before their RMS norm, whose gain the rule's weight then contains.
     column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
     """
     batch, kv_heads = fields.counts.shape
@@ -217,8 +221,8 @@ def triton_step(
         _step, (splits, rows),
         proj, hidden, *rule, cos, sin, relative, *fields, column, y, parts, peaks, totals, width, fields.k.shape[1], kv_heads,
         group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
-        QK_NORM=qk_norm, ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
-        WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
+        hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None, ROTARY=angles is not None,
+        MIN_AGE=0 if include_self else 1, WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
         C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, num_warps=_tiles.warps, num_stages=2,
     )  # fmt: skip
     if splits > 1:

@@ -8,6 +8,7 @@ Observations use MiniGrid's encoding: each cell is (type, colour, state). The vi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,7 +39,7 @@ class Step:
     """[B], bool: the episode has run into its step limit."""
 
 
-class Engine:
+class Engine(ABC):
     """`num_envs` environments side by side. Those that are over stand still, with reward 0, until they are begun anew."""
 
     name: ClassVar[str]
@@ -131,41 +132,41 @@ class Engine:
 
     # What each world defines
 
+    @abstractmethod
     def _begin(self, rows: Array) -> None:
         """Derive what the new episodes need from their draws."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _advance(self, actions: Array, running: Array) -> tuple[Array, Array, Array]:
         """Change the state of the running rows; returns reward, whether the episode ended, and whether it was a success."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _limits(self) -> Array | int:
         """Steps after which an episode is truncated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def observe(self) -> dict[str, Array]:
         """`image` [B, V, V, 3] uint8, and for some worlds `text` [B, S] int32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def optimal_action(self) -> Array:
         """[B]: what the expert, who remembers everything that was shown, does now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def oracle_steps(self) -> Array:
         """[B]: steps of this whole episode for the expert."""
-        raise NotImplementedError
 
+    @abstractmethod
     def needed(self) -> tuple[Array, Array]:
         """[B] each: the fact that this observation shows (-1 for none), and the last step at which it is of use.
 
         The last step assumes that the expert acts from now on. Where several observations show one fact, keeping any of
         them is enough.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def describe_hidden(self, row: int) -> str:
         """Hidden state of one environment in words, for the debug rendering."""
-        raise NotImplementedError
 
     # Images
 

@@ -18,6 +18,9 @@ class ForgettingConfig:
     """Forget gate of every head before training: the share of weight a memory keeps each step."""
     chunk: int = 512
     """Queries that are scored at once; it does not change the result."""
+    impl: Literal["auto", "torch", "fla"] = "auto"
+    """The kernel of the fla package on a GPU, for blocks with no memory before them, or plain PyTorch; auto takes the kernel
+    where it can run."""
 
     def __post_init__(self) -> None:
         require(0 < self.initial_gate < 1, f"initial_gate must lie between 0 and 1, got {self.initial_gate}")

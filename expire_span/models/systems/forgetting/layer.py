@@ -6,7 +6,8 @@ log f is kept in float64, so that differences of it stay exact on long streams.
 The sum is c_t - c_i, and c_t is the same for all memories of a query, so that softmax does not see it. What is left belongs to
 the memory alone: -c_i is written into a few further dimensions of its key, where queries hold ones, and torch's fused attention
 does the rest. Learned relative positions need the scores themselves: then queries are scored in chunks, recomputed in the
-backward pass. Either way memory stays linear in the length.
+backward pass. Either way memory stays linear in the length. On a GPU with the extra `fla`, blocks with no memory before them
+run on that package's kernel, which takes no other keys than those of the block itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from expire_span.models.kit.attention import AttentionMixer, bytes_of, relative_scores, share_heads
+from expire_span.models.kit.fla import forgetting_kernel, resolve_kernels
 from expire_span.models.kit.precision import split_digits
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.systems.forgetting import ForgettingConfig
@@ -52,14 +54,18 @@ class Forgetting(AttentionMixer):
     def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
         start, memory = state["position"], state["memory"]
         q, k, v, pos = self.project(x, start)
-        sums = state["total"].unsqueeze(2) + self._log_gate(x).double().cumsum(2)  # [B, H, T]
+        log_gate = self._log_gate(x)
+        sums = state["total"].unsqueeze(2) + log_gate.double().cumsum(2)  # [B, H, T]
         k_pos, k_sums, keys, values = pos.expand(len(x), -1), sums, k, v
         if len(memory):
             k_pos = torch.cat([memory.pos, k_pos], 1)
             k_sums = torch.cat([memory["sums"].transpose(1, 2), sums], 2)
             keys = torch.cat([memory["k"].transpose(1, 2).to(k.dtype), k], 2)
             values = torch.cat([memory["v"].transpose(1, 2).to(v.dtype), v], 2)
-        y = self._read(q, share_heads(keys, q.shape[1]), share_heads(values, q.shape[1]), sums, k_sums, pos, k_pos)
+        if self._has_kernel(q, memory):
+            y = self._read_with_kernel(q, k, v, log_gate)
+        else:
+            y = self._read(q, share_heads(keys, q.shape[1]), share_heads(values, q.shape[1]), sums, k_sums, pos, k_pos)
         if state["keep"] != "nothing":
             span = torch.full((len(x), x.shape[1]), float(FOREVER), device=x.device)
             fields = {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "sums": sums.transpose(1, 2)}
@@ -73,6 +79,17 @@ class Forgetting(AttentionMixer):
         """[B, T, C] -> [B, H, T], in float32 or better."""
         with torch.autocast(x.device.type, enabled=False):
             return F.logsigmoid(self.gate(x.to(self.gate.weight.dtype))).transpose(1, 2)
+
+    def _has_kernel(self, q: Tensor, memory: ExpiringMemory) -> bool:
+        """Whether the fla package's kernel serves this block: one with no memory before it and no relative positions."""
+        if len(memory) or self.relative_keys is not None:
+            return False
+        dtype = attention_dtype(q)
+        return resolve_kernels(self.settings.impl, "forgetting", q.device, dtype, count=q.shape[2]) == "fla"
+
+    def _read_with_kernel(self, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor) -> Tensor:
+        q, k, v = (x.to(attention_dtype(q)).transpose(1, 2) for x in (q, k, v))
+        return forgetting_kernel(q, k, v, log_gate.transpose(1, 2)).transpose(1, 2)
 
     def _read(self, q, k, v, sums, k_sums, pos, k_pos) -> Tensor:
         if self.relative_keys is None:
@@ -92,7 +109,7 @@ class Forgetting(AttentionMixer):
     def _read_fused(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, k_sums: Tensor, k_pos: Tensor) -> Tensor:
         """Fused attention over heads that are wider by the running sums [B, H, T] and [B, H, S]."""
         dim, device = q.shape[3], q.device
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else q.dtype
+        dtype = attention_dtype(q)
         k_sums = (k_sums - sums[..., -1:].detach()).masked_fill((k_pos == NEVER).unsqueeze(1), UNSEEN)
         q = torch.cat([q.to(dtype), _query_columns(sums * dim**0.5, dtype)], 3)
         k = torch.cat([k.to(dtype), _key_columns(-k_sums * dim**0.5, dtype)], 3)
@@ -108,6 +125,12 @@ class Forgetting(AttentionMixer):
             y = F.scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=dim**-0.5)
             parts.append(y[..., :dim])
         return torch.cat(parts, 2)
+
+
+def attention_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which scores are computed: autocast's where it is on."""
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 EXTRA = 8

@@ -1,0 +1,187 @@
+"""The paper's efficiency table in one command: `python -m benchmarks.efficiency --seconds 60 --enwik8 FILE --books FOLDER`.
+
+Three tasks (enwik8, books, object collision) x memory systems: score, memory of the device in training, milliseconds a batch,
+bytes that a row holds. Within a task every system has the same parameters, batch and training time; each is trained in a
+process of its own by the machinery of `expire-span compare`, so an interrupted table goes on where it stopped. Systems that do
+not fit are left out of the table and named below it.
+
+Published figures stand beside ours. They are of the authors' code, batch and hardware: only their order can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from expire_span.compare.conduct import conduct
+from expire_span.compare.plan import Comparison, list_systems, parse_mixers
+from expire_span.compare.prepare import describe_plan, prepare
+from expire_span.compare.table import Row, collect_rows, measure, show_count, show_score, write_table
+from expire_span.config import RunConfig, TextTask
+from expire_span.recipes import collision, enwik8, text_small
+from expire_span.task_configs import BooksTask, CollisionTask
+
+from .record import save
+
+MIXERS = "expire_span,adaptive_span,compressive,full"
+PUBLISHED: dict[str, dict[str, tuple[str, int, int]]] = {
+    "enwik8": {
+        "transformer_xl": ("1.06", 27, 649),
+        "compressive": ("1.05", 21, 838),
+        "adaptive_span": ("1.04", 20, 483),
+        "expire_span": ("1.03", 15, 408),
+    },
+    "books": {
+        "compressive": ("1.07", 17, 753),
+        "adaptive_span": ("1.07", 13, 427),
+        "expire_span": ("1.07", 15, 388),
+    },
+    "collision": {
+        "compressive": ("63.8%", 12, 327),
+        "adaptive_span": ("59.8%", 17, 365),
+        "expire_span": ("52.2%", 12, 130),
+    },
+}
+"""Score, GB and ms a batch of the paper's table: bits per byte, bits per character (PG-19), error."""
+
+
+def enwik8_run(path: str) -> RunConfig:
+    base = enwik8()
+    return replace(base, task=TextTask(path=path))
+
+
+def books_run(path: str) -> RunConfig:
+    """The enwik8 recipe's model and training on characters of books."""
+    return replace(enwik8(), task=BooksTask(path=path))
+
+
+def collision_run(path: str) -> RunConfig:
+    """The paper's model of the task (6 layers of 512, spans up to 16k), trained in parallel on windows of 16,384 tokens."""
+    base = enwik8()
+    mixer = replace(base.model.mixer, max_span=16_384, ramp=128, initial_span=0.25)
+    model = replace(base.model, layers=6, heads=4, ff_dim=1024, dropout=0.0, mixer=mixer)
+    train = replace(base.train, batch=4, block=16_384)
+    return RunConfig(CollisionTask(path=path, eval_frames=200_000), model, train)
+
+
+TASKS: dict[str, Callable[[str], RunConfig]] = {"enwik8": enwik8_run, "books": books_run, "collision": collision_run}
+
+
+def with_one_evaluation(config: RunConfig, rows: int = 32, batches: int = 8) -> RunConfig:
+    """One evaluation at the end, of as many tokens a row as a training window has, memory carried from empty."""
+    never, block = 10**6, config.train.block // batches
+    train = replace(config.train, eval_every=never, checkpoint_every=never, eval_batches=1, test_batches=batches)
+    return replace(config, train=replace(train, eval_batch=rows, eval_block=block))
+
+
+def shrink(task: str, path: str) -> RunConfig:
+    """The same kind of run in seconds on any machine."""
+    small = collision() if task == "collision" else text_small()
+    sources = {"enwik8": TextTask(path=path), "books": BooksTask(path=path), "collision": CollisionTask(size=8)}
+    mixer = replace(small.model.mixer, max_span=64, ramp=8)
+    model = replace(small.model, dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)
+    train = replace(small.train, batch=2, block=64, log_every=1, carry=False, warmup=1)
+    source = replace(sources[task], eval_frames=200) if task == "collision" else sources[task]
+    return RunConfig(source, model, train)
+
+
+def write_sample(folder: Path) -> dict[str, str]:
+    """Little files of random words, for --tiny: a text, and a folder of books."""
+    draw = random.Random(0)
+    words = ["memory", "span", "expires", "Egypt", "the", "of", "1984", "\n"]
+    books = folder / "books"
+    books.mkdir(parents=True, exist_ok=True)
+    for n in range(9):
+        (books / f"{n}.txt").write_text(" ".join(draw.choices(words, k=400)))
+    (folder / "text.txt").write_text(" ".join(draw.choices(words, k=6000)))
+    return {"enwik8": str(folder / "text.txt"), "books": str(books), "collision": ""}
+
+
+def compare(task: str, config: RunConfig, kinds: list[str], seconds: float, folder: Path) -> dict[str, Any]:
+    """Train the systems of one task, as far as they are not trained yet; its rows, and why others failed."""
+    path, left_out, systems = folder / task, {}, list_systems(kinds, [], [config.seed])
+    parts = []
+    for system in systems:
+        try:
+            parts.append(prepare(path, task, config, [system], seconds))
+        except ValueError as error:  # it does not fit, or cannot have so many parameters
+            left_out[system.kind] = str(error)
+    if not parts:
+        return {"task": task, "score": {"name": "score"}, "rows": [], "left_out": left_out}
+    comparison = parts[0]
+    for part in parts[1:]:
+        comparison = comparison.join(part)
+    if (path / "compare.json").exists():
+        comparison = Comparison.open(path).join(comparison)
+    comparison.write()
+    print(describe_plan(comparison), flush=True)
+    failed = conduct(comparison, lambda name: _outcome(comparison, name))
+    rows = collect_rows(comparison)
+    write_table(comparison, rows)
+    return {"task": task, "score": comparison.score, "rows": rows, "left_out": left_out | failed}
+
+
+def _outcome(comparison: Comparison, name: str) -> str:
+    run = comparison.run_of(name)
+    assert run is not None
+    found = measure(run, comparison.parameters[name])
+    return f"{comparison.score['name']} {found['score']:.4f}, {found['ms_per_step']:.1f} ms a batch"
+
+
+def as_markdown(results: list[dict[str, Any]]) -> str:
+    """One table over all tasks; the published score, GB and ms of the same cell at its end."""
+    heads = ("task", "system", "score", "GB", "ms a batch", "bytes a row", "alive", "steps", "published: score, GB, ms")
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    for result in results:
+        lines += [_line(result, row) for row in result["rows"]]
+    for result in results:
+        lines += ["", *(f"{result['task']}, {name}: {why}" for name, why in result["left_out"].items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _line(result: dict[str, Any], row: Row) -> str:
+    task, name = result["task"], result["score"]["name"]
+    published = PUBLISHED[task].get(row.kind)
+    told = "" if published is None else f"{published[0]}, {published[1]}, {published[2]}"
+    cells = (task, row.label, f"{name} {show_score(row, name)}", f"{row.device_bytes / 1e9:.1f}")
+    cells = (*cells, show_count(row.ms_per_step), f"{row.bytes / 1e6:.2f} MB", show_count(row.live))
+    return "| " + " | ".join((*cells, f"{row.steps:,.0f}", told)) + " |"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/efficiency"))
+    parser.add_argument("--seconds", type=float, default=60.0, help="training time of each system on each task")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--mixers", default=MIXERS)
+    parser.add_argument("--enwik8", default="data/enwik8", help="file of enwik8")
+    parser.add_argument("--books", default="data/books", help="folder of books")
+    parser.add_argument("--collision", default="", help="folder of saved simulations; without it they are made")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and made-up data, on any machine")
+    args = parser.parse_args(argv)
+    chosen = [task for task in args.tasks.split(",") if task]
+    unknown = [task for task in chosen if task not in TASKS]
+    if unknown or not chosen:
+        raise SystemExit(f"--tasks takes {', '.join(TASKS)}, got {args.tasks!r}")
+    paths = {task: getattr(args, task) for task in TASKS}
+    if args.tiny:
+        paths = write_sample(args.runs_dir / "data")
+    results = []
+    for task in chosen:
+        config = shrink(task, paths[task]) if args.tiny else TASKS[task](paths[task])
+        config = with_one_evaluation(config, *((2, 2) if args.tiny else ()))
+        results.append(compare(task, config, parse_mixers(args.mixers), args.seconds, args.runs_dir))
+        told = [{**result, "rows": [asdict(row) for row in result["rows"]]} for result in results]
+        path = save("efficiency", {"seconds": args.seconds, "tiny": args.tiny, "tasks": told}, args.out)
+        (args.out / "efficiency.md").write_text(as_markdown(results))
+    print(as_markdown(results))
+    print("written to", path)
+
+
+if __name__ == "__main__":
+    main()
