@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.train.distill import Learner
+from expire_span.train.distiller import Distiller
 
 PEOPLE = "Alice Bruno Clara David Emma Felix Greta Hugo Irene Jonas Karla Louis Maria Nils Olga Peter Rosa Simon Tilda Victor"
 THINGS = "locker account ticket cabin parcel license order room badge invoice shelf engine"
@@ -27,7 +27,7 @@ ASKED = (
 )
 
 
-class LessonLearner(Learner):
+class LessonDistiller(Distiller):
     """Learns from books, and in some rows of a batch from books with facts woven in."""
 
     def __init__(

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.record import save
-from benchmarks.retrieval_lessons import LessonLearner
+from benchmarks.retrieval_lessons import LessonDistiller
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.hf.evaluate import bootstrap, evaluate
 from expire_span.hf.loading import open_model, read_documents
 from expire_span.hf.questions import make_questions
-from expire_span.hf.settings import DistillConfig
+from expire_span.retrofit_configs import DistillConfig
 
 STEPS = ("train", "tables", "decode")
 
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
         "--initial-span", type=float, default=0.52, help="share of --max-span: the context and a little"
     )
     parser.add_argument("--ramp", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--gain", type=float, default=0.1)
     parser.add_argument("--initial-weight", type=float, default=1e-5)
     parser.add_argument("--fact-rows", type=int, default=1, help="rows of a batch in which facts are asked for later")
@@ -162,14 +162,14 @@ def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, documents: list
     options |= dict(batch=asked.batch, lr=asked.lr, budget_from=asked.budget_from, gain=asked.gain)
     config = DistillConfig(steps=asked.steps or 10**6, initial_weight=asked.initial_weight, **options)
     with retrofit(model, expiry) as handle:
-        learner = LessonLearner(handle, documents, config, tokenizer, asked.fact_rows, asked.facts)
+        learner = LessonDistiller(handle, documents, config, tokenizer, asked.fact_rows, asked.facts)
         lines = learn(asked, learner, handle)
     last = lines[-20:]
     means = {name: sum(line[name] for line in last) / len(last) for name in ("kl", "live", "span", "seconds")}
     return {"steps": len(lines), "minutes": lines[-1]["minutes"], "target": learner.target, "end": means}
 
 
-def learn(asked: argparse.Namespace, learner: LessonLearner, handle: Any) -> list[dict[str, Any]]:
+def learn(asked: argparse.Namespace, learner: LessonDistiller, handle: Any) -> list[dict[str, Any]]:
     began, lines, share = time.perf_counter(), [], 0.0
     with open(asked.out / "metrics.jsonl", "w") as file:
         while share < 1:
@@ -179,7 +179,10 @@ def learn(asked: argparse.Namespace, learner: LessonLearner, handle: Any) -> lis
             file.write(json.dumps(line) + "\n")
             share = len(lines) / asked.steps if asked.steps else line["minutes"] / asked.minutes
             if len(lines) % 10 == 1 or share >= 1:
-                print(" ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+                print(
+                    " ".join(f"{name} {value:.4g}" for name, value in line.items() if isinstance(value, float)),
+                    flush=True,
+                )
                 file.flush()
                 handle.save(asked.out / "adapter")
     return lines

@@ -39,6 +39,7 @@ from expire_span.files import hash_file, sync_folder, to_json, write_synced
 from expire_span.models.decoder import Decoder, upgrade_name
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
+from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.runs import RunFolder
 from expire_span.shipped import SHIPPED
 
@@ -153,6 +154,11 @@ def load_model(
     run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
 ) -> tuple[Decoder, RunConfig]:
     """The decoder of a run's newest sound checkpoint, in eval mode, and the run's config."""
+    if isinstance(run.config, RetrofitRunConfig):
+        raise UserError(
+            f"run {run.path} taught a Hugging Face model to forget; use its adapter with: expire-span chat, serve, verify "
+            "or evaluate-cache"
+        )
     if isinstance(run.config, AgentRunConfig):
         raise UserError(f"run {run.path} is an agent's, which reads no tokens; expire-span eval {run.path} plays it")
     folder = newest_sound(run, warn)

@@ -41,6 +41,7 @@ from expire_span.files import (
     write_synced,
 )
 from expire_span.migrations import OLDEST, migrate
+from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.shipped import SHIPPED
 
 __all__ = [
@@ -320,9 +321,14 @@ def with_own_tokenizer(config: RunConfig, path: Path, data: dict[str, Any]) -> R
 
 
 def kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
-    """The class of a run's config: that of an agent where the task is an environment."""
+    """The class of a run's config: that of an agent where the task is an environment, that of a retrofit where it is one."""
     task = settings.get("task")
-    return AgentRunConfig if isinstance(task, dict) and task.get("kind") == "env" else RunConfig
+    kind = task.get("kind") if isinstance(task, dict) else None
+    return (
+        {"env": AgentRunConfig, "retrofit": RetrofitRunConfig}.get(kind, RunConfig)
+        if isinstance(kind, str)
+        else RunConfig
+    )
 
 
 def _table(head: dict[str, Any], name: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ ROWS = {
     "config": 1,
     "agent_configs": 1,
     "agent_recipes": 1,
+    "retrofit_configs": 1,
     "runs": 1,
     "sizes": 1,
     "shipped": 1,

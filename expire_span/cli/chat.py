@@ -38,14 +38,15 @@ def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
     from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
-    from expire_span.hf.streams import Drawing, Stream
+    from expire_span.hf.streams import Stream
+    from expire_span.sampling import Sampling
 
-    drawing = Drawing(command.temperature, None, command.top_p, command.seed)
+    sampling = Sampling(command.temperature, None, command.top_p, command.seed)
     model, tokenizer = open_model(command.model, command.dtype, command.device)
     stream = Stream(load_adapter(model, command.adapter))
     for turn, line in enumerate(_lines()):
         stream.read(_turn_tokens(tokenizer, line, first=turn == 0))
-        _answer(stream, tokenizer, drawing, command.max_tokens)
+        _answer(stream, tokenizer, sampling, command.max_tokens)
         live = sum(float(x.float().mean()) for x in stream.cache.live()) / len(stream.cache.layers)
         print(f"[{stream.read_tokens} tokens read, {live:.0f} remembered per head]", file=sys.stderr, flush=True)
     return 0
@@ -72,9 +73,9 @@ def _turn_tokens(tokenizer: Any, line: str, first: bool) -> Any:
     return torch.tensor([ids])
 
 
-def _answer(stream: Any, tokenizer: Any, drawing: Any, limit: int) -> None:
+def _answer(stream: Any, tokenizer: Any, sampling: Any, limit: int) -> None:
     written, shown = [], ""
-    for (token,) in stream.write(limit, drawing):
+    for (token,) in stream.write(limit, sampling):
         if int(token) == tokenizer.eos_token_id:
             break
         written.append(int(token))

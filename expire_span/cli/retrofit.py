@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from expire_span.errors import UserError
-from expire_span.hf.settings import DistillConfig, RetrofitConfig
+from expire_span.retrofit_configs import DistillConfig, RetrofitConfig, RetrofitTask
+from expire_span.runs import RunFolder, check_name, check_new
 
 from .parsing import PROGRAM, parse
 
@@ -23,15 +24,15 @@ class RetrofitCommand:
     data: Path
     """Text to learn from: a file, or a folder of .txt files."""
     out: Path = Path("runs/retrofit")
-    """Run folder; the adapter is its subfolder adapter. A folder that holds an interrupted run is gone on with."""
+    """Run folder; the adapter is its subfolder adapter. An interrupted run goes on with expire-span resume."""
     expiry: Annotated[RetrofitConfig, tyro.conf.arg(name="")] = field(default_factory=RetrofitConfig)
     learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: DistillConfig(budget=0.125)
     )
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the model; the predictors are always float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Seed of the choice of contexts."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,29 @@ class VerifyCommand:
 def run_retrofit(args: list[str]) -> int:
     args = _one_budget(args)
     command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
-    if (command.out / "result.json").exists():
-        raise UserError(f"{command.out} holds a finished run; name another folder with --out")
+    check_name(command.out.name)
+    check_new(command.out)
     if not command.data.exists():
         raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
-    from expire_span.hf.handle import retrofit
-    from expire_span.hf.loading import open_model, read_documents
-    from expire_span.train.distill import distill
+    from expire_span.train.distill import begin, check_extras
 
-    model, tokenizer = open_model(command.model, command.dtype, command.device)
-    handle = retrofit(model, command.expiry)
-    documents = read_documents(tokenizer, command.data)
-    result = distill(handle, documents, command.learning, command.out, _say)
+    check_extras(command.learning)
+    task = RetrofitTask(model=command.model, data=str(command.data), dtype=command.dtype)
+    return _finish(begin(task, command.expiry, command.learning, command.out, seed=command.seed))
+
+
+def resume_retrofit(run: RunFolder, *, allow_changed_data: bool) -> int:
+    """Go on with an interrupted run; the model and the text are where they were when it began."""
+    from expire_span.train.distill import go_on
+
+    return _finish(go_on(run, allow_changed_data=allow_changed_data))
+
+
+def _finish(run: RunFolder) -> int:
+    result = run.read_result() or {}
     print(
-        f"{command.out / 'adapter'}: {result['live']:.0f} living memories per head at {result['context']} tokens "
-        f"(budget {result['target']:.0f}), KL to the base model {result['kl']:.4f} nats a token"
+        f"{run.path / 'adapter'}: {result['live_at_end']:.0f} living memories per head at {result['context']} tokens "
+        f"(budget {result['target']:.0f}), KL to the base model {result['score']:.4f} nats a token"
     )
     return 0
 
@@ -76,12 +85,6 @@ def _one_budget(args: list[str]) -> list[str]:
     if words & {"--budget-tokens", "--budget-bytes"} and "--budget" not in words:
         return [*args, "--budget", "None"]
     return args
-
-
-def _say(line: dict) -> None:
-    if line["step"] == 1 or line["step"] % 10 == 0:
-        text = f"step {line['step']:5d}  KL {line['kl']:.5f}  live {line['live']:.0f} (goal {line['goal']:.0f})"
-        print(f"{text}  {line['seconds']:.2f} s", flush=True)
 
 
 def run_verify(args: list[str]) -> int:

@@ -15,12 +15,14 @@ from expire_span.config import RunConfig
 from expire_span.memories import find_limits
 from expire_span.mixer_configs import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
+from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
 
 from .agent import eval_agent, resume_agent, train_agent
 from .files import eval_file
 from .lists import recipe_lines
 from .parsing import PROGRAM, parse, spell_out, take_name, warn
+from .retrofit import resume_retrofit
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def run_resume(args: list[str]) -> int:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
     if isinstance(run.config, AgentRunConfig):
         return resume_agent(run)
+    if isinstance(run.config, RetrofitRunConfig):
+        return resume_retrofit(run, allow_changed_data=command.allow_changed_data)
     from expire_span.train.supervised import resume
 
     return _finish(resume(run, allow_changed_data=command.allow_changed_data))
@@ -201,6 +205,10 @@ def run_eval(args: list[str]) -> int:
             raise UserError(f"--{name} must be at least 1, got {value}")
     if isinstance(run.config, AgentRunConfig):
         return eval_agent(run, command)
+    if isinstance(run.config, RetrofitRunConfig):
+        raise UserError(
+            f"run {run.path} taught a Hugging Face model to forget; score it with: expire-span evaluate-cache"
+        )
     run = _with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task

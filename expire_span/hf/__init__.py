@@ -10,16 +10,17 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expire_span.retrofit_configs import RetrofitConfig
+
     from .cache import ExpiringCache
     from .handle import Retrofit, load_adapter, retrofit
-    from .settings import RetrofitConfig
-    from .streams import Drawing, Stream, stream
+    from .streams import Sampling, Stream, stream
 
 _PUBLIC = {
-    "Drawing": "streams",
     "ExpiringCache": "cache",
     "Retrofit": "handle",
-    "RetrofitConfig": "settings",
+    "RetrofitConfig": "handle",
+    "Sampling": "streams",
     "Stream": "streams",
     "load_adapter": "handle",
     "retrofit": "handle",
@@ -27,10 +28,10 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "Drawing",
     "ExpiringCache",
     "Retrofit",
     "RetrofitConfig",
+    "Sampling",
     "Stream",
     "load_adapter",
     "retrofit",

@@ -1,7 +1,7 @@
 """The adapter folder: what a retrofit learned, apart from the model it was learned for.
 
     adapter.json         format, settings, and the base model: class, name, hash
-    adapter.safetensors  the predictors' weights
+    adapter.safetensors  the predictors' weights, and those of low-rank additions where there are any
 
 The base model is named by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each, as bfloat16, so that
 the same model loaded in float32 or bfloat16 is the same, and a large one is hashed at once.
@@ -21,8 +21,7 @@ from torch import nn
 
 from expire_span.errors import UserError
 from expire_span.files import to_json, write_atomic
-
-from .settings import RetrofitConfig
+from expire_span.retrofit_configs import RetrofitConfig
 
 FORMAT = 1
 _SAMPLES = 64
@@ -30,11 +29,12 @@ _SAMPLES = 64
 
 def save_adapter(handle: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: x.detach().cpu().contiguous() for name, x in handle.predictors.state_dict().items()}
+    weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
     data = safetensors.torch.save(weights)
     model = handle.model
     base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
+    head["lora_rank"] = handle.lora_rank if handle.lora else 0
     write_atomic(folder / "adapter.safetensors", data)
     write_atomic(folder / "adapter.json", to_json(head))
 
@@ -59,7 +59,10 @@ def load_into(handle: Any, folder: Path) -> None:
     for name in ("max_span", "ramp", "temperature"):
         if theirs[name] != ours[name]:
             raise ValueError(f"adapter {folder} was made with {name} {theirs[name]}, this retrofit has {ours[name]}")
-    handle.predictors.load_state_dict(read_weights(folder, head))
+    theirs, ours = head.get("lora_rank", 0), handle.lora_rank if handle.lora else 0
+    if theirs != ours:
+        raise ValueError(f"adapter {folder} has low-rank additions of rank {theirs}, this retrofit of rank {ours}")
+    handle.load_learned(read_weights(folder, head))
 
 
 def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -75,7 +78,8 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
 def base_hash(model: nn.Module) -> str:
     """A name for a model's weights; see the top of this file."""
     digest = hashlib.sha256()
-    for name, x in sorted(model.state_dict().items()):
+    own = {n.replace(".base_layer.", "."): x for n, x in model.state_dict().items() if "lora_" not in n}
+    for name, x in sorted(own.items()):
         flat = x.detach().flatten()
         places = torch.linspace(0, max(x.numel() - 1, 0), min(_SAMPLES, x.numel()), dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()

@@ -96,11 +96,11 @@ class RetrofitEngine(SteadyEngine):
 
     stepper: RetrofitStepper  # type: ignore[assignment]
 
-    def __init__(self, handle: Retrofit, rows: int) -> None:
+    def __init__(self, handle: Retrofit, rows: int, *, rebase_after: int = REBASE_AFTER) -> None:
         embed: nn.Module = handle.model.get_input_embeddings()
         face = _Face(embed, _Vocabulary(text_config(handle.model).vocab_size))
         super().__init__(face, rows, RetrofitStepper(handle, rows))  # type: ignore[arg-type]
-        self.handle = handle
+        self.handle, self.rebase_after = handle, rebase_after
         self.active = [False] * rows
 
     def begin(self, cache: ExpiringCache, logits: Tensor, rows: list[int] | None = None) -> None:
@@ -133,7 +133,7 @@ class RetrofitEngine(SteadyEngine):
     def _compact(self) -> None:
         super()._compact()
         offset = self.clock.epoch - self.handle.longest_life
-        if offset >= REBASE_AFTER:
+        if offset >= self.rebase_after:
             for layer in self.stepper.slot_layers:
                 layer.rebase(offset)
             self.clock.set(self.clock.epoch - offset, self.clock.column)
@@ -145,7 +145,16 @@ class RetrofitEngine(SteadyEngine):
 
     def selected(self, rows: Tensor) -> RetrofitEngine:
         self._note_counts()
-        other = RetrofitEngine(self.handle, len(rows))
+        other = RetrofitEngine(self.handle, len(rows), rebase_after=self.rebase_after)
         other.unpacked(*self.packed(rows))
         other.active = [self.active[row] for row in rows.tolist()]
         return other
+
+    @torch.no_grad()
+    def to_cache(self) -> ExpiringCache:
+        """What all rows remember, as a cache that can read many tokens at a time. Waits for the device."""
+        cache = self.handle.new_cache()
+        for layer, step in zip(cache.layers, self.stepper.slot_layers):
+            layer.seen = self.clock.now
+            layer.memory = step.to_memory()
+        return cache

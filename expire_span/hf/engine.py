@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from expire_span.sampling import Sampling
+
 from .handle import Retrofit
-from .streams import Drawing, Stream
+from .streams import Stream
 
 
 @dataclass(eq=False)
@@ -23,7 +25,7 @@ class Request:
 
     prompt: list[int]
     limit: int
-    drawing: Drawing
+    sampling: Sampling
     stop: tuple[str, ...] = ()
     pieces: queue.Queue = field(default_factory=queue.Queue)
     """Text as it is written; then None, or the exception that ended it."""
@@ -94,7 +96,7 @@ class _Turn:
         stream.read(torch.tensor([request.prompt]))
         yield
         shown, ends = "", self.engine.tokenizer.eos_token_id
-        for (token,) in stream.write(request.limit, request.drawing):
+        for (token,) in stream.write(request.limit, request.sampling):
             if int(token) == ends:
                 request.reason = "stop"
                 break

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from expire_span.retrofit_configs import RetrofitConfig
+
 from .adapter import check_base, load_into, read_head, save_adapter
 from .attention import NAME, Reading, register
 from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, find_layers, table_length, text_config
 from .learning import LearningLayer
+from .lora import add_lora, lora_state, remove_lora, without_lora
 from .predictors import build_predictor
 from .rotary import inverse_frequencies
-from .settings import RetrofitConfig
 from .slots import SlotCache
 
 HARD_EDGE = 0.5
@@ -45,6 +47,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
     check_base(model, head, Path(folder))
     handle = retrofit(model, RetrofitConfig(**head["config"]))
     try:
+        if head.get("lora_rank"):
+            handle.add_lora(head["lora_rank"])
         handle.load(folder)
     except BaseException:
         handle.detach()
@@ -64,6 +68,8 @@ class Retrofit:
         ).to(device)
         self.dial = 1.0
         """Multiplies all predicted spans: below 1 it tightens the memory at run time. That is not what was trained."""
+        self.lora: list[nn.Parameter] = []
+        """Weights of low-rank additions to the model, where there are any; see `add_lora`."""
         self._length = table_length(text_config(model))
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
@@ -84,8 +90,27 @@ class Retrofit:
         return ExpiringCache(layers)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The predictors' weights: all that a retrofit trains."""
-        return self.predictors.parameters()
+        """All that a retrofit trains: the predictors' weights, and those of low-rank additions where there are any."""
+        yield from self.predictors.parameters()
+        yield from self.lora
+
+    def add_lora(self, rank: int) -> None:
+        """Let low-rank additions to the model's linear layers learn too (needs peft); `detach` takes them off again."""
+        if self.lora:
+            raise ValueError("this model has low-rank additions already; detach it first")
+        self.lora = add_lora(self.model, rank)
+        self.lora_rank = rank
+
+    def learned(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name."""
+        weights: dict[str, Tensor] = dict(self.predictors.state_dict())
+        return weights | ({f"lora.{name}": x for name, x in lora_state(self.model).items()} if self.lora else {})
+
+    def load_learned(self, weights: dict[str, Tensor]) -> None:
+        self.predictors.load_state_dict({n: x for n, x in weights.items() if not n.startswith("lora.")})
+        with torch.no_grad():
+            for name, x in lora_state(self.model).items() if self.lora else ():
+                x.copy_(weights[f"lora.{name}"])
 
     def save(self, folder: str | Path) -> None:
         """Write the predictors as an adapter folder: safetensors and JSON, the base model named by its hash."""
@@ -106,6 +131,9 @@ class Retrofit:
             hook.remove()
         self._hooks = []
         self._restore()
+        if self.lora:
+            remove_lora(self.model)
+            self.lora = []
         if getattr(self.model, "_expire_span_handle", None) is self:
             del self.model._expire_span_handle
         return self.model
@@ -115,7 +143,8 @@ class Retrofit:
         """Inside, the model runs as it did before the retrofit, with its own kind of cache."""
         self._restore()
         try:
-            yield self.model
+            with without_lora(self.model) if self.lora else contextlib.nullcontext():
+                yield self.model
         finally:
             if self.attached:
                 self._take_over()

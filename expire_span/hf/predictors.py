@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from expire_span.models.lifetimes import Lifetimes
-
-from .settings import RetrofitConfig
+from expire_span.retrofit_configs import RetrofitConfig
 
 
 def build_predictor(dim: int, kv_heads: int, config: RetrofitConfig) -> nn.Module:

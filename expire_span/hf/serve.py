@@ -12,9 +12,10 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
+from expire_span.sampling import Sampling
+
 from .engine import Engine, Request
 from .loading import chat_tokens
-from .streams import Drawing
 
 
 class _Asked(BaseModel):
@@ -32,7 +33,7 @@ class _Asked(BaseModel):
         limit = self.max_completion_tokens or self.max_tokens or default
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = self.seed if self.seed is not None else uuid.uuid4().int % 2**31
-        return Request(prompt, limit, Drawing(self.temperature, None, self.top_p, seed), stop)
+        return Request(prompt, limit, Sampling(self.temperature, None, self.top_p, seed), stop)
 
 
 class Completion(_Asked):

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from expire_span.models.lifetimes import LifetimeRule, SpanForm
 from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
 from expire_span.ops.slots import attend_slots, slot_kernel_serves
-from expire_span.store import ExpiringMemory
+from expire_span.store import NEVER, ExpiringMemory
 from expire_span.store.slots import FRESH, Slots
 
 from .layouts import AttentionLayer
@@ -58,6 +58,21 @@ class LayerSlots(SlotStep):
         counts = self.slots.counts[rows].amax(0).tolist()
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
         self.refresh()
+
+    def to_memory(self) -> ExpiringMemory:
+        """The living in order of birth, as a cache keeps them; rows with fewer have empty slots in front."""
+        s, column, now = self.slots, self.clock.column, self.clock.now
+        alive = s.left(column) > 0  # [B, Hkv, W]
+        born = s.by_head(s.pos)
+        order = torch.where(alive, born, -torch.inf).argsort(-1)[..., alive.shape[-1] - int(alive.sum(-1).max()) :]
+        alive = alive.gather(-1, order)
+        pos = torch.where(alive, born.gather(-1, order).long() + (now - column), NEVER)
+        span = torch.where(alive, s.by_head(s.edge).gather(-1, order) - s.ramp, 0.0)
+        wide = order.unsqueeze(-1).expand(*order.shape, s.head_dim)
+        fields = {name: s.by_head(x).gather(2, wide) for name, x in (("k", s.k), ("v", s.v))}
+        fields = {name: x.masked_fill(~alive.unsqueeze(-1), 0) for name, x in fields.items()}
+        memory = ExpiringMemory.empty(tuple(alive.shape[:2]), ramp=s.ramp, cap=s.cap, device=s.k.device)
+        return memory.append(pos, span, check_values=False, **fields).expire(now)
 
     def rebase(self, offset: int) -> None:
         """Turn all keys back by `offset` positions; positions in the slots count from the last compaction anyway."""

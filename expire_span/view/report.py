@@ -57,6 +57,9 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
     from expire_span.checkpoint import list_checkpoints
 
+    if run.config.task.kind == "retrofit":
+        note = "This run taught a Hugging Face model to forget: expire-span evaluate-cache compares what it keeps."
+        return None, None, note
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     reader = open_reader(run)
@@ -82,6 +85,8 @@ def name_score(run: RunFolder) -> str:
     """The task's score and which way is better, for an axis."""
     from expire_span.tasks.task import build_task
 
+    if run.config.task.kind == "retrofit":
+        return "nats from the base model (lower is better)"
     try:
         score = build_task(run.config.task).score
     except ValueError:  # the data has moved

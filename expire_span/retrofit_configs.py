@@ -1,11 +1,12 @@
-"""Settings of a retrofit."""
+"""Settings of retrofitted Hugging Face models and of how they learn to forget. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from expire_span.checks import require
+from expire_span.config import RunConfig
 from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
 
@@ -64,6 +65,10 @@ class DistillConfig:
     """Contexts per optimizer step."""
     steps: int = 400
     """Optimizer steps."""
+    lora_rank: int = 0
+    """Rank of low-rank additions to the model's linear layers that learn too (LoRA, needs peft); 0 trains predictors only."""
+    lora_lr: float = 1e-4
+    """Learning rate of those additions."""
     anneal: float = 0.6
     """Share of the steps over which the budget falls from the whole context to its target."""
     budget_from: float = 1.0
@@ -78,10 +83,20 @@ class DistillConfig:
     """Weight of the span loss (mean span in tokens) to start from."""
     clip: float = 1.0
     """Largest gradient norm."""
+    eval_every: int = 100
+    """Steps between evaluations on a text that is kept apart; the last step always has one."""
+    eval_contexts: int = 4
+    """Contexts of an evaluation."""
     checkpoint_every: int = 50
-    """Steps between checkpoints."""
-    seed: int = 0
-    """Seed of the choice of contexts."""
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
+    """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
         given = {
@@ -92,10 +107,28 @@ class DistillConfig:
         require(
             share is None or 0 < share <= 1, f"budget is a share of the context and must lie in (0, 1], got {share}"
         )
-        for name in ("context", "block", "batch", "steps", "checkpoint_every"):
+        counts = ("context", "block", "batch", "steps", "eval_every", "eval_contexts", "checkpoint_every", "log_every")
+        for name in counts:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("anneal", "decay", "budget_from"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+        require(self.lora_rank >= 0, f"lora_rank must be 0 or more, got {self.lora_rank}")
+        require(self.lora_lr > 0, f"lora_lr must be greater than 0, got {self.lora_lr}")
+
+    @property
+    def accumulate(self) -> int:
+        return 1
+
+    @property
+    def precision(self) -> str:
+        """Of the run's own arithmetic; the frozen model has a dtype of its own."""
+        return "fp32"
+
+    @property
+    def optimizer(self) -> str:
+        return "adamw"
 
     def target(self, ramp: int, bytes_per_token: int) -> float:
         """The budget as living memories per head at the end of a context."""
@@ -111,3 +144,59 @@ class DistillConfig:
         )
         require(live >= ramp, f"{least}; give more, or a shorter ramp")
         return live
+
+
+@dataclass(frozen=True)
+class RetrofitTask:
+    """Give the base model's answers with less memory."""
+
+    kind: Literal["retrofit"] = "retrofit"
+    model: str = ""
+    """Folder, .gguf file or hub name of the base model."""
+    data: str = ""
+    """Text to learn from: a file, or a folder of .txt files."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the base model; the predictors are always float32."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The frozen model and how its memories expire."""
+
+    family: str = ""
+    """Its model type, like llama."""
+    hash: str = ""
+    """Name of its weights."""
+    dim: int = 1
+    """Width of its hidden states."""
+    ff_dim: int = 1
+    """Inner width of its feed-forward part, where it has one number for it."""
+    layers: int = 1
+    """Number of attention layers."""
+    kv_heads: int = 1
+    """Key/value heads of a layer."""
+    head_dim: int = 64
+    """Width of a head."""
+    expiry: RetrofitConfig = field(default_factory=RetrofitConfig)
+    """How memories expire."""
+
+    @property
+    def mixer(self) -> ExpireSpanConfig:
+        """The same as settings of the memory system."""
+        return self.expiry.lifetimes()
+
+    @property
+    def positions(self) -> str:
+        return "rotary"
+
+
+@dataclass(frozen=True)
+class RetrofitRunConfig(RunConfig):
+    """A whole run: which model learns to forget, from what, how."""
+
+    task: RetrofitTask  # type: ignore[assignment]
+    """The base model and the text."""
+    model: BaseModel  # type: ignore[assignment]
+    """What the base model is; filled in from it."""
+    train: DistillConfig  # type: ignore[assignment]
+    """The training."""

@@ -1,0 +1,71 @@
+"""Low-rank additions (LoRA) to a retrofitted model's linear layers, through peft; they come off again without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.errors import UserError
+
+NAME = "expire_span"
+
+
+def add_lora(model: Any, rank: int, seed: int = 0) -> list[nn.Parameter]:
+    """Wrap the linear layers, the output layer apart; returns the new weights. They begin as an addition of zero."""
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("LoRA needs peft; install it with: pip install 'expire-span[hf,peft]'")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_linear_names(model), lora_dropout=0.0)
+        inject_adapter_in_model(settings, model, adapter_name=NAME)
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+    return [p for name, p in model.named_parameters() if "lora_" in name]
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Full names of the layers to add to: all linear ones inside blocks."""
+    head = model.get_output_embeddings()
+    kinds = ("Linear", "Conv1D")
+    return [n for n, m in model.named_modules() if type(m).__name__ in kinds and m is not head and "lm_head" not in n]
+
+
+def _wrapped(model: nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+
+
+@contextlib.contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Inside, the additions are left out."""
+    layers = [m for _, m in _wrapped(model)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def remove_lora(model: nn.Module) -> None:
+    """Put the layers back that were wrapped."""
+    for name, wrapped in _wrapped(model):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], wrapped.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
+    """The additions' weights, by the names that they have in the model."""
+    return {name: p for name, p in model.named_parameters() if "lora_" in name}

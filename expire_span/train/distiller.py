@@ -1,0 +1,208 @@
+"""One step of learning to forget on a frozen Hugging Face model: its own logits are the teacher, the budget the pressure.
+
+    loss = KL(base model || with expiry) + weight x mean span,   weight by the controller, so that the living fit the budget
+
+Contexts are read in blocks; the memory of earlier blocks is carried and its spans learn on (hf/learning.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from expire_span.config import BudgetConfig
+from expire_span.errors import UserError
+from expire_span.hf.handle import Retrofit
+from expire_span.hf.learning import LearningLayer
+from expire_span.retrofit_configs import DistillConfig
+
+from .budget import BudgetController
+
+LEAST_RATE = 0.05
+"""Share of the learning rate that is left at the end."""
+
+
+class Distiller:
+    """The predictors, their optimizer, the controller and the choice of contexts."""
+
+    def __init__(self, handle: Retrofit, documents: list[Tensor], config: DistillConfig, seed: int = 0) -> None:
+        if not handle.predictors:
+            raise ValueError(
+                f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
+            )
+        self.handle, self.config, self.model = handle, config, handle.model
+        long_enough = [x for x in documents if len(x) >= config.context]
+        if not long_enough:
+            longest = max((len(x) for x in documents), default=0)
+            raise UserError(f"no document has a context of {config.context} tokens, the longest has {longest}")
+        self.documents, self.kept_apart = split_documents(long_enough, config.context)
+        self.target = config.target(handle.config.ramp, handle.bytes_per_token)
+        self.device = next(handle.model.parameters()).device
+        budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
+        self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
+        rate = config.lr or 0.5 / handle.layers[0].dim
+        groups = [{"params": list(handle.predictors.parameters()), "lr": rate, "peak": rate}]
+        if handle.lora:
+            groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
+        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        self.rng, self.seed = numpy.random.default_rng(seed), seed
+
+    def step(self, step: int, share: float | None = None) -> dict[str, Any]:
+        """One optimizer step over a batch of whole contexts, block by block; `share` of the training is done before it."""
+        began = time.perf_counter()
+        share = step / self.config.steps if share is None else share
+        self.controller.target = self.target_at(share)
+        self.set_rate(share)
+        weight = self.controller.weight
+        divergence, spans, live = self.read(self._contexts(), weight)
+        norm = torch.nn.utils.clip_grad_norm_(self.handle.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.controller.update(live.mean(), divergence)
+        line = dict(step=step + 1, kl=divergence.item(), live=live.mean().item(), goal=self.controller.target)
+        line |= dict(span=spans.mean().item(), weight=weight.item(), norm=norm.item())
+        line |= dict(live_of_layers=live.tolist(), span_of_layers=spans.tolist())
+        return {**line, "seconds": time.perf_counter() - began}
+
+    def read(self, ids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Read contexts ids [B, n]: KL to the base model (nats a token), mean span and living memories of each layer.
+
+        With the weight of the span loss, gradients are added up block by block.
+        """
+        cache, teacher = self.handle.new_cache(learning=True), DynamicCache(config=self.model.config)
+        divergence, spans, living = torch.zeros((), device=self.device), 0.0, []
+        for block in ids.split(self.config.block, dim=1):
+            part = block.shape[1] / ids.shape[1]
+            with torch.no_grad(), self.handle.paused():
+                wanted = self.model(block, past_key_values=teacher, use_cache=True).logits
+            given = self.model(block, past_key_values=cache, use_cache=True).logits
+            loss, span = kl_divergence(wanted, given), self._mean_spans(cache, block.shape[1])
+            del wanted, given
+            if weight is not None:
+                ((loss + weight * span.mean()) * part).backward()
+            divergence = divergence + loss.detach() * part
+            spans = spans + span.detach() * part
+            if cache.seen >= self.config.budget_from * ids.shape[1]:
+                living.append(self._live(cache) * (ids.shape[1] / cache.seen))
+        return divergence, torch.as_tensor(spans), torch.stack(living).log().mean(0).exp()
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of contexts of the text that is kept apart, always the same ones."""
+        rng = numpy.random.default_rng([self.seed, 1])
+        found = []
+        for first in range(0, self.config.eval_contexts, self.config.batch):
+            rows = min(self.config.batch, self.config.eval_contexts - first)
+            found.append(self.read(_draw_contexts(self.kept_apart, self.config.context, rows, rng).to(self.device)))
+        kl, spans, live = (torch.stack(x).mean(0) for x in zip(*found))
+        return kl, spans, live
+
+    def target_at(self, share: float) -> float:
+        """The budget after a share of the training: from the whole context to the target in equal ratios, then the target."""
+        done = min(1.0, share / max(1e-9, self.config.anneal))
+        return self.config.context ** (1 - done) * self.target**done
+
+    def set_rate(self, share: float) -> None:
+        """The learning rate after a share of the training: constant, then falling in a line."""
+        left = min(1.0, (1 - share) / max(1e-9, self.config.decay))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * max(left, LEAST_RATE)
+
+    def _contexts(self) -> Tensor:
+        return _draw_contexts(self.documents, self.config.context, self.config.batch, self.rng).to(self.device)
+
+    def _mean_spans(self, cache: Any, count: int) -> Tensor:
+        return torch.stack([layer.last.span[..., -count:].mean() for layer in _learning(cache)])
+
+    @torch.no_grad()
+    def _live(self, cache: Any) -> Tensor:
+        """Living memories per head at the end of what was read, the mean over rows and heads of each layer."""
+        counts = []
+        for layer in _learning(cache):
+            age = layer.seen - 1 - layer.last.k_pos
+            counts.append((layer.last.span + layer.ramp > age.unsqueeze(1)).sum(-1).float().mean())
+        return torch.stack(counts)
+
+    # What changes while it learns
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: x.detach().cpu().clone() for name, x in self.handle.learned().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the controller and the choice of contexts."""
+        return {"controller": self.controller.state_dict(), "rng": self.rng.bit_generator.state}
+
+    def moments(self) -> dict[str, Any]:
+        """The optimizer's running means, by the number of the weight."""
+        return {str(n): {k: _on_host(v) for k, v in x.items()} for n, x in self.optimizer.state_dict()["state"].items()}
+
+    def load(self, weights: dict[str, Tensor], state: dict[str, Any], moments: dict[str, Any]) -> None:
+        self.handle.load_learned(weights)
+        self.controller.load_state_dict(state["controller"])
+        self.rng.bit_generator.state = state["rng"]
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
+
+
+def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Text to learn from, and text that is kept apart: the last document, or the end of the only one.
+
+    A single document that is too short to spare a context serves for both.
+    """
+    if len(documents) > 1:
+        return documents[:-1], documents[-1:]
+    only = documents[0]
+    return ([only[:-context]], [only[-context:]]) if len(only) >= 2 * context else (documents, documents)
+
+
+def _draw_contexts(documents: list[Tensor], length: int, rows: int, rng: numpy.random.Generator) -> Tensor:
+    """Contexts [rows, length] from anywhere in the documents, every place equally likely."""
+    places = numpy.array([len(x) - length + 1 for x in documents], dtype=float)
+    found = []
+    for _ in range(rows):
+        document = documents[rng.choice(len(places), p=places / places.sum())]
+        start = int(rng.integers(len(document) - length + 1))
+        found.append(document[start : start + length])
+    return torch.stack(found)
+
+
+def _learning(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if isinstance(layer, LearningLayer)]
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def kl_divergence(wanted: Tensor, given: Tensor) -> Tensor:
+    """Mean over tokens of KL(wanted || given) in nats; logits [B, T, V], gradients to `given` only."""
+    return _Divergence.apply(wanted.flatten(0, -2), given.flatten(0, -2))  # type: ignore[return-value]
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient is computed with the value, some tokens at a time: float32 copies of all logits would not fit."""
+
+    TOKENS = 1024
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, given: Tensor) -> Tensor:
+        total, grad = torch.zeros((), device=given.device), torch.empty_like(given)
+        for n in range(0, len(given), _Divergence.TOKENS):
+            rows = slice(n, n + _Divergence.TOKENS)
+            teacher, student = (F.log_softmax(x[rows].float(), -1) for x in (wanted, given))
+            chances = teacher.exp()
+            total += (chances * (teacher - student)).sum()
+            grad[rows] = (student.exp() - chances) / len(given)
+        ctx.save_for_backward(grad)
+        return total / len(given)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor]:
+        (grad,) = ctx.saved_tensors
+        return None, grad * above[0]
