@@ -65,6 +65,8 @@ class DistillConfig:
     """Contexts per optimizer step."""
     steps: int = 400
     """Optimizer steps."""
+    seconds: float | None = None
+    """Train for at most so long, in seconds since the start or the last resume: steps are left out as the clock goes on."""
     lora_rank: int = 0
     """Rank of low-rank additions to the model's linear layers that learn too (LoRA, needs peft); 0 trains predictors only."""
     lora_lr: float = 1e-4
@@ -114,6 +116,7 @@ class DistillConfig:
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+        require(self.seconds is None or self.seconds > 0, f"seconds must be greater than 0, got {self.seconds}")
         require(self.lora_rank >= 0, f"lora_rank must be 0 or more, got {self.lora_rank}")
         require(self.lora_lr > 0, f"lora_lr must be greater than 0, got {self.lora_lr}")
 

@@ -95,7 +95,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
 
 def test_low_rank_additions_learn_too_and_come_off(tmp_path):
     pytest.importorskip("peft")
-    handle = make()
+    handle = make(initial_span=0.3)  # something expires from the first step on
     model, before = handle.model, {name: x.clone() for name, x in handle.model.state_dict().items()}
     ids, base = tokens(1, 50), None
     with torch.no_grad(), handle.paused():

@@ -82,9 +82,9 @@ class LayerSlots(SlotStep):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None) -> Tensor:
         """Store one memory of each row and head, and read: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, 1, Hq, D]."""
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        chosen: float = query.shape[-1] ** -0.5 if scale is None else scale
         step = self._attend_fused if self.fused else self._attend_plainly
-        y = step(query, key, value, hidden.squeeze(1), scale)
+        y = step(query, key, value, hidden.squeeze(1), chosen)
         if self.rules.cap is not None:
             self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
         return y.view(len(query), 1, query.shape[1], -1)

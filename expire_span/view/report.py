@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expire_span import __version__
-from expire_span.config import to_dict
+from expire_span.config import BudgetConfig, to_dict
 from expire_span.runs import RunFolder, write_atomic
 from expire_span.sizes import show_bytes
 
@@ -185,7 +185,7 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
 def explain_budget(run: RunFolder) -> str:
     """What became of the target that training was given, in a sentence; empty where it had none or is not finished."""
     budget, result = getattr(run.config.train, "budget", None), run.read_result()
-    if budget is None or budget.live is None or not result or not result.get("live"):
+    if not isinstance(budget, BudgetConfig) or budget.live is None or not result or not result.get("live"):
         return ""
     live = sum(result["live"]) / len(result["live"])
     target = f"The budget was {budget.live:g} memories alive per query and layer, and the model ended with {live:.1f}."
