@@ -17,16 +17,15 @@ def agent() -> AgentRunConfig:
     # keeps the noise of policy gradients from throwing spans about.
     mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1", temperature=8.0)
     model = PolicyConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
-    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=2e-3, epochs=4, minibatches=2))
+    return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2))
 
 
 def agent_corridor_tiny() -> AgentRunConfig:
     """Corridor Easy by reinforcement: remember a colour for up to 20 steps; a minute or two on a CPU."""
-    # One step of an episode decides, so many episodes must share an update: many environments, few steps each.
     base = agent()
     mixer = replace(base.model.mixer, max_span=40, ramp=8)
     model = replace(base.model, positions="none", mixer=mixer)
-    train = replace(base.train, steps=60, envs=256, window=24, epochs=3, minibatches=4, eval_every=10)
+    train = replace(base.train, steps=160, eval_every=10)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
 
 
@@ -35,7 +34,7 @@ def agent_corridor() -> AgentRunConfig:
     base = agent_corridor_tiny()
     mixer = replace(base.model.mixer, max_span=96, ramp=16)
     budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.1, patience_loss=0.1)
-    train = replace(base.train, steps=120, window=32, lr=1.5e-3, budget=budget, goal=0.98)
+    train = replace(base.train, steps=200, window=48, budget=budget, goal=0.98)
     train = replace(train, eval_episodes=480, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
