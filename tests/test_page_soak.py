@@ -30,12 +30,15 @@ def server(tmp_path_factory) -> Iterator[tuple[int, psutil.Process]]:
     """Port and process of the real command."""
     folder = tmp_path_factory.mktemp("soak")
     run = train(tiny_config(write_text(folder), steps=2), folder / "runs" / "tiny", shown=False)
-    process = spawn("view", str(run.path), "--no-browser", "--port", "8950")
+    complaints = (folder / "stderr.txt").open("w")  # a pipe that nobody reads would fill up and stop the server
+    process = spawn("view", str(run.path), "--no-browser", "--port", "8980", stderr=complaints)
     assert process.stdout is not None
     line = next(line for line in process.stdout if " at http" in line)
     yield int(re.search(r":(\d+)/", line)[1]), psutil.Process(process.pid)
     process.terminate()
     process.wait(20)
+    complaints.close()
+    assert "Traceback" not in (folder / "stderr.txt").read_text()
 
 
 @dataclass

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from expire_span.checkpoint import list_checkpoints
 from expire_span.generate import Sampling
@@ -95,6 +96,7 @@ def build_app(source: Source, port: int) -> FastAPI:
     app.state.sessions = sessions
     app.exception_handler(ValueError)(_refuse)
     app.exception_handler(RunError)(_refuse)
+    app.exception_handler(ClientDisconnect)(_leave)
 
     @app.get("/")
     def page() -> HTMLResponse:
@@ -139,6 +141,11 @@ def build_app(source: Source, port: int) -> FastAPI:
         return {"done": True}
 
     return app
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    """A client that goes away in the middle of its request is nothing to write a traceback about."""
+    return Response(status_code=400)
 
 
 def _read_cut(fields: dict[str, Any]) -> Cut:
