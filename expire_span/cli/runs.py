@@ -196,7 +196,7 @@ def run_eval(args: list[str]) -> int:
             raise UserError(f"--{name} must be at least 1, got {value}")
     if isinstance(run.config, AgentRunConfig):
         return eval_agent(run, command)
-    run = _with_data(run, command.path)
+    run = with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
@@ -223,7 +223,7 @@ def run_eval(args: list[str]) -> int:
     return 0
 
 
-def _with_data(run: RunFolder, path: str | None) -> RunFolder:
+def with_data(run: RunFolder, path: str | None) -> RunFolder:
     """The run with other data to read, where its task reads any."""
     task: Any = run.config.task
     if path is None:
