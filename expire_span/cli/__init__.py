@@ -85,7 +85,7 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
-    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth RUN", run_figure),
+    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth|patterns RUN", run_figure),
     "analyse": ("what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN", run_analyse),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),

@@ -122,11 +122,22 @@ KINDS = ("pdf", "png", "svg")
 
 def write_figure(name: str, trace: Trace, path: Path) -> None:
     """Draw a figure into a file whose name says the format."""
-    kind = path.suffix.lstrip(".").lower()
-    if kind not in KINDS:
-        raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
+    save_figure(lambda: FIGURES[name](trace), path)
+
+
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """The same for what `draw` draws, in the style of a paper."""
+    kind = check_kind(path)
     out = io.BytesIO()
     with rc_context(PRINT):
         metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
-        FIGURES[name](trace).savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
+        draw().savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
     write_atomic(path, out.getvalue())
+
+
+def check_kind(path: Path) -> str:
+    """The format that a file's name asks for."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in KINDS:
+        raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
+    return kind
