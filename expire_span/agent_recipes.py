@@ -48,19 +48,38 @@ def agent_corridor_window() -> AgentRunConfig:
 def agent_corridor_hard() -> AgentRunConfig:
     """Corridor Hard by reinforcement: four colours, shuffled doors, up to 200 steps; one GPU."""
     base = agent_corridor()
-    mixer = replace(base.model.mixer, max_span=512, ramp=32)
+    mixer = replace(base.model.mixer, max_span=512, ramp=16)
     model = replace(base.model, dim=128, layers=2, ff_dim=256, mixer=mixer)
-    train = replace(base.train, steps=2000, envs=1024, window=64, lr=1e-3, test_episodes=8000)
+    budget = replace(base.train.budget, live=40, start_loss=0.08, patience_loss=0.1)
+    train = replace(base.train, steps=3000, envs=1024, window=64, minibatches=4, lr=1e-3, budget=budget)
+    train = replace(train, eval_every=20, eval_episodes=1024, test_episodes=8500, goal=0.97)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Hard-v0"), model=model, train=train)
 
 
 def agent_portal() -> AgentRunConfig:
     """Portal Medium: imitate the expert first, then reinforcement; one GPU."""
+    # What a door does shows one step later, so memories of neighbouring steps must be told apart: rotary positions.
     base = agent_corridor_hard()
-    mixer = replace(base.model.mixer, max_span=512, ramp=32)
-    train = replace(base.train, steps=2000, imitate=1000, test_episodes=1000)
-    model = replace(base.model, positions="rotary", mixer=mixer)
+    model = replace(base.model, positions="rotary", mixer=replace(base.model.mixer, max_span=640, initial_span=0.9))
+    budget = replace(base.train.budget, live=80, start_loss=0.05, patience_loss=0.08)
+    train = replace(
+        base.train, steps=1500, envs=256, imitate=1000, budget=budget, test_episodes=2048, eval_episodes=512
+    )
     return replace(base, task=EnvTask(env="ExpireSpan/Portal-Medium-v0"), model=model, train=train)
+
+
+def agent_repeat_previous_medium() -> AgentRunConfig:
+    """popgym's RepeatPrevious Medium: answer with the card of 31 steps ago."""
+    # An answer is rewarded at once and changes nothing later, so rewards ahead are hardly counted. Learned keys of distances
+    # find one age among many sooner than rotary angles.
+    base = agent_repeat_previous()
+    task = replace(base.task, env="popgym:popgym-RepeatPreviousMedium-v0", success_return=0.9)
+    mixer = replace(base.model.mixer, max_span=40, ramp=8, initial_span=0.95)
+    model = replace(base.model, positions="relative", relative_window=48, mixer=mixer)
+    train = replace(
+        base.train, steps=1500, envs=64, window=52, gamma=0.1, gae_lambda=0.9, least_spread=0.01, entropy=0.003
+    )
+    return replace(base, task=task, model=model, train=replace(train, eval_every=50, eval_episodes=64))
 
 
 def agent_repeat_first() -> AgentRunConfig:
@@ -89,4 +108,5 @@ AGENT_RECIPES: dict[str, Callable[[], AgentRunConfig]] = {
     "agent_portal": agent_portal,
     "agent_repeat_first": agent_repeat_first,
     "agent_repeat_previous": agent_repeat_previous,
+    "agent_repeat_previous_medium": agent_repeat_previous_medium,
 }

@@ -18,7 +18,6 @@ The folder is built under a hidden name, synced and renamed, so that a crash lea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -36,7 +35,7 @@ from torch import Tensor
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.errors import RunError, StorageError, UserError, describe
-from expire_span.files import sync_folder, to_json, write_synced
+from expire_span.files import hash_file, sync_folder, to_json, write_synced
 from expire_span.models.decoder import Decoder, upgrade_name
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
@@ -225,7 +224,7 @@ def find_fault(folder: Path) -> str | None:
     try:
         sums = json.loads((folder / "checksums.json").read_bytes())
         for name, expected in sums.items():
-            if _sha256(folder / name) != expected:
+            if hash_file(folder / name) != expected:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -277,7 +276,7 @@ def _write_shared(run: RunFolder, building: Path, final: Path, snapshot: Snapsho
 
 
 def _write_sums(building: Path) -> None:
-    sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
+    sums = {path.name: hash_file(path) for path in sorted(building.iterdir())}
     write_synced(building / "checksums.json", to_json(sums))
     sync_folder(building)
 
@@ -318,8 +317,3 @@ def _read_tree(path: Path, device: torch.device | str) -> Any:
     with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         return unpack(tensors, json.loads(file.metadata()["skeleton"]))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -30,6 +30,7 @@ EXTRAS = {
     "gymnasium": "rl",
     "popgym": "popgym",
     "transformers": "hf",
+    "tokenizers": "tokens",
     "triton": "gpu",
 }
 """Which extra of this package brings a package that is not always installed."""

@@ -24,6 +24,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def hash_file(path: Path) -> str:
+    """The sha256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and wait until it is on the disk."""
     with open(path, "wb") as file:

@@ -14,8 +14,18 @@ from expire_span.models.decoder import Decoder
 from expire_span.sampling import Sampling, narrow
 from expire_span.stream import Stream
 from expire_span.stream.prompts import PROMPT_BLOCK, read_prompt
+from expire_span.tasks.tokens import Tokenizer
 
-__all__ = ["PROMPT_BLOCK", "START", "Sampling", "generate_bytes", "generate_tokens", "narrow", "read_prompt"]
+__all__ = [
+    "PROMPT_BLOCK",
+    "START",
+    "Sampling",
+    "generate_bytes",
+    "generate_text",
+    "generate_tokens",
+    "narrow",
+    "read_prompt",
+]
 
 START = b"\n"
 """What an empty prompt stands for: the model needs one byte to begin with."""
@@ -44,3 +54,22 @@ def generate_bytes(
     tokens = torch.tensor(list(prompt or START), dtype=torch.long)
     for step in generate_tokens(decoder, tokens, sampling or Sampling(), samples=samples, max_tokens=max_tokens):
         yield [bytes([token]) for token in step.tolist()]
+
+
+def generate_text(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: bytes,
+    sampling: Sampling | None = None,
+    *,
+    max_tokens: int | None = 256,
+    samples: int = 1,
+) -> Iterator[list[bytes]]:
+    """The same for a model of a tokenizer's tokens: yields the text that each sample's new token adds, maybe none."""
+    ids = tokenizer.encode(prompt or START, "the prompt")[0].tolist()
+    if not ids:
+        raise ValueError(f"the prompt {prompt.decode(errors='replace')!r} has no token; give a prompt of some words")
+    writers = [tokenizer.writer(ids) for _ in range(samples)]
+    options = {"samples": samples, "max_tokens": max_tokens}
+    for step in generate_tokens(decoder, torch.tensor(ids), sampling or Sampling(), **options):
+        yield [writer.write(token).encode() for writer, token in zip(writers, step.tolist())]

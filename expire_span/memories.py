@@ -10,6 +10,7 @@ from typing import Any
 
 from expire_span.config import BackboneConfig, DecoderConfig, RunConfig
 from expire_span.models.systems import SYSTEMS, StateSize, find
+from expire_span.sizes import show_bytes
 
 STEPS = (1_000, 16_000, 1_000_000)
 """Lengths of stream for which docs/memories.md gives bytes."""
@@ -62,7 +63,7 @@ def as_markdown() -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for kind, m in SYSTEMS.items():
         model = DecoderConfig.modern(dim=512, layers=12, heads=8, ff_dim=2048, mixer=m.settings())
-        held = [_short(state_bytes(model, n)) for n in STEPS]
+        held = [show_bytes(state_bytes(model, n)) for n in STEPS]
         cells = (f"`{kind}`", m.rule, m.state, *held, m.cost, m.streaming, m.training)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -70,11 +71,3 @@ def as_markdown() -> str:
 
 def _steps(count: int) -> str:
     return f"{count // 1_000_000}M steps" if count >= 1_000_000 else f"{count // 1_000}k steps"
-
-
-def _short(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

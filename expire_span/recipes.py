@@ -23,7 +23,8 @@ from expire_span.config import (
 )
 from expire_span.models.systems.expire_span import HeadReach, PaperDetails
 from expire_span.models.systems.recurrent import GRUConfig
-from expire_span.task_configs import BooksTask, CollisionTask, CopyTask, CorridorTask, InstructionTask, PortalTask
+from expire_span.task_configs import BooksTask
+from expire_span.task_recipes import TASK_RECIPES
 
 
 def recall() -> RunConfig:
@@ -134,63 +135,20 @@ def _enwik8(model: DecoderConfig, mixer: ExpireSpanConfig, train: TrainConfig) -
     return RunConfig(TextTask(path="data/enwik8"), replace(model, mixer=mixer), train)
 
 
-def copy() -> RunConfig:
-    """Count a few tokens, then carry the count through 2,048 steps of filler; tens of minutes on a CPU."""
-    # Lengths grow over the first 300 steps: the count is learned on short episodes. Spans are pressed only after that, since
-    # they shrink to what the lengths so far have needed. Unnormalised keys can outweigh thousands of fillers.
-    task = CopyTask(min_length=16, growth=1600)
-    mixer = ExpireSpanConfig(max_span=4096, ramp=16, initial_span=0.999, span_loss="l1")
-    model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
-    budget = BudgetConfig(live=24, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.08, patience_loss=0.08)
-    train = TrainConfig(steps=1000, batch=32, block=2048, carry=False, lr=4e-3, span_lr_scale=0.5, warmup=10)
-    train = replace(train, budget=budget, schedule="linear", decay_share=0.3, eval_every=500, eval_batches=1)
-    return RunConfig(task, model, replace(train, test_batches=16))
-
-
-def corridor() -> RunConfig:
-    """Walk an expert's corridors of up to 60 cells and open the door of the cue's colour; minutes on a CPU."""
-    task = CorridorTask()
-    mixer = ExpireSpanConfig(max_span=512, ramp=8, initial_span=0.99, span_loss="l1")
-    return RunConfig(task, _twin_model(mixer, layers=1), _twin_train(block=120, live=12, steps=400))
-
-
-def portal() -> RunConfig:
-    """Remember which of two doors was right in each of 8 rooms (an expert's episodes); minutes on a CPU."""
-    mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.99, span_loss="l1")
-    return RunConfig(PortalTask(), _twin_model(mixer, layers=2), _twin_train(block=132, live=30, steps=300))
-
-
-def instruction() -> RunConfig:
-    """Pick the instructions out of 50 steps of talk and carry them out at the right place; minutes on a CPU."""
-    task = InstructionTask(instructions=1, talk=50)
-    mixer = ExpireSpanConfig(max_span=1024, ramp=16, initial_span=0.99, span_loss="l1")
-    return RunConfig(task, _twin_model(mixer, layers=2), _twin_train(block=456, live=60, steps=500))
-
-
-def _twin_model(mixer: ExpireSpanConfig, *, layers: int) -> DecoderConfig:
-    return DecoderConfig.modern(dim=64, layers=layers, heads=4, ff_dim=128, mixer=mixer)
-
-
-def _twin_train(*, block: int, live: float, steps: int) -> TrainConfig:
-    """What the supervised twins share: whole episodes, spans that start long, pressure only once the task is solved."""
-    budget = BudgetConfig(live=live, initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.1, patience_loss=0.1)
-    train = TrainConfig(steps=steps, batch=32, block=block, carry=False, lr=3e-3, span_lr_scale=0.5, warmup=20)
-    return replace(train, budget=budget, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
-
-
-def collision() -> RunConfig:
-    """Where did two colours last collide? An easy variant (2 colours, 8 x 8 cells), minutes on a CPU."""
-    task = CollisionTask(size=8, colours=2, eval_frames=20_000)
-    mixer = ExpireSpanConfig(max_span=2048, ramp=64, initial_span=0.25, temperature=4.0)
-    model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, mixer=mixer)
-    train = TrainConfig(steps=1000, batch=32, block=256, lr=3e-3, warmup=50, eval_every=250, eval_batches=4)
-    return RunConfig(task, model, train)
-
-
 def books() -> RunConfig:
-    """Predict the characters of whole books (--task.path): 2 layers of 128, minutes on a CPU."""
+    """Predict the characters of whole books (--task.path): 2 layers of 128."""
     base = text_small()
     return replace(base, task=BooksTask(), train=replace(base.train, eval_batches=4, test_batches=64))
+
+
+def books_small() -> RunConfig:
+    """Predict the characters of whole books (--task.path): the enwik8 recipe's 12 layers of 512 in windows of 8192."""
+    return replace(enwik8(), task=BooksTask())
+
+
+def books_paper() -> RunConfig:
+    """Predict the characters of whole books (--task.path): the paper's 12 layers, trained in blocks of 512."""
+    return replace(enwik8_12l(), task=BooksTask())
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
@@ -203,12 +161,10 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "shipped": shipped,
     "enwik8_small": enwik8_small,
     "enwik8_12l": enwik8_12l,
-    "copy": copy,
-    "corridor": corridor,
-    "portal": portal,
-    "instruction": instruction,
-    "collision": collision,
+    **TASK_RECIPES,
     "books": books,
+    "books_small": books_small,
+    "books_paper": books_paper,
     **AGENT_RECIPES,
 }
 

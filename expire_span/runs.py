@@ -6,6 +6,7 @@ runs/<name>/
   speed.jsonl      wall-clock values, kept apart so that metrics.jsonl can be compared byte for byte
   checkpoints/     step-00000200/ ...
   tensorboard/     the same scalars for a viewer
+  tokenizer.json   a copy of the tokenizer that the text is read with, where one is
   result.json      the final evaluation; its presence means that the run is finished
   report.html      written by `expire-span report`
 """
@@ -20,7 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from expire_span.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
 from expire_span.errors import RunError, StorageError, UserError, describe
 from expire_span.files import (
     check_seal,
+    hash_file,
     parse_json,
     read_json,
     seal,
@@ -56,6 +58,8 @@ __all__ = [
     "write_synced",
 ]
 
+TOKENIZER = "tokenizer.json"
+"""The run folder's copy of the tokenizer that its text is read with, where one is."""
 LONGEST_NAME = 200
 """Bytes of a run's name at most: file systems allow 255, and temporary names are longer than the name."""
 
@@ -202,11 +206,12 @@ class RunFolder:
             check_seal(head, file)
         try:
             settings = migrate(_table(head, "config"), version, FORMAT_VERSION)
-            config = from_dict(_kind_of_run(settings), settings)
+            config = from_dict(kind_of_run(settings), settings)
             recipe = head.get("recipe", "")
             if not isinstance(recipe, str):
                 raise ValueError(f"recipe must be text, got {recipe!r}")
-            return cls(path, config, recipe, *(_table(head, name) for name in ("environment", "data", "origin")))
+            tables = {name: _table(head, name) for name in ("environment", "data", "origin")}
+            return cls(path, with_own_tokenizer(config, path, tables["data"]), recipe, **tables)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from error
 
@@ -293,7 +298,28 @@ class RunFolder:
         return out
 
 
-def _kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
+def copy_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Put the tokenizer that a run's text is read with into its folder, so that the run can be used without the first one."""
+    tokenizer = getattr(config.task, "tokenizer", "")
+    if tokenizer:
+        write_synced(folder / TOKENIZER, Path(tokenizer).read_bytes())
+
+
+def with_own_tokenizer(config: RunConfig, path: Path, data: dict[str, Any]) -> RunConfig:
+    """The config of a run with the tokenizer in its folder in place of the one that it was copied from."""
+    task, own = config.task, path / TOKENIZER
+    if not getattr(task, "tokenizer", "") or not own.is_file():
+        return config
+    was, now = data.get("tokenizer"), hash_file(own)
+    if was is not None and was != now:
+        raise UserError(
+            f"{own} is not the tokenizer that the run was trained with (sha256 {was!s:.12}, now {now:.12}); "
+            "put that one back"
+        )
+    return replace(config, task=replace(task, tokenizer=str(own)))  # type: ignore[call-arg]
+
+
+def kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
     """The class of a run's config: that of an agent where the task is an environment."""
     task = settings.get("task")
     return AgentRunConfig if isinstance(task, dict) and task.get("kind") == "env" else RunConfig

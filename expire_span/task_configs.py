@@ -10,11 +10,13 @@ from expire_span.checks import require
 
 @dataclass(frozen=True)
 class TextTask:
-    """Predict the next byte of a file, or of every file of a folder in name order."""
+    """Predict the next byte (or token) of a file, or of every file of a folder in name order."""
 
     kind: Literal["text"] = "text"
     path: str = ""
     """File or folder of text; bytes are read as they are."""
+    tokenizer: str = ""
+    """File of a Hugging Face tokenizer (tokenizer.json) that turns UTF-8 text into tokens; none reads bytes."""
     valid_share: float = 0.05
     """Share of the bytes, after the training bytes, that is kept for validation."""
     test_share: float = 0.05
@@ -292,8 +294,8 @@ class InstructionTask:
     talk: int = 200
     """Steps of talk; all but the instructions and their changes is distraction."""
     least_talk: int = 0
-    """Expert episodes for training have from this many steps of talk up to `talk`, every doubling equally often: short ones
-    teach the sentences, long ones to remember. 0 is `talk` in all of them, as in validation and test."""
+    """Expert episodes for training begin with this many steps of talk and grow by doublings up to `talk`; shorter ones stay in
+    the mix, since they teach the sentences. 0 is `talk` in all of them, as in validation and test."""
     size: int = 3
     """Places lie in a square of this side."""
     cancel_prob: float = 0.2

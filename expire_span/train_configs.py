@@ -24,6 +24,8 @@ class BudgetConfig:
     """Upper limit of the weight."""
     start_loss: float | None = None
     """Wait with any span loss until the task loss (a running mean, nats) has once fallen below this; None starts at once."""
+    wait: int = 0
+    """Wait with any span loss for so many steps: spans shrink to what was needed so far, which early on may be too little."""
     patience_loss: float | None = None
     """Let the weight shrink while the running task loss is above this, so that pressure never undoes the task; None is off."""
 
@@ -33,6 +35,7 @@ class BudgetConfig:
             value = getattr(self, name)
             require(value is None or value > 0, f"budget {name} must be greater than 0, got {value}")
         require(self.initial_weight > 0, f"initial_weight must be greater than 0, got {self.initial_weight}")
+        require(self.wait >= 0, f"wait must be 0 or more, got {self.wait}")
         require(self.gain > 0, f"gain must be greater than 0, got {self.gain}")
         require(self.max_weight > 0, f"max_weight must be greater than 0, got {self.max_weight}")
 

@@ -52,7 +52,7 @@ def test_other_memory_systems_act_too(call):
 
 
 def test_bad_agents_are_refused(call):
-    refused(call("compare", "agent", "--mixers", "gru"), "agent is an agent; train it once for each --mixer")
+    refused(call("compare", "agent", "--mixers", "gru"), "compare agent needs an environment; give --task.env")
     refused(call("train", "agent"), "needs an environment", "--task.env")
     refused(call("train", "agent", "--task.env", "Nothing-v0"), "environment 'Nothing-v0' cannot be made")
     refused(call("train", "agent", "--task.env", "Pendulum-v1"), "actions must be Discrete or MultiDiscrete, got Box")

@@ -12,6 +12,7 @@ import pytest
 
 from expire_span.cli import main
 from expire_span.config import RecallTask
+from expire_span.recipe_facts import FACTS
 from expire_span.recipes import RECIPES, text_small
 from tests.tiny import ROOT, as_options, spawn, tiny_config, write_text
 
@@ -124,9 +125,11 @@ def test_run_of_another_version_and_without_checkpoint(call, tmp_path, options):
         check_refused(call(verb, "a"), "format 7", "reads formats 1 to 2")
 
 
-def test_recipes_lists_each_with_one_line(call):
+def test_recipes_lists_each_with_what_to_expect(call):
     code, out, _ = call("recipes")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(RECIPES)
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[::2]] == list(RECIPES)
+    assert set(FACTS) <= set(RECIPES)
+    assert all(f"{f.size:<7}{f.hardware}, {f.time}; {f.score}" in out for f in FACTS.values())
     code, out, _ = call("recipes", "--json", "True")
     assert set(json.loads(out)) == set(RECIPES)
 

@@ -54,3 +54,29 @@ def test_every_extra_that_is_named_exists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS.values()) - {"popgym"} <= set(project["optional-dependencies"])
     assert [d.split(">")[0] for d in project["dependencies"]] == ["torch", "numpy", "safetensors"]
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked"])
+def test_apple_gpus_are_refused_in_a_sentence(impl):
+    import torch
+
+    from expire_span.ops import resolve_impl
+
+    with pytest.raises(ValueError, match=r"float64, which Apple's GPUs \(device mps\) do not have; move tensors"):
+        resolve_impl(impl, torch.device("mps"))
+
+
+def test_apple_gpus_are_no_device_of_training():
+    from expire_span.train.devices import check_device
+
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N, got 'mps'"):
+        check_device("mps")
+
+
+def test_windows_is_refused_in_a_sentence_but_help_is_given(monkeypatch, capsys):
+    from expire_span.cli import main
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert main(["--help"]) == 0 and "commands:" in capsys.readouterr().out
+    assert main(["recipes"]) == 2
+    assert "does not run on Windows" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Distillation meets its budget, goes on where it stopped, and the commands around it work end to end."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,22 @@ transformers = pytest.importorskip("transformers")
 
 from expire_span.cli import main  # noqa: E402
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
-from expire_span.hf.evaluate import bootstrap, evaluate, find_dial, held_bytes, method, peak_tokens, read  # noqa: E402
+from expire_span.hf.evaluate import (  # noqa: E402
+    MOST_DIAL,
+    answers,
+    bootstrap,
+    evaluate,
+    find_dial,
+    held_bytes,
+    method,
+    peak_tokens,
+    read,
+)
+from expire_span.hf.questions import make_questions  # noqa: E402
 from expire_span.hf.settings import DistillConfig  # noqa: E402
-from expire_span.train.distill import Learner, distill  # noqa: E402
+from expire_span.train.distill import Learner, distill, kl_divergence  # noqa: E402
 
-from .hf_models import forgetful, model_folder, text, tiny, tokens  # noqa: E402
+from .hf_models import VOCAB, byte_tokenizer, forgetful, model_folder, text, tiny, tokens  # noqa: E402
 
 SMALL = dict(context=64, block=32, batch=2, checkpoint_every=4, lr=0.02)
 
@@ -83,6 +95,28 @@ def test_spans_of_earlier_blocks_still_learn():
     assert torch.allclose(out[0][1], out[1][1], rtol=1e-3, atol=1e-6) and out[0][1].abs().max() > 1e-4
 
 
+def test_the_divergence_and_its_gradient():
+    """In more pieces than one, and against torch's own; only the student gets a gradient."""
+    torch.manual_seed(0)
+    wanted, given = torch.randn(3, 700, 11, dtype=torch.float64), torch.randn(3, 700, 11, requires_grad=True)
+    loss = kl_divergence(wanted.float(), given)
+    (2 * loss).backward()
+    twin = given.detach().double().requires_grad_()
+    each = torch.nn.functional.kl_div(twin.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none")
+    (2 * each.sum(-1).mean()).backward()
+    assert abs(float(loss) - float(each.sum(-1).mean())) < 1e-5
+    assert (given.grad - twin.grad).abs().max() < 1e-9
+
+
+def test_the_rate_falls_at_the_end_and_the_budget_at_the_beginning():
+    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    learner = Learner(handle, documents(), DistillConfig(budget=0.25, anneal=0.5, decay=0.5, **SMALL))
+    for share, rate, target in ((0.0, 0.02, 64), (0.25, 0.02, 32), (0.5, 0.02, 16), (0.75, 0.01, 16), (1.0, 1e-3, 16)):
+        learner.set_rate(share)
+        assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert learner.target_at(share) == pytest.approx(target)
+
+
 def test_budgets_in_shares_tokens_and_bytes():
     handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=8))
     per_token = handle.bytes_per_token
@@ -118,7 +152,7 @@ def test_rivals_hold_what_they_may_and_the_full_cache_loses_nothing():
     seen = {}
     for name in ("none", "window", "sinks", "knorm", "snap"):
         with method(handle, name, capacity) as new_cache:
-            losses, peak = read(model, new_cache(), ids, 16)
+            (losses,), (peak,) = read(model, new_cache(), ids[None], 16)
         assert (losses[: capacity - 1] - exact[: capacity - 1]).abs().max() < 1e-5  # until something is evicted
         assert peak == (160 * budget // capacity if name == "none" else budget)
         seen[name] = losses
@@ -133,7 +167,7 @@ def test_a_window_method_is_a_window():
     model, ids = tiny(), tokens(1, 60)[0]
     handle = retrofit(model, RetrofitConfig(max_span=60, ramp=4))
     with method(handle, "window", 20) as new_cache:
-        losses, _ = read(model, new_cache(), ids, 1)
+        (losses,), _ = read(model, new_cache(), ids[None], 1)
     handle.detach()
     from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -147,17 +181,37 @@ def test_a_window_method_is_a_window():
 
 def test_the_dial_meets_a_budget():
     handle = forgetful(tiny(), max_span=150, ramp=4)
-    ids = tokens(1, 160)[0]
+    ids = tokens(2, 160)
     with method(handle, "expire", 0) as new_cache:
         cache = new_cache()
         _, free = read(handle.model, cache, ids, 16)
-    assert held_bytes(cache) == sum(int(x.sum()) for x in cache.live()) * (2 * 8 * 4 + 12)
-    dial = find_dial(handle, [ids], free // 2, 16)
-    with method(handle, "expire", 0, dial) as new_cache:
-        _, peak = read(handle.model, new_cache(), ids, 16)
-    assert 0 < dial < 1 and 0.3 * free < peak <= free // 2 and handle.dial == 1.0
+    assert torch.equal(held_bytes(cache), sum(x.sum(-1) for x in cache.live()) * (2 * 8 * 4 + 12))
+    free = int(free.max())
+    for budget in (free // 2, int(1.5 * free)):
+        dial = find_dial(handle, [ids], budget, 16)
+        with method(handle, "expire", 0, dial) as new_cache:
+            _, peak = read(handle.model, new_cache(), ids, 16)
+        assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and handle.dial == 1.0
+    assert find_dial(handle, [ids], 10 * free, 16) == MOST_DIAL
     with pytest.raises(ValueError, match="unknown method 'magic'; known are none, window"):
-        evaluate(handle, [ids], [], ["magic"], [0.5])
+        evaluate(handle, list(ids), [], ["magic"], [0.5])
+
+
+def test_rows_are_evaluated_as_each_alone():
+    """What a row gives and holds does not depend on the rows read beside it, whatever the cache."""
+    model = tiny()
+    handle, ids = forgetful(model, max_span=60, ramp=4), tokens(3, 96)
+    questions = make_questions(byte_tokenizer(), [torch.randint(3, VOCAB, (320,)) for _ in range(3)], 3, "pairs")
+    questions = [replace(q, context=q.context % VOCAB, question=q.question % VOCAB) for q in questions]
+    questions = [replace(q, answer=torch.full_like(q.answer, n)) for n, q in enumerate(questions)]
+    for name in ("none", "sinks", "snap", "expire"):
+        with method(handle, name, 24) as new_cache:
+            losses, peak = read(model, new_cache(), ids, 16)
+            for row in range(3):
+                alone, held = read(model, new_cache(), ids[row : row + 1], 16)
+                assert (alone - losses[row]).abs().max() < 1e-4 and held[0] == peak[row]
+            right = answers(model, new_cache(), questions, 32)
+            assert right == [answers(model, new_cache(), [q], 32)[0] for q in questions]
 
 
 def test_bootstrap_finds_a_difference_and_only_that():

@@ -217,7 +217,7 @@ def test_run_without_a_checkpoint_says_so_and_moves_on(run, tmp_path):
     info = source.describe()
     assert not info["model"] and "no checkpoint yet" in info["error"] and info["training"]
     with pytest.raises(UserError, match="no checkpoint yet"):
-        source.sample(None)
+        source.sample()
     (step,) = held.iterdir()
     shutil.copytree(step, tmp_path / "young" / "checkpoints" / "step-00000002")
     assert source.describe()["checkpoint"] == "step-00000002"

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from expire_span.task_configs import BooksTask, CollisionTask, CopyTask, CorridorTask, InstructionTask, PortalTask
+from expire_span.tasks import twins
 from expire_span.tasks.books import Books
 from expire_span.tasks.collision import ASK, COLOUR, SPEED, START, Collision, Simulation
 from expire_span.tasks.copying import Copy
 from expire_span.tasks.episodes import EVAL_EPISODES, key_of, mix
 from expire_span.tasks.registry import build_task
-from expire_span.tasks.twins import make_dataset
+from expire_span.tasks.twins import demonstrate, make_dataset
 
 
 def take(stream, count):
@@ -129,6 +130,44 @@ def test_collision_answers_are_as_old_as_published_far_back():
     published = {1024: 0.886, 8192: 0.576, 16384: 0.491, 32768: 0.398, 65536: 0.264}
     found = shares(256, 60_000, 4000, tuple(published))
     assert all(abs(a - b) < 0.03 for a, b in zip(found, published.values())), found
+
+
+def test_hints_ask_for_the_frames_own_collision_in_training_only():
+    """At the sixth token: the quadrant where both particles stand, if it is one cell; all else is as without hints."""
+    plain, hinted = (Collision(CollisionTask(size=4, colours=2, hints=hints)) for hints in (False, True))
+    for split in ("train", "test"):
+        a, b = (next(t.stream(split, batch=2, block=800, seed=0)) for t in (plain, hinted))
+        assert torch.equal(a.x, b.x) and not a.mask[:, 5::8].any()
+        assert torch.equal(a.y[:, 7::8], b.y[:, 7::8]) and torch.equal(a.mask[:, 7::8], b.mask[:, 7::8])
+        assert bool(b.mask[:, 5::8].all()) == bool(b.mask[:, 5::8].any()) == (split == "train")
+        if split == "train":
+            row, column, other = b.x[:, 0::8], b.x[:, 1::8] - 4, b.x[:, 3::8]
+            met = (row == other) & (b.x[:, 1::8] == b.x[:, 4::8])
+            want = torch.where(met, hinted.first_answer + 2 * (row >= 2) + (column >= 2), hinted.no_collision)
+            assert met.any() and torch.equal(b.y[:, 5::8], want)
+    assert hinted.label(hinted.no_collision) == "no collision"
+
+
+def test_talk_grows_in_training_and_is_whole_in_the_test(monkeypatch):
+    """The first groups of episodes have the least talk; later ones any doubling up to the whole; the test has all of it."""
+    talks: list[int] = []
+
+    def note(twin, engine):
+        talks.append(engine.config.talk)
+        return demonstrate(twin, engine)
+
+    monkeypatch.setattr(twins, "demonstrate", note)
+    twin = twins.InstructionTwin(InstructionTask(instructions=1, talk=12, least_talk=4))
+    train, test = (twins.RolledEpisodes(twin, split, 0) for split in ("train", "test"))
+    for group, allowed in ((0, {4}), (twins.STAGE, {4, 8}), (2 * twins.STAGE, {4, 8, 12})):
+        talks.clear()
+        train.widths((group + np.arange(20)) * twins.ROLL)
+        assert set(talks) == allowed
+    talks.clear()
+    test.widths(np.arange(4) * twins.ROLL)
+    assert set(talks) == {12}
+    with pytest.raises(ValueError, match=r"least_talk must be 0 or lie in 2..16, got 1"):
+        InstructionTask(instructions=1, talk=16, least_talk=1)
 
 
 def test_collision_refusals_labels_and_score():

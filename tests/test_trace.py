@@ -18,7 +18,7 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import HeadReach
 from expire_span.runs import UserError
 from expire_span.train.supervised import train
-from expire_span.view.limit import limit_spans
+from expire_span.view.limit import Cut, limit_spans, mean_live, trace_cut
 from expire_span.view.source import Reader
 from expire_span.view.trace import Trace, check_lines, encode, read_lines
 from expire_span.view.tracer import Tracer
@@ -164,6 +164,27 @@ def test_cutting_spans_lasts_no_longer_than_it_should():
         limit_spans(decoder_of(SlidingWindowConfig(window=8)), 2.0),
     ):
         pass
+
+
+def test_a_budget_is_met_by_one_share_of_all_lives():
+    decoder, tokens = decoder_of(SHARED), tokens_of(200)
+    before = trace_of(decoder, tokens)
+    live = mean_live(before) / 2
+
+    def read():
+        return list(trace_of(decoder, tokens).lines())
+
+    header, *steps = trace_cut(decoder, Cut(live=live), read)
+    after = Trace(header, steps)
+    assert header["budget"] == live and mean_live(after) <= live * 1.02
+    assert mean_live(after) > 0.8 * live, "no more is cut than the budget asks for"
+    ramp = before.header["ramp"]
+    shares = (after.spans[0] + ramp) / (before.spans[0] + ramp)  # the first layer reads the same tokens
+    assert shares.max() - shares.min() < 1e-3 and shares.max() < 0.7, "all lives shrink alike"
+    assert trace_cut(decoder, Cut(live=1e6), read)[1:] == before.steps, "a wide budget changes nothing"
+    assert trace_of(decoder, tokens) == before
+    with pytest.raises(ValueError, match=r"at least 1 living memory, got 0\.5"):
+        Cut(live=0.5)
 
 
 # The file

@@ -58,6 +58,11 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
+    if sys.platform == "win32":
+        raise UserError(
+            "the command line does not run on Windows, which cannot lock and sync folders as run folders need it; "
+            "use it inside WSL 2, or the operator and the layers as a library"
+        )
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
@@ -83,8 +88,8 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("write text with a run's newest checkpoint", run_generate),
     "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", run_verify),
     "report": ("write a run's report.html", run_report),
-    "trace": ("write what a run remembers while it reads: expire-span trace RUN --text FILE", run_trace),
-    "view": ("show on a page what a run remembers: expire-span view [RUN|TRACE]", run_view),
+    "trace": ("write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE", run_trace),
+    "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", run_view),
     "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth|patterns RUN", run_figure),
     "analyse": ("what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN", run_analyse),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),

@@ -51,6 +51,15 @@ class Compare:
 
 MOST_SEEDS = 1000
 """Runs of one system at most: every run is planned, and its folder named, before the first begins."""
+
+
+@dataclass(frozen=True)
+class CompareAgents(Compare):
+    """Train agents with different memory systems in the same environment with equal parameters, and write the table."""
+
+    config: Annotated[AgentRunConfig, tyro.conf.arg(name="")]
+
+
 USUAL = (
     "mixers",
     "budgets",
@@ -64,6 +73,8 @@ USUAL = (
     "train.device",
 )
 """Options of compare that most people need."""
+USUAL_OF_AGENTS = (*USUAL[:6], "task.env", "task.options", "train.steps", "train.envs", "train.device")
+"""The same for agents."""
 
 
 def run_compare(args: list[str]) -> int:
@@ -77,9 +88,7 @@ def run_compare(args: list[str]) -> int:
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
     recipe, rest = args[0], spell_out(args[1:], "--sweep")
-    if isinstance(get_recipe(recipe)(), AgentRunConfig):
-        raise UserError(f"compare takes recipes with data, and {recipe} is an agent; train it once for each --mixer")
-    command = parse(Compare, rest, f"{PROGRAM} compare {recipe}", Compare(get_recipe(recipe)()), USUAL)
+    command = _parse(recipe, rest)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"
     check_name(name)
@@ -94,6 +103,16 @@ def run_compare(args: list[str]) -> int:
         comparison.run_of(name)  # a folder of another run is refused before anything is trained
     comparison.write()
     return _compare(comparison)
+
+
+def _parse(recipe: str, args: list[str]) -> Compare:
+    config = get_recipe(recipe)()
+    if not isinstance(config, AgentRunConfig):
+        return parse(Compare, args, f"{PROGRAM} compare {recipe}", Compare(config), USUAL)
+    command = parse(CompareAgents, args, f"{PROGRAM} compare {recipe}", CompareAgents(config), USUAL_OF_AGENTS)
+    if not command.config.task.env:
+        raise UserError("compare agent needs an environment; give --task.env, like ExpireSpan/Corridor-Easy-v0")
+    return command
 
 
 def _systems(command: Compare) -> list[System]:

@@ -12,13 +12,21 @@ from .parsing import warn
 
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
     """Print bits per byte of a file and how many memories lived, as JSON."""
-    if run.config.model.vocab != 256:
-        raise UserError(f"--file needs a run of bytes, got a run of task {run.config.task.kind}")
+    tokenizer = getattr(run.config.task, "tokenizer", "")
+    if not tokenizer and run.config.model.vocab != 256:
+        raise UserError(f"--file needs a run of text, got a run of task {run.config.task.kind}")
     from expire_span.checkpoint import load_model
-    from expire_span.stream.scoring import score_bytes
+    from expire_span.stream.scoring import score_bytes, score_tokens
     from expire_span.train.devices import check_device
 
     decoder, _ = load_model(run, check_device(device), warn)
-    with open(path, "rb") as file:
-        print(json.dumps({"file": str(path), **score_bytes(decoder, file)}, indent=2))
+    if tokenizer:
+        from expire_span.tasks.tokens import Tokenizer
+
+        ids, sizes = Tokenizer(tokenizer).encode(path.read_bytes(), str(path))
+        found = score_tokens(decoder, ids, sizes)
+    else:
+        with open(path, "rb") as file:
+            found = score_bytes(decoder, file)
+    print(json.dumps({"file": str(path), **found}, indent=2))
     return 0

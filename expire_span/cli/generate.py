@@ -18,22 +18,22 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Generate(OnAnyRun):
-    """Write text byte by byte, in bounded memory, with a run's newest checkpoint. Ctrl-C ends an endless one."""
+    """Write text token by token, in bounded memory, with a run's newest checkpoint. Ctrl-C ends an endless one."""
 
     prompt: str = ""
     """Text to go on from; - reads it from standard input."""
     file: Path | None = None
     """File to go on from, of any length, in place of --prompt."""
     max_tokens: int | None = 256
-    """How many bytes to write; None never stops."""
+    """How many tokens to write, bytes where the run has no tokenizer; None never stops."""
     samples: int = 1
     """How many continuations to write; with more than one they are printed one after another at the end."""
     temperature: float = 1.0
-    """Below 1 sharpens the distribution; 0 takes the likeliest byte."""
+    """Below 1 sharpens the distribution; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from the k likeliest bytes only."""
+    """Draw from the k likeliest tokens only."""
     top_p: float | None = None
-    """Draw from the smallest set of bytes that holds this share of the probability."""
+    """Draw from the smallest set of tokens that holds this share of the probability."""
     seed: int = 0
     """Seed of the draws."""
     device: str = "auto"
@@ -43,8 +43,9 @@ class Generate(OnAnyRun):
 def run_generate(args: list[str]) -> int:
     command = parse(Generate, args, f"{PROGRAM} generate")
     run = find_run(command.run, command.runs_dir)
-    if getattr(run.config.model, "vocab", None) != 256:
-        raise UserError(f"generate needs a run of bytes, got a run of task {run.config.task.kind}")
+    tokenizer = getattr(run.config.task, "tokenizer", "")
+    if not tokenizer and getattr(run.config.model, "vocab", None) != 256:
+        raise UserError(f"generate needs a run of text, got a run of task {run.config.task.kind}")
     if not 1 <= command.samples <= MOST_SAMPLES:
         raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
     if not 0 <= command.temperature < float("inf"):
@@ -55,12 +56,17 @@ def run_generate(args: list[str]) -> int:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
     prompt = _read_prompt(command)
     from expire_span.checkpoint import load_model
-    from expire_span.generate import Sampling, generate_bytes
+    from expire_span.generate import Sampling, generate_bytes, generate_text
+    from expire_span.tasks.tokens import Tokenizer
     from expire_span.train.devices import check_device
 
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     decoder, _ = load_model(run, check_device(command.device), warn)
-    steps = generate_bytes(decoder, prompt, sampling, max_tokens=command.max_tokens, samples=command.samples)
+    limits = {"max_tokens": command.max_tokens, "samples": command.samples}
+    if tokenizer:
+        steps = generate_text(decoder, Tokenizer(tokenizer), prompt, sampling, **limits)
+    else:
+        steps = generate_bytes(decoder, prompt, sampling, **limits)
     if command.samples > 1:
         for text in zip(*steps):
             _write(prompt + b"".join(text) + b"\n\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from expire_span.recipe_facts import FACTS
 from expire_span.recipes import RECIPES, summary
 
 from .parsing import PROGRAM, parse, spell_out
@@ -20,10 +22,10 @@ class Memories:
 
 @dataclass(frozen=True)
 class Recipes:
-    """List the recipes, one line each."""
+    """List the recipes with what to expect of each: size, hardware, time, score."""
 
     json: bool = False
-    """Print names, summaries and full configs as JSON."""
+    """Print names, summaries, expectations and full configs as JSON."""
 
 
 def run_memories(args: list[str]) -> int:
@@ -45,11 +47,25 @@ def run_recipes(args: list[str]) -> int:
 
     command = parse(Recipes, spell_out(args), f"{PROGRAM} recipes")
     if command.json:
-        table = {name: {"summary": summary(r), "config": to_dict(r())} for name, r in RECIPES.items()}
-        print(json.dumps(table, indent=2))
+        print(json.dumps({name: _describe(name, to_dict(r())) for name, r in RECIPES.items()}, indent=2))
     else:
-        print(recipe_lines())
+        print(recipe_table())
     return 0
+
+
+def _describe(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    facts = asdict(FACTS[name]) if name in FACTS else {}
+    return {"summary": summary(RECIPES[name]), **facts, "config": config}
+
+
+def recipe_table() -> str:
+    """Every recipe in two lines: what to expect of it, and what it is."""
+    width, lines = max(map(len, RECIPES)) + 2, []
+    for name, recipe in RECIPES.items():
+        facts = FACTS.get(name)
+        told = f"{facts.size:<7}{facts.hardware}, {facts.time}; {facts.score}" if facts else "nothing known"
+        lines += [f"  {name:<{width}}{told}", f"  {'':<{width}}{summary(recipe)}"]
+    return "\n".join(lines)
 
 
 def recipe_lines() -> str:

@@ -106,6 +106,12 @@ class Demo:
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
+def find_adapter(name: str | None) -> Path | None:
+    """The adapter folder that a name means: itself, or the one that a retrofit has left inside it."""
+    places = () if name is None else (Path(name), Path(name) / "adapter")
+    return next((place for place in places if (place / "adapter.json").is_file()), None)
+
+
 USUAL = (
     "name",
     "task.path",

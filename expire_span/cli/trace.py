@@ -9,7 +9,7 @@ from pathlib import Path
 from expire_span.runs import UserError, find_run, write_atomic
 
 from .parsing import PROGRAM, parse
-from .runs import OnAnyRun
+from .runs import OnAnyRun, find_adapter
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,34 @@ class TraceCommand(OnAnyRun):
     """File to write; None prints the lines as they come."""
     max_span: float | None = None
     """Cut every span to so many steps, to see what the model loses."""
+    live: float | None = None
+    """Shrink all lives by one share, so that so many memories are alive on average, to see what the model loses."""
+    model: str | None = None
+    """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
     tokens: int | None = None
     """Stop after so many tokens."""
+    episode: int = 0
+    """Of an agent: which of its test episodes."""
 
 
 def run_trace(args: list[str]) -> int:
     command = parse(TraceCommand, args, f"{PROGRAM} trace")
-    run = find_run(command.run, command.runs_dir)
     if command.tokens is not None and command.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {command.tokens}")
+    if command.episode < 0:
+        raise UserError(f"--episode must be 0 or more, got {command.episode}")
+    adapter = find_adapter(command.run)
     raw = None if command.text is None else _read(command.text)
-    from expire_span.view.source import open_reader
+    from expire_span.view.limit import Cut
+    from expire_span.view.source import open_adapter, open_reader
     from expire_span.view.trace import encode
 
-    reader = open_reader(run)
+    cut = Cut(command.max_span, command.live)
+    reader = open_adapter(adapter, command.model) if adapter else open_reader(find_run(command.run, command.runs_dir))
     if raw is None:
-        lines = reader.trace_sample(command.tokens, command.max_span)
+        lines = reader.trace_sample(command.tokens, cut, command.episode)
     else:
-        lines = reader.trace_text(raw[: command.tokens], command.max_span)
+        lines = reader.trace_text(raw, cut, command.tokens)
     if command.out is not None:
         write_atomic(command.out, b"".join(encode(line) for line in lines))
         print(command.out)

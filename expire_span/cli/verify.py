@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from expire_span.runs import UserError, find_run
+from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
 from .retrofit import run_verify as verify_adapter
@@ -14,10 +14,10 @@ from .runs import OnRun
 
 @dataclass(frozen=True)
 class Verify(OnRun):
-    """Stream bytes with deletion and without it, and print the largest difference between the logits."""
+    """Stream tokens with deletion and without it, and print the largest difference between the logits."""
 
     file: Path | None = None
-    """Bytes to stream; random ones by default."""
+    """Text to stream; random tokens by default."""
     tokens: int | None = None
     """How many of them; None takes three times the model's longest memory, at most 4096."""
     device: str = "cpu"
@@ -38,8 +38,7 @@ def run_verify(args: list[str]) -> int:
     from expire_span.train.devices import check_device
 
     decoder, _ = load_model(run, check_device(command.device), warn)
-    text = None if command.file is None else command.file.read_bytes()
-    found = verify(decoder, text, command.tokens)
+    found = verify(decoder, None if command.file is None else _tokens_of(command.file, run), command.tokens)
     print(
         f"{found.tokens} tokens streamed one by one with deletion, and read at once without: the largest difference between "
         f"logits is {found.difference:.2e}; {found.deleted} of {found.born} memories were deleted, {found.evicted} by the cap"
@@ -48,3 +47,13 @@ def run_verify(args: list[str]) -> int:
     verdict = "exact but for the cap's evictions" if found.evicted else "exact to rounding" if exact else "NOT exact"
     print(f"{verdict} (allowed are {found.allowed:.0e})")
     return 0 if exact else 1
+
+
+def _tokens_of(file: Path, run: RunFolder) -> list[int]:
+    """The tokens of a file as the run's model knows them: bytes, or those of its tokenizer."""
+    path = getattr(run.config.task, "tokenizer", "")
+    if not path:
+        return list(file.read_bytes())
+    from expire_span.tasks.tokens import Tokenizer
+
+    return Tokenizer(path).encode(file.read_bytes(), str(file))[0].tolist()

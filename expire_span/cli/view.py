@@ -1,4 +1,4 @@
-"""`expire-span view [RUN|TRACE]`: the page that shows what a model remembers."""
+"""`expire-span view [RUN|ADAPTER|TRACE]`: the page that shows what a model remembers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.runs import RunFolder, UserError, find_run
+from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, spell_out
+from .runs import find_adapter
 
 
 @dataclass(frozen=True)
 class View:
     """Show what a model remembers, on a page of this machine's own."""
 
-    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
-    """Name or folder of a run, or a trace file; without it, the model that ships with the package."""
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|ADAPTER|TRACE]")] = None
+    """Name or folder of a run, an adapter folder, or a trace file; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
+    model: str | None = None
+    """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
     port: int = 8700
     """Port to listen on; if it is taken, the next free one."""
     no_browser: bool = False
@@ -31,30 +34,28 @@ def run_view(args: list[str]) -> int:
     command = parse(View, spell_out(args, "--no-browser"), f"{PROGRAM} view")
     if not 1 <= command.port <= 65535:
         raise UserError(f"--port must lie between 1 and 65535, got {command.port}")
-    run, trace = _find(command)
+    path = None if command.source is None else Path(command.source)
+    trace = path if path is not None and path.is_file() else None
+    adapter = find_adapter(command.source)
+    run = None if trace or adapter else find_run(command.source, command.runs_dir)
     _check_extra()
     from expire_span.view.server import Source, bind_port, serve
     from expire_span.view.trace import read_lines
 
     if trace is not None:
         next(read_lines(trace))  # what is no trace is refused before a server starts
+    source = Source(run, trace, adapter=adapter, model=command.model)
+    if adapter is not None:
+        source.reader()  # so is a base model that cannot be found
     sock = bind_port(command.port)
     port = sock.getsockname()[1]
     if port != command.port:
         print(f"port {command.port} is in use, taking {port}")
     address = f"http://127.0.0.1:{port}/"
-    print(f"{(run.path if run else trace)} at {address} (Ctrl+C ends)", flush=True)
-    source = Source(run, trace)
+    print(f"{source.path} at {address} (Ctrl+C ends)", flush=True)
     source.describe()  # loads the model before the first page asks for it
     serve(source, sock, ready=None if command.no_browser else lambda _: _open_browser(address))
     return 0
-
-
-def _find(command: View) -> tuple[RunFolder | None, Path | None]:
-    path = Path(command.source) if command.source is not None else None
-    if path is not None and path.is_file():
-        return None, path
-    return find_run(command.source, command.runs_dir), None
 
 
 def _check_extra() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from expire_span.config import DecoderConfig
 from expire_span.runs import UserError
 from expire_span.train.estimate import count_parameters
 
@@ -15,8 +15,8 @@ STEPS = (16, 8, 1)
 CLOSE = 0.003
 
 
-def match_parameters(model: DecoderConfig, target: int) -> DecoderConfig:
-    """The decoder with `target` parameters, as nearly as whole widths allow."""
+def match_parameters(model: Any, target: int) -> Any:
+    """The decoder or policy with `target` parameters, as nearly as whole widths allow."""
     if hasattr(model.mixer, "hidden"):
         model = _match_hidden(model, target)
     best = _match_width(model, target)
@@ -33,7 +33,7 @@ def match_parameters(model: DecoderConfig, target: int) -> DecoderConfig:
     return best
 
 
-def _match_width(model: DecoderConfig, target: int) -> DecoderConfig:
+def _match_width(model: Any, target: int) -> Any:
     """Parameters are linear in ff_dim, so two counts say where the target lies."""
     base = count_parameters(replace(model, ff_dim=1))
     slope = count_parameters(replace(model, ff_dim=2)) - base
@@ -47,7 +47,7 @@ def _match_width(model: DecoderConfig, target: int) -> DecoderConfig:
     return best
 
 
-def _match_hidden(model: DecoderConfig, target: int) -> DecoderConfig:
+def _match_hidden(model: Any, target: int) -> Any:
     """The widest recurrent state that, with the recipe's own ff_dim, stays within the target."""
     low, high = 1, 8 * model.dim
     while low < high:
@@ -59,5 +59,5 @@ def _match_hidden(model: DecoderConfig, target: int) -> DecoderConfig:
     return _with_hidden(model, low)
 
 
-def _with_hidden(model: DecoderConfig, hidden: int) -> DecoderConfig:
+def _with_hidden(model: Any, hidden: int) -> Any:
     return replace(model, mixer=replace(model.mixer, hidden=hidden))

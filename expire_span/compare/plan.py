@@ -20,7 +20,7 @@ from expire_span.config import RunConfig, from_dict, to_dict
 from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import check_seal, read_json, seal, to_json, write_atomic
 from expire_span.models.systems import SYSTEMS
-from expire_span.runs import RunFolder, check_name
+from expire_span.runs import RunFolder, check_name, kind_of_run
 
 from .budgets import allowed_spans, default_memories, has_knob, split_hybrid, with_budget
 
@@ -154,7 +154,7 @@ class Comparison:
     @classmethod
     def _parse(cls, path: Path, told: dict[str, Any]) -> Comparison:
         runs = {
-            name: (from_dict(System, run["system"], name), from_dict(RunConfig, run["config"]))
+            name: (from_dict(System, run["system"], name), _read_config(run["config"]))
             for name, run in told["runs"].items()
         }
         for name in runs:
@@ -163,9 +163,7 @@ class Comparison:
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"train_seconds must be greater than 0, got {seconds!r}")
         parameters = {name: int(count) for name, count in told["parameters"].items()}
-        return cls(
-            path, str(told["recipe"]), from_dict(RunConfig, told["config"]), seconds, asdict(score), parameters, runs
-        )
+        return cls(path, str(told["recipe"]), _read_config(told["config"]), seconds, asdict(score), parameters, runs)
 
     def write(self) -> None:
         runs = {
@@ -194,6 +192,11 @@ class Comparison:
         run = RunFolder.open(path)
         check_belongs(run, self.runs[name][1], self.train_seconds)
         return run
+
+
+def _read_config(settings: Any) -> RunConfig:
+    """Settings of supervised training or of an agent."""
+    return from_dict(kind_of_run(settings), settings)
 
 
 def check_place(path: Path) -> None:
@@ -225,6 +228,8 @@ def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None
     """Refuse a run folder whose config is not the planned one; its steps are its own where time decides them."""
     if train_seconds is not None:
         config = replace(config, train=replace(config.train, steps=run.config.train.steps))
+    if run.data.get("tokenizer"):  # the run reads the copy in its own folder
+        config = replace(config, task=replace(config.task, tokenizer=run.config.task.tokenizer))  # type: ignore
     change = find_change(to_dict(run.config), to_dict(config))
     if change is not None:
         raise UserError(f"run folder {run.path} belongs to another run: it has {change}; move it away, or give --name")

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.memories import find_limits, state_bytes
 from expire_span.models.systems import find
 from expire_span.runs import UserError
 from expire_span.tasks.task import Split, Task, build_task
+from expire_span.train.build_environments import build_environments
 from expire_span.train.devices import check_device
 from expire_span.train.estimate import check_arithmetic, check_size, count_parameters, device_bytes
 from expire_span.train.progress import show_bytes
@@ -28,6 +30,8 @@ def prepare(
     path: Path, recipe: str, base: RunConfig, systems: Sequence[System], train_seconds: float | None = None
 ) -> Comparison:
     """Check the data and the device, match every system's parameters, and refuse what cannot run."""
+    if isinstance(base, AgentRunConfig):
+        return _prepare_agents(path, recipe, base, systems, train_seconds)
     device = check_device(base.train.device)
     check_arithmetic(base, device)
     task = build_task(base.task)
@@ -43,6 +47,26 @@ def prepare(
         runs[system.name] = (system, config)
         parameters[system.name] = count_parameters(config.model)
     return Comparison(path, recipe, base, train_seconds, asdict(task.score), parameters, runs)
+
+
+def _prepare_agents(
+    path: Path, recipe: str, base: AgentRunConfig, systems: Sequence[System], train_seconds: float | None
+) -> Comparison:
+    """The same for agents; the environment says what a policy reads and which actions it has."""
+    check_device(base.train.device)
+    envs = build_environments(base.task, 1)
+    base = replace(base, model=replace(base.model, observation=envs.fields, actions=envs.actions))
+    judged = envs.batched or base.task.success_return is not None
+    envs.close()
+    target = count_parameters(base.model)
+    parameters, runs = {"reference": target}, {}
+    for system in systems:
+        config = config_of(system, base)
+        config = replace(config, model=match_parameters(config.model, target))
+        runs[system.name] = (system, config)
+        parameters[system.name] = count_parameters(config.model)
+    score = {"name": "success" if judged else "return", "higher_is_better": True}
+    return Comparison(path, recipe, base, train_seconds, score, parameters, runs)
 
 
 def _check_splits(task: Task, config: RunConfig) -> int:

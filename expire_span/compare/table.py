@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.runs import RunFolder, to_json, write_atomic
 from expire_span.train.progress import show_bytes
 
@@ -45,7 +46,7 @@ class Row:
 def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
     """The numbers of one finished run."""
     result, speed = run.read_result() or {}, run.read_speed()
-    rows = run.config.train.eval_batch or run.config.train.batch
+    rows = result["rows"]
     paces = [line["ms_per_step"] for line in speed]
     steps = [line["step"] for line in speed]
     spent = sum(pace * (step - before) for pace, step, before in zip(paces, steps, [0, *steps])) / 1000
@@ -146,6 +147,8 @@ def describe_front(comparison: Comparison, rows: Sequence[Row]) -> str:
 def how_measured(comparison: Comparison) -> str:
     """One sentence that says under which conditions the numbers hold."""
     train = comparison.config.train
+    if isinstance(comparison.config, AgentRunConfig):
+        return _how_played(comparison, comparison.config)
     rows, block = train.eval_batch or train.batch, train.eval_block or train.block
     part = "the whole test split" if train.test_batches is None else f"the first {train.test_batches} batches of test"
     if comparison.train_seconds is None:
@@ -157,6 +160,18 @@ def how_measured(comparison: Comparison) -> str:
         f"Recipe {comparison.recipe}, {trained}; {comparison.score['name']} ({better} is better) over {part} in "
         f"{rows} rows of {block}-token blocks, memory carried. Bytes are of one row over all layers. "
         "Device memory is the training process's peak."
+    )
+
+
+def _how_played(comparison: Comparison, config: AgentRunConfig) -> str:
+    trained = f"{config.train.steps:,} updates of {config.train.envs} x {config.train.window} steps each"
+    if comparison.train_seconds is not None:
+        trained = f"{comparison.train_seconds:g} s of training each, as the speed at the start foretold"
+    name = comparison.score["name"]
+    return (
+        f"Recipe {comparison.recipe} in {config.task.env}, {trained}; {name} (higher is better) of the best weights "
+        f"over at least {config.train.test_episodes:,} fresh episodes. Bytes are of one environment's memory over all "
+        "layers. Device memory is the training process's peak."
     )
 
 

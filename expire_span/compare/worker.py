@@ -14,15 +14,19 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.errors import explain
 from expire_span.models.systems import load_plugins
+from expire_span.train import actor_critic, supervised
+from expire_span.train.actor_critic import AgentLearner
 from expire_span.train.loop import Learner
 from expire_span.train.memory_peak import forget_peak
-from expire_span.train.supervised import SupervisedLearner, resume, train
+from expire_span.train.supervised import SupervisedLearner
 
 from .plan import Comparison
 
@@ -42,14 +46,19 @@ def run_system(folder: Path, name: str) -> None:
         config = comparison.runs[name][1]
         if comparison.train_seconds is not None:
             config = with_steps_for(config, comparison.train_seconds)
-        train(config, folder / name, recipe=comparison.recipe, shown=False)
+        _trainer(config).train(config, folder / name, recipe=comparison.recipe, shown=False)  # type: ignore[arg-type]
     elif not run.finished:
-        resume(run, shown=False)
+        _trainer(run.config).resume(run, shown=False)
+
+
+def _trainer(config: RunConfig) -> Any:
+    """The module that trains such a run: it has train and resume."""
+    return actor_critic if isinstance(config, AgentRunConfig) else supervised
 
 
 def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
     """The run with as many steps as its steady speed makes in `seconds`, so that schedule and decay fit the time."""
-    learner = SupervisedLearner(config)
+    learner = AgentLearner(config) if isinstance(config, AgentRunConfig) else SupervisedLearner(config)
     first = _step_for(learner, WARM_SHARE * seconds, WARM_STEPS)[0]
     pace = _step_for(learner, TIMED_SHARE * seconds, TIMED_STEPS, first)[1]
     del learner

@@ -38,6 +38,8 @@ class Reading:
     hidden: Tensor | None = None
     """What the predictor read, [B, T, C]; kept by caches that teach."""
     predictor: nn.Module | None = None
+    slots: Any = None
+    """The `LayerSlots` that store and read instead, where a single token of each row is decoded over slots."""
 
 
 def register() -> None:
@@ -69,6 +71,8 @@ def attend(
             f"expiring attention has no attention dropout, got {dropout}; set it to 0 or call model.eval()"
         )
     r = expire_reading
+    if r.slots is not None:
+        return r.slots.attend(query, key, value, r.hidden, scaling), None
     q_pos = torch.arange(r.start, r.start + query.shape[2], device=query.device)
     k_pos = q_pos if r.k_pos is None else r.k_pos
     weights = dense_weights(query, key, r, q_pos, k_pos, scaling) if r.wants_weights else None

@@ -8,8 +8,9 @@ method knows them while it forgets.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ from .rivals import METHODS as RIVALS
 from .rivals import EvictingCache, observed
 
 METHODS = ("none", *RIVALS, "expire")
+MOST_DIAL = 8.0
+"""The most that spans are multiplied by where a budget leaves room."""
+CLOSE = 0.97
+"""A dial is good enough once the peak is at least this share of the budget."""
 NewCache = Callable[[], Any]
 
 
@@ -38,6 +43,8 @@ class Question:
     """Tokens [q], read after the context."""
     answer: Tensor
     """Tokens [a] that must be the likeliest, one after another."""
+    kind: str = ""
+    """What is asked for, like passkey; accuracies are given for each kind."""
 
 
 @contextlib.contextmanager
@@ -62,28 +69,40 @@ def method(handle: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Itera
 
 
 @torch.no_grad()
-def read(model: Any, cache: Any, ids: Tensor, chunk: int) -> tuple[Tensor, int]:
-    """Read ids [n]; returns each token's loss but the first's [n - 1], in nats, and the most bytes that were held."""
-    losses, peak, last = [], 0, None
-    for part in ids.unsqueeze(0).split(chunk, 1):
-        logits = model(part, past_key_values=cache, use_cache=True).logits[0].float()
-        given = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
-        losses.append(F.cross_entropy(given, part[0, len(part[0]) - len(given) :], reduction="none"))
-        last, peak = logits[-1:], max(peak, held_bytes(cache))
-    return torch.cat(losses), peak
+def read(model: Any, cache: Any, ids: Tensor, chunk: int, *, scored: bool = True) -> tuple[Tensor, Tensor]:
+    """Read documents ids [B, n]; returns each token's loss but the first's [B, n - 1] and the most bytes each row held [B].
+
+    Losses are in nats; without `scored` there are none, and the logits are not computed.
+    """
+    losses, peak, last = [], None, None
+    for part in ids.split(chunk, 1):
+        keep = 0 if scored else 1
+        logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+        if scored:
+            given = logits[:, :-1] if last is None else torch.cat([last, logits[:, :-1]], 1)
+            wanted = part[:, part.shape[1] - given.shape[1] :]
+            losses.append(F.cross_entropy(given.float().mT, wanted, reduction="none"))
+            last = logits[:, -1:]
+        held = held_bytes(cache)
+        peak = held if peak is None else torch.maximum(peak, held)
+    assert peak is not None, "a document has at least one token"
+    return torch.cat(losses, 1) if losses else ids.new_zeros(len(ids), 0, dtype=torch.float), peak
 
 
-def held_bytes(cache: Any) -> int:
-    """Bytes of living memories: keys and values, and for an expiring cache spans and positions."""
+def held_bytes(cache: Any) -> Tensor:
+    """Bytes of each row's living memories [B]: keys and values, and for an expiring cache spans and positions."""
+    total: Any = 0
     if not isinstance(cache, ExpiringCache):
-        tensors = [x for layer in cache.layers if layer.is_initialized for x in (layer.keys, layer.values)]
-        return sum(x.numel() * x.element_size() for x in tensors)
-    total = 0
+        for layer in cache.layers:
+            if layer.is_initialized:
+                one = sum(x[0].numel() * x.element_size() for x in (layer.keys, layer.values))
+                total = total + torch.full((len(layer.keys),), one, device=layer.keys.device)
+        return total
     for layer, live in zip(cache.layers, cache.live()):
         memory = layer.memory
         assert memory is not None
         one = sum(x.element_size() * x.shape[-1] for x in (memory.slots["k"], memory.slots["v"])) + 12
-        total += int(live.sum()) * one
+        total = total + live.sum(-1) * one
     return total
 
 
@@ -94,46 +113,49 @@ def peak_tokens(handle: Retrofit, share: float, context: int) -> tuple[int, int]
     return tokens, tokens * one
 
 
-def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int, rounds: int = 6) -> float:
-    """The largest multiplier of spans, up to 1, with which the documents' peak stays within `budget` bytes.
+def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, rounds: int = 8) -> float:
+    """The largest multiplier of spans, up to MOST_DIAL, with which no document's peak is above `budget` bytes.
 
-    This turns the memory down at run time. Spans below the trained ones are not what was trained.
+    This turns the memory up or down at run time; documents [B, n]. Other spans than the predicted ones are not what was
+    trained. The search stops within 3% of the budget. 0 says that even spans of 0 may be too much.
     """
-
-    def fits(dial: float) -> bool:
-        with method(handle, "expire", 0, dial) as new_cache:
-            return max(read(handle.model, new_cache(), ids, chunk)[1] for ids in documents) <= budget
-
-    if fits(1.0):
-        return 1.0
-    low, high = 0.0, 1.0
+    low, high, dial = 0.0, math.inf, 1.0
     for _ in range(rounds):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        with method(handle, "expire", 0, dial) as new_cache:
+            peak = max(int(read(handle.model, new_cache(), ids, chunk, scored=False)[1].max()) for ids in documents)
+        low, high = (dial, high) if peak <= budget else (low, dial)
+        if dial == low and (dial == MOST_DIAL or peak >= CLOSE * budget):
+            break
+        guess = min(dial * CLOSE**0.5 * budget / max(peak, 1), MOST_DIAL)
+        dial = guess if low < guess < high else (low + min(high, MOST_DIAL)) / 2
     return low
 
 
 @torch.no_grad()
-def answers(model: Any, new_cache: NewCache, question: Question, chunk: int) -> bool:
-    """Whether the answer is what greedy decoding would write after context and question."""
-    cache = new_cache()
-    read(model, cache, question.context, chunk)
-    tail = torch.cat([question.question, question.answer])
-    logits = model(tail.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
-    return bool((logits[len(question.question) - 1 : -1].argmax(-1) == question.answer).all())
+def answers(model: Any, cache: Any, questions: list[Question], chunk: int) -> list[bool]:
+    """Whether each answer is what greedy decoding would write after its context and question; contexts of one length."""
+    read(model, cache, torch.stack([q.context for q in questions]), chunk, scored=False)
+    tails = [torch.cat([q.question, q.answer]) for q in questions]
+    padded = torch.nn.utils.rnn.pad_sequence(tails, batch_first=True)  # nothing reads what stands behind an answer
+    best = model(padded, past_key_values=cache, use_cache=True).logits.argmax(-1)
+    right = []
+    for row, q in zip(best, questions):
+        first = len(q.question) - 1
+        right.append(bool((row[first : first + len(q.answer)] == q.answer).all()))
+    return right
 
 
 @torch.no_grad()
 def time_per_token(model: Any, cache: Any, token: Tensor, steps: int = 16) -> float:
-    """Median seconds of a decoding step on a cache that was filled before."""
+    """Median seconds of a decoding step over its rows, on a cache that was filled before; token [B, 1]."""
     times = []
     for _ in range(steps):
         _synchronise(token.device)
         began = time.perf_counter()
-        model(token.reshape(1, 1), past_key_values=cache, use_cache=True)
+        model(token, past_key_values=cache, use_cache=True)
         _synchronise(token.device)
         times.append(time.perf_counter() - began)
-    return float(numpy.median(times))
+    return float(numpy.median(times)) / len(token)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -149,51 +171,73 @@ def evaluate(
     budgets: list[float],
     *,
     chunk: int = 128,
+    rows: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each method and budget; documents [n] of one length."""
+    """One line for each method and budget; documents [n] of one length, read `rows` at a time."""
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
-    rows = []
+    lines = []
+    batches = [torch.stack(documents[n : n + rows]) for n in range(0, len(documents), rows)]
+    asked = _in_batches(questions, rows)
     for name in methods:
         for share in budgets if name != "none" else [1.0]:
-            row = _evaluate_one(handle, documents, questions, name, share, chunk)
-            rows.append(row)
+            line = _evaluate_one(handle, batches, asked, name, share, chunk)
+            lines.append(line)
             if progress is not None:
-                progress(row)
-    return rows
+                progress(line)
+    return lines
 
 
 def _evaluate_one(
-    handle: Retrofit, documents: list[Tensor], questions: list[Question], name: str, share: float, chunk: int
+    handle: Retrofit, documents: list[Tensor], questions: list[list[Question]], name: str, share: float, chunk: int
 ) -> dict[str, Any]:
-    tokens, budget = peak_tokens(handle, share, len(documents[0]))
+    tokens, budget = peak_tokens(handle, share, documents[0].shape[1])
     dial = find_dial(handle, documents, budget, chunk) if name == "expire" else 1.0
     device = documents[0].device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with method(handle, name, tokens, dial) as new_cache:
-        losses, peak, cache = [], 0, None
+        losses, peaks, seconds = [], [], 0.0
         for ids in documents:
             cache = new_cache()
             loss, held = read(handle.model, cache, ids, chunk)
-            losses.append(float(loss.mean()))
-            peak = max(peak, held)
-        seconds = time_per_token(handle.model, cache, documents[-1][-1])
-        right = [answers(handle.model, new_cache, question, chunk) for question in questions]
-    row: dict[str, Any] = dict(
+            losses += loss.double().mean(1).tolist()
+            peaks += held.tolist()
+            seconds = seconds or time_per_token(handle.model, cache, ids[:, -1:])
+        right = [x for batch in questions for x in answers(handle.model, new_cache(), batch, chunk)]
+    line: dict[str, Any] = dict(
         method=name, budget=share, losses=losses, perplexity=float(numpy.exp(numpy.mean(losses)))
     )
-    row |= dict(peak_bytes=peak, budget_bytes=budget, dial=dial, seconds_per_token=seconds)
-    row["accuracy"] = sum(right) / len(right) if right else None
-    row["allocator_peak"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return row
+    line |= dict(peak_bytes=max(peaks), mean_peak_bytes=sum(peaks) / len(peaks), budget_bytes=budget, dial=dial)
+    line |= dict(seconds_per_token=seconds, right=right, accuracy=sum(right) / len(right) if right else None)
+    line["accuracies"] = _by_kind([q.kind for batch in questions for q in batch], right)
+    line["allocator_peak"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return line
 
 
-def bootstrap(ours: list[float], theirs: list[float], rounds: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+def _in_batches(questions: list[Question], rows: int) -> list[list[Question]]:
+    """At most `rows` questions together, with contexts of one length."""
+    batches = []
+    for length in dict.fromkeys(len(q.context) for q in questions):
+        same = [q for q in questions if len(q.context) == length]
+        batches += [same[n : n + rows] for n in range(0, len(same), rows)]
+    return batches
+
+
+def _by_kind(kinds: list[str], right: list[bool]) -> dict[str, float]:
+    """The share of right answers of each kind of question."""
+    return {
+        kind: sum(r for k, r in zip(kinds, right) if k == kind) / kinds.count(kind) for kind in dict.fromkeys(kinds)
+    }
+
+
+def bootstrap(
+    ours: Sequence[float], theirs: Sequence[float], rounds: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
     """Mean difference of two methods' losses on the same documents, and its 95% interval by resampling documents."""
-    difference = numpy.array(ours) - numpy.array(theirs)
+    difference = numpy.array(ours, dtype=float) - numpy.array(theirs, dtype=float)
     rng = numpy.random.default_rng(seed)
     means = difference[rng.integers(len(difference), size=(rounds, len(difference)))].mean(1)
     low, high = numpy.quantile(means, [0.025, 0.975])

@@ -25,6 +25,7 @@ from .learning import LearningLayer
 from .predictors import build_predictor
 from .rotary import inverse_frequencies
 from .settings import RetrofitConfig
+from .slots import SlotCache
 
 HARD_EDGE = 0.5
 """A ramp shorter than one step: a memory has full weight up to its span and none beyond it."""
@@ -62,7 +63,7 @@ class Retrofit:
             {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
         ).to(device)
         self.dial = 1.0
-        """Multiplies all predicted spans. Below 1 it tightens the memory at run time; that is not what was trained."""
+        """Multiplies all predicted spans: below 1 it tightens the memory at run time. That is not what was trained."""
         self._length = table_length(text_config(model))
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
@@ -77,7 +78,7 @@ class Retrofit:
         """An empty cache for `past_key_values`; one that teaches keeps hidden states too, so that old memories' spans learn."""
         layers = []
         for x in self.layers:
-            ramp, frequencies = self._ramp(x), inverse_frequencies(self.model, x.module)
+            ramp, frequencies = self.ramp_of(x), inverse_frequencies(self.model, x.module)
             kind = LearningLayer if learning and x.window is None else ExpiringLayer
             layers.append(kind(ramp, self.config.cap, frequencies))
         return ExpiringCache(layers)
@@ -162,13 +163,16 @@ class Retrofit:
         """Predict the new tokens' spans and stage them with the cache."""
         hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        if isinstance(past, SlotCache):
+            step = past.layers[layer.index].slots
+            return Reading(hidden, step.clock.now, self.ramp_of(layer), hidden=hidden, slots=step)
         cache = _expiring(past, layer.index)
         start = 0 if cache is None else cache.layers[layer.index].seen
-        span = self._mark_padding(self.spans(layer, hidden), kwargs.get("attention_mask"), start, self._ramp(layer))
-        reading = Reading(span, start, self._ramp(layer), self.config.impl, hidden=hidden)
+        span = self._mark_padding(self.spans(layer, hidden), kwargs.get("attention_mask"), start, self.ramp_of(layer))
+        reading = Reading(span, start, self.ramp_of(layer), self.config.impl, hidden=hidden)
         reading.wants_weights = bool(kwargs.get("output_attentions")) or _collects_attentions()
         if cache is not None:
-            reading.predictor = self._predictor(layer)
+            reading.predictor = self.predictor_of(layer)
             cache.layers[layer.index].stage(reading)
         elif kwargs.get("attention_mask") is None:
             reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
@@ -179,16 +183,18 @@ class Retrofit:
         if layer.window is not None:
             shape = hidden.shape[0], layer.kv_heads, hidden.shape[1]
             return torch.full(shape, float(layer.window - 1), device=hidden.device)
-        predictor = self._predictor(layer)
+        predictor = self.predictor_of(layer)
         if next(predictor.parameters()).device != hidden.device:
             predictor.to(hidden.device)  # the model was moved after the retrofit
         span = predictor(hidden)
         return span if self.dial == 1.0 else span * self.dial
 
-    def _predictor(self, layer: AttentionLayer) -> nn.Module:
+    def predictor_of(self, layer: AttentionLayer) -> nn.Module:
+        """The layer's predictor; a layer with a window of its own has none."""
         return self.predictors[str(layer.index)] if layer.window is None else nn.Identity()
 
-    def _ramp(self, layer: AttentionLayer) -> float:
+    def ramp_of(self, layer: AttentionLayer) -> float:
+        """Length of the soft edge of the layer's memories; a window's edge is hard."""
         return float(self.config.ramp) if layer.window is None else HARD_EDGE
 
     def _check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -196,9 +202,11 @@ class Retrofit:
         past = kwargs.get("past_key_values")
         if isinstance(past, ExpiringCache):
             past.check_whole()
+        if self._length is None:
+            return  # positions have no end; asking a cache on a GPU for its length may wait for the device
         new = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
         tokens = (0 if past is None else int(past.get_seq_length())) + (0 if new is None else new.shape[1])
-        if self._length is not None and tokens > self._length:
+        if tokens > self._length:
             kind = type(self.model).__name__
             raise ValueError(
                 f"{kind} has a learned table of {self._length} positions, got a context of {tokens} tokens; "
@@ -231,7 +239,8 @@ class Retrofit:
     @property
     def longest_life(self) -> int:
         """Tokens after which any memory is gone."""
-        lives = [self.config.max_span + self.config.ramp if x.window is None else x.window for x in self.layers]
+        longest = self.config.max_span * max(self.dial, 1.0) + self.config.ramp
+        lives = [longest if x.window is None else x.window for x in self.layers]
         return math.ceil(max(lives))
 
 

@@ -16,19 +16,34 @@ NAMES = ("apple", "river", "candle", "marble", "falcon", "garden", "silver", "wi
 def make_questions(
     tokenizer: Any, documents: list[Tensor], count: int, kind: Literal["passkey", "pairs"], seed: int = 0
 ) -> list[Question]:
-    """Contexts as long as the documents [n] that hide one number, or several named ones of which one is asked for."""
+    """Questions about one hidden number, or about one of several named ones, in contexts of one length.
+
+    A document [n] gives a context whose question and answer fit into n tokens.
+    """
     rng = numpy.random.default_rng(seed)
-    return [_question(tokenizer, documents[i % len(documents)], kind, rng) for i in range(count)]
+    texts = [_invent(tokenizer, kind, rng) for _ in range(count)]
+    longest = max((len(question) + len(answer) for _, question, answer in texts), default=0)
+    made = []
+    for n, (facts, question, answer) in enumerate(texts):
+        text = documents[n % len(documents)]
+        context = _hide(facts, text[: len(text) - longest], rng)
+        made.append(Question(context, question.to(text.device), answer.to(text.device), kind))
+    return made
 
 
-def _question(tokenizer: Any, text: Tensor, kind: str, rng: numpy.random.Generator) -> Question:
+def _invent(tokenizer: Any, kind: str, rng: numpy.random.Generator) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Facts, the question about one of them, and its answer."""
     names = ["pass"] if kind == "passkey" else list(rng.choice(NAMES, 5, replace=False))
     codes = [str(rng.integers(10000, 99999)) for _ in names]
     asked = int(rng.integers(len(names)))
     facts = [_encode(tokenizer, f"\nThe {name} key is {code}. Remember it.\n") for name, code in zip(names, codes)]
     question = _encode(tokenizer, f"\nWhat is the {names[asked]} key? The {names[asked]} key is")
-    answer = _encode(tokenizer, f" {codes[asked]}")
-    room = len(text) - sum(map(len, facts)) - len(question) - len(answer)
+    return facts, question, _encode(tokenizer, f" {codes[asked]}")
+
+
+def _hide(facts: list[Tensor], text: Tensor, rng: numpy.random.Generator) -> Tensor:
+    """The text with facts at random places, its end cut off so that it is as long as before."""
+    room = len(text) - sum(map(len, facts))
     if room < len(facts):
         raise ValueError(f"the documents have {len(text)} tokens, too few for {len(facts)} facts and a question")
     places = numpy.sort(rng.integers(room, size=len(facts)))
@@ -36,8 +51,7 @@ def _question(tokenizer: Any, text: Tensor, kind: str, rng: numpy.random.Generat
     for place, fact in zip(places, facts):
         parts += [text[start:place], fact.to(text.device)]
         start = int(place)
-    context = torch.cat([*parts, text[start:room]])
-    return Question(context, question.to(text.device), answer.to(text.device))
+    return torch.cat([*parts, text[start:room]])
 
 
 def _encode(tokenizer: Any, text: str) -> Tensor:

@@ -63,8 +63,12 @@ class DistillConfig:
     """Optimizer steps."""
     anneal: float = 0.6
     """Share of the steps over which the budget falls from the whole context to its target."""
+    budget_from: float = 1.0
+    """Share of the context from which on the budget counts, in proportion to the tokens read; 1 is at its end only."""
     lr: float | None = None
     """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
+    decay: float = 0.3
+    """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
     gain: float = 0.1
     """How fast the weight of the span loss follows the budget."""
     initial_weight: float = 1e-5
@@ -87,7 +91,8 @@ class DistillConfig:
         )
         for name in ("context", "block", "batch", "steps", "checkpoint_every"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(0 <= self.anneal <= 1, f"anneal must lie in [0, 1], got {self.anneal}")
+        for name in ("anneal", "decay", "budget_from"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
     def target(self, ramp: int, bytes_per_token: int) -> float:
         """The budget as living memories per head at the end of a context."""

@@ -34,6 +34,10 @@ def resolve_impl(
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
+    if device.type == "mps" and impl != "reference":
+        raise ValueError(
+            f"impl={impl!r} sorts lifetimes in float64, which Apple's GPUs (device mps) do not have; move tensors to the CPU"
+        )
     if impl in ("reference", "chunked"):
         return impl
     if impl == "auto" and device.type != "cuda":

@@ -9,19 +9,20 @@ eps = normalizer_eps:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .lists import LiveList, live_lists
+from . import fused
+from .lists import LiveList
+from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
 
-_CHUNK = 128
-"""Queries per chunk. Longer chunks make matrix products more efficient; shorter ones list fewer memories that most of their
-queries cannot see."""
+_CHUNK, _LONG_CHUNK, _LONG_LIFE = 128, 512, 1024
+"""Queries per chunk; the longer chunk where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix
+products more efficient; short ones list fewer memories that most of their queries cannot see."""
 
 
 def chunked_attention(
@@ -38,82 +39,21 @@ def chunked_attention(
     scale: float,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
-    chunk: int = _CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Normalised inputs: span, k_pos [B, P, S] with P = 1 or Hkv, q_pos [B, 1, T]; see `expire_attention`."""
     no_keys = q.new_zeros(0, q.shape[-1]) if relative_keys is None else relative_keys
-    return _forward_op(q, k, v, span, q_pos, k_pos, no_keys, ramp, causal, include_self, scale, normalizer_eps, chunk)
+    chunk = chunk or _choose_chunk(q, span, ramp)
+    options = (ramp, causal, include_self, scale, normalizer_eps, chunk)
+    return _forward_op(q, k, v, span, q_pos, k_pos, no_keys, *options)[0]
 
 
-@dataclass
-class _Problem:
-    """The inputs laid out for gathering. Each of N rows has one live list, K key/value heads and K x G query heads."""
-
-    q: Tensor  # [N, K, G, T, D]
-    k: Tensor  # [N, S, K, D]
-    v: Tensor  # [N, S, K, D]
-    span: Tensor  # [N, S]
-    q_pos: Tensor  # [N, T]
-    k_pos: Tensor  # [N, S]
-    relative_keys: Tensor  # [M, D]
-    ramp: float
-    causal: bool
-    include_self: bool
-    scale: float
-    eps: float
-    chunk: int
-    finite: bool
-    """Whether all keys and values are finite numbers, so that a weight of zero removes any memory."""
-
-    def lists(self):
-        return live_lists(
-            self.span,
-            self.q_pos,
-            self.k_pos,
-            ramp=self.ramp,
-            causal=self.causal,
-            include_self=self.include_self,
-            chunk=self.chunk,
-        )
-
-
-def _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk) -> _Problem:
-    kv_heads, parts = k.shape[1], span.shape[1]
-    work = torch.promote_types(q.dtype, torch.float32)
-    k, v = k.to(work), v.to(work)
-    finite = math.isfinite(k.sum() + v.sum())  # one of them that is not finite shows in the sum
-    return _Problem(
-        _rows_of_queries(q.to(work), kv_heads, parts),
-        _rows_of_memories(k, parts),
-        _rows_of_memories(v, parts),
-        span.to(torch.promote_types(span.dtype, torch.float32)).flatten(0, 1),
-        q_pos.expand(-1, parts, -1).flatten(0, 1),
-        k_pos.flatten(0, 1),
-        relative_keys.to(work),
-        ramp,
-        causal,
-        include_self,
-        scale,
-        eps,
-        chunk,
-        finite,
-    )
-
-
-def _rows_of_queries(x: Tensor, kv_heads: int, parts: int) -> Tensor:
-    """[B, Hq, T, D] -> [N, K, G, T, D] with N = B * parts."""
-    x = x.unflatten(1, (parts, kv_heads // parts, -1))
-    return x.flatten(0, 1)
-
-
-def _rows_of_memories(x: Tensor, parts: int) -> Tensor:
-    """[B, Hkv, S, D] -> [N, S, K, D]."""
-    return x.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2).contiguous()
-
-
-def _memories_of_rows(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `_rows_of_memories`; a view where possible."""
-    return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)
+def _choose_chunk(q: Tensor, span: Tensor, ramp: float) -> int:
+    """Queries per chunk for these lives. Only the fused kernel of the CPU needs no memory for the scores of a long chunk."""
+    if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
+        return _CHUNK
+    life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
+    return _LONG_CHUNK if life > _LONG_LIFE else _CHUNK
 
 
 @dataclass
@@ -130,12 +70,11 @@ class _Chunk:
     age: Tensor | None  # [N, 1, 1, C, n], where positions are relative
 
 
-def _attend(p: _Problem, live: LiveList) -> _Chunk:
+def _attend(p: Problem, live: LiveList) -> _Chunk:
     """Attention weights of one chunk over its live list."""
-    rows, heads, group, _, dim = p.q.shape
-    q = p.q[:, :, :, live.start : live.stop]
+    group = p.q.shape[2]
     size = live.stop - live.start
-    q = q.reshape(rows, heads, group * size, dim) * p.scale
+    q = _queries(p.q, live) * p.scale
     k, v = (live.take(x).transpose(1, 2) for x in (p.k, p.v))  # [N, K, n, D]
     mask, age = _mask(p, live)
     if not p.finite:
@@ -144,7 +83,7 @@ def _attend(p: _Problem, live: LiveList) -> _Chunk:
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
     if p.eps == 0:
-        scores[..., live.full :] += mask.log()
+        scores[..., live.full :] += fused.log_of_mask(mask)
         return _Chunk(q, k, v, _softmax(scores, live, mask), mask, None, None, age)
     scores[..., live.full :].masked_fill_(mask == 0, -torch.inf)
     softmax = _softmax(scores, live, mask)
@@ -154,12 +93,17 @@ def _attend(p: _Problem, live: LiveList) -> _Chunk:
     return _Chunk(q, k, v, weight / total, mask, softmax, total, age)
 
 
+def _queries(x: Tensor, live: LiveList) -> Tensor:
+    """What belongs to the queries of a chunk, [N, K, G, T, ..] -> [N, K, G*C, ..]."""
+    return x[:, :, :, live.start : live.stop].flatten(2, 3)
+
+
 def _turned(x: Tensor) -> Tensor:
     """[N, K, n, D] -> [N, K, D, n] as a contiguous copy: CPU matrix products run up to twice as fast on it."""
     return x.transpose(-1, -2).contiguous()
 
 
-def _mask(p: _Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
+def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     """The mask of the entries that need one; and the ages of all entries if there are relative keys, else None."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
     q_pos = p.q_pos[:, live.start : live.stop, None]
@@ -186,13 +130,13 @@ def _softmax(scores: Tensor, live: LiveList, mask: Tensor) -> Tensor:
     return weight
 
 
-def _relative_index(p: _Problem, age: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _relative_index(p: Problem, age: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     window = p.relative_keys.shape[0]
     inside = (age >= 1) & (age <= window)
     return age.clamp(1, window).sub(1).expand(shape), inside
 
 
-def _relative_scores(p: _Problem, q: Tensor, age: Tensor | None, group: int) -> Tensor:
+def _relative_scores(p: Problem, q: Tensor, age: Tensor | None, group: int) -> Tensor:
     """q . p_age for the distances that have an embedding, zero beyond. [N, K, G, C, n]."""
     assert age is not None
     table = (q @ p.relative_keys.T).unflatten(2, (group, -1))  # [N, K, G, C, M]
@@ -215,26 +159,53 @@ def _forward_op(
     scale: float,
     eps: float,
     chunk: int,
-) -> Tensor:
-    p = _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+) -> tuple[Tensor, Tensor]:
+    """The output, and the logarithm of each query's normaliser [B, Hq, T], where the backward pass has a use for it."""
+    p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    rows = _rows_of_queries(y, k.shape[1], span.shape[1])
+    logs = torch.zeros(q.shape[:3], dtype=p.q.dtype, device=q.device)
+    rows, log_rows = (rows_of_queries(x, k.shape[1], span.shape[1]) for x in (y, logs))
+    if p.fuses and p.never_expires:
+        part = fused.forward_whole(p.q, p.k, p.v, p.scale)
+        rows.copy_(part.y)
+        log_rows.copy_(part.log_total)
+        return y, logs
     for live in p.lists():
-        c = _attend(p, live)
-        out = c.weight.flatten(2, 3) @ c.v
-        rows[:, :, :, live.start : live.stop] = out.unflatten(2, (rows.shape[2], -1)).to(y.dtype)
-    return y
+        if p.fuses:
+            mask, _ = _mask(p, live)
+            part = fused.forward(*_chunk_inputs(p, live), fused.log_mask(mask, live, p.q.shape[2]), p.scale)
+            _put(log_rows, live, part.log_total)
+            _put(rows, live, part.y)
+        else:
+            c = _attend(p, live)
+            _put(rows, live, c.weight.flatten(2, 3) @ c.v)
+    return y, logs
+
+
+def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
+    """q [N, K, G*C, D], k and v [N, K, n, D] of a chunk."""
+    return _queries(p.q, live), live.take(p.k).transpose(1, 2), live.take(p.v).transpose(1, 2)
+
+
+def _put(rows: Tensor, live: LiveList, part: Tensor) -> None:
+    """Write a chunk's [N, K, G*C, ..] into [N, K, G, T, ..]."""
+    rows[:, :, :, live.start : live.stop] = part.unflatten(2, (rows.shape[2], -1)).to(rows.dtype)
 
 
 @_forward_op.register_fake
 def _(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    work = torch.promote_types(q.dtype, torch.float32)
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(q.shape[:3], dtype=work, device=q.device),
+    )
 
 
 @torch.library.custom_op("expire_span::chunked_backward", mutates_args=())
 def _backward_op(
     dy: Tensor,
     y: Tensor,
+    logs: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -249,21 +220,52 @@ def _backward_op(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    p = _lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+    p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
-    dys, ys = (_rows_of_queries(x.to(p.q.dtype), kv_heads, parts) for x in (dy, y))
+    dys, ys, logs = (rows_of_queries(x.to(p.q.dtype), kv_heads, parts) for x in (dy, y, logs))
+    if p.fuses and p.never_expires:
+        whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)
+        return _as_given(
+            q, k, v, span, relative_keys, *whole, torch.zeros_like(p.span), torch.zeros_like(p.relative_keys)
+        )
     dq = torch.zeros_like(p.q)
     dk, dv, dspan = torch.zeros_like(p.k), torch.zeros_like(p.v), torch.zeros_like(p.span)
     drel = torch.zeros_like(p.relative_keys)
     for live in p.lists():
-        _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel))
-    dq = dq.mul_(scale).unflatten(0, (q.shape[0], -1)).flatten(1, 3)
-    dk, dv = (_memories_of_rows(x, q.shape[0]) for x in (dk, dv))
+        if p.fuses:
+            _fused_backward(p, live, dys, ys, logs, (dq, dk, dv, dspan))
+        else:
+            _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel))
+    return _as_given(q, k, v, span, relative_keys, dq, dk, dv, dspan, drel)
+
+
+def _as_given(q, k, v, span, relative_keys, dq, dk, dv, dspan, drel) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in the shapes and dtypes of the operator's inputs."""
+    dq = dq.unflatten(0, (q.shape[0], -1)).flatten(1, 3)
+    dk, dv = (memories_of_rows(x, q.shape[0]) for x in (dk, dv))
     dspan = dspan.unflatten(0, (q.shape[0], -1))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dspan.to(span.dtype), drel.to(relative_keys.dtype)
 
 
-def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
+def _fused_backward(
+    p: Problem, live: LiveList, dys: Tensor, ys: Tensor, logs: Tensor, grads: tuple[Tensor, ...]
+) -> None:
+    dq, dk, dv, dspan = grads
+    mask, _ = _mask(p, live)
+    q, k, v = _chunk_inputs(p, live)
+    done = fused.Forward(_queries(ys, live), _queries(logs, live))
+    log_mask = fused.log_mask(mask, live, p.q.shape[2])
+    dy = _queries(dys, live)
+    into_q, into_k, into_v = fused.backward(dy, q, k, v, done, log_mask, p.scale)
+    _put(dq, live, into_q)
+    live.add(dk, into_k.transpose(1, 2))
+    live.add(dv, into_v.transpose(1, 2))
+    fade = fused.ramp_gradient(dy, q, k[:, :, live.full :], v[:, :, live.full :], done, mask, p.scale)
+    if fade is not None:
+        live.add(dspan, F.pad(fade / p.ramp, (live.full, 0)).to(dspan.dtype))
+
+
+def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
     dq, dk, dv, dspan, drel = grads
     group = p.q.shape[2]
     span = slice(live.start, live.stop)
@@ -281,10 +283,10 @@ def _chunk_backward(p: _Problem, live: LiveList, dys: Tensor, ys: Tensor, grads:
     into_q = flat @ c.k
     if p.relative_keys.shape[0]:
         into_q += _relative_backward(p, c, ds, drel)
-    dq[:, :, :, span] = into_q.unflatten(2, (group, -1))
+    dq[:, :, :, span] = into_q.unflatten(2, (group, -1)) * p.scale
 
 
-def _score_gradient(p: _Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:
+def _score_gradient(p: Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:
     """Turn ds, which holds dw - delta, into the gradient of the scores in place; return that of the mask, summed over heads."""
     if c.softmax is None:
         ds.mul_(c.weight)
@@ -297,7 +299,7 @@ def _score_gradient(p: _Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tenso
     return dmask
 
 
-def _relative_backward(p: _Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tensor:
+def _relative_backward(p: Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tensor:
     assert c.age is not None
     index, inside = _relative_index(p, c.age, ds.shape)
     table = ds.new_zeros(*ds.shape[:-1], p.relative_keys.shape[0])
@@ -308,20 +310,20 @@ def _relative_backward(p: _Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tens
 
 
 @_backward_op.register_fake
-def _(dy, y, q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
+def _(dy, y, logs, q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
     parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
     rows = (batch * parts, memories, kv_heads // parts, dim)
-    dk, dv = (_memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
+    dk, dv = (memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
     dq, dspan, drel = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, span, relative_keys))
     return dq, dk, dv, dspan, drel
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.chunk = inputs
-    ctx.save_for_backward(output, *tensors)
+    ctx.save_for_backward(*output, *tensors)
 
 
-def _backward(ctx, dy):
+def _backward(ctx, dy, _):
     options = (ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.chunk)
     dq, dk, dv, dspan, drel = _backward_op(dy, *ctx.saved_tensors, *options)
     return dq, dk, dv, dspan, None, None, drel, *(None for _ in options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class Verdict(NamedTuple):
 
 
 @torch.inference_mode()
-def verify(decoder: Decoder, text: bytes | None = None, tokens: int | None = None) -> Verdict:
-    """Stream bytes (random ones by default) one by one, with deletion, and compare with one undeleted pass."""
+def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
+    """Stream tokens (random ones by default, or bytes) one by one, with deletion, and compare with one undeleted pass."""
     config = decoder.config
     reaches = [systems.find(m.kind).reach(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)]
     wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in reaches if r is not None], default=256))

@@ -25,6 +25,13 @@ class Batch:
     """Which positions are scored, [B, T], bool."""
     fresh: Tensor
     """Rows [B], bool, whose memory must be emptied before this block."""
+    sizes: Tensor | None = None
+    """Bytes that each target stands for, [B, T]; None where a score is taken over positions, or over bytes that are tokens."""
+
+    @property
+    def units(self) -> int:
+        """What the score of this block is a mean over: the bytes of its scored targets, or their number."""
+        return int(self.mask.sum()) if self.sizes is None else int(self.sizes[self.mask].sum())
 
 
 class BatchStream(Protocol):
@@ -68,7 +75,7 @@ class Task(Protocol):
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> BatchStream: ...
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
-        """The score from summed negative log-likelihood (nats), correct predictions and scored positions."""
+        """The score from summed negative log-likelihood (nats), correct predictions and scored positions, or their bytes."""
         ...
 
     def show(self, tokens: Tensor) -> list[str]:

@@ -35,8 +35,11 @@ PG19_URL = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 PG19_SPLITS = ("train", "validation", "test")
 SHARES = {"train": 10, "valid": 1, "test": 1}
 """Frames of a saved collision split, in shares."""
-ROWS = 1024
+ROWS = {"train": 256, "valid": 64, "test": 64}
 """Simulations side by side while a split is saved; a saved split is one of them after the other."""
+WARM_FRAMES = 16_384
+"""Frames that a simulation runs before it is saved, so that questions are as old as in one that never began; at most four times
+as many as are saved of it."""
 
 
 def make_enwik8(target: Path, source: str | None, report: Report, *, check: Check = ENWIK8) -> Path:
@@ -174,7 +177,8 @@ def make_collision(
         path = target / f"{split}.npy"
         with hold_lock(path):
             if not path.exists():
-                _save_frames(task, path, count, Simulation(task.config, min(ROWS, count), key=key_of(split, seed)))
+                rows = min(ROWS[split], count)
+                _save_frames(task, path, count, Simulation(task.config, rows, key=key_of(split, seed)))
         done += count
         report(done, frames)
     return target
@@ -183,7 +187,9 @@ def make_collision(
 def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:
     """Write one row of simulations after the other, so that neighbours in the file are neighbours in time."""
     length = -(-count // simulation.rows)
-    parts = []
+    warm, parts = min(WARM_FRAMES, 4 * length), []
+    for start in range(0, warm, 256):
+        simulation.run(min(256, warm - start))
     for start in range(0, length, 256):
         out = simulation.run(min(256, length - start))
         tokens = task.to_tokens(out).reshape(simulation.rows, -1, FRAME)

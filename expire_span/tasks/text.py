@@ -1,4 +1,4 @@
-"""Next-byte prediction over the raw bytes of a file or a folder."""
+"""Prediction of the next byte, or of the next token of a tokenizer, over the text of a file or a folder."""
 
 from __future__ import annotations
 
@@ -13,56 +13,85 @@ from torch import Tensor
 from expire_span.task_configs import TextTask
 
 from .contract import Batch, Score, Split, TaskSample, bits, sample_stretch
+from .tokens import PIECE, Tokenizer, next_character
 
 SAMPLE = 8192
-"""Bytes of a sample."""
+"""Bytes or tokens of a sample."""
 
 
 class Text:
-    """Bytes as they are, cut into training, validation and test bytes from front to back."""
+    """A text as it is, cut into training, validation and test bytes from front to back, whatever it is then read as.
 
-    vocab = 256
+    With a tokenizer, each part is read when it is first needed, so that all tokenizers are scored on the same bytes.
+    """
+
     score = Score("bpb", higher_is_better=False)
 
     def __init__(self, config: TextTask) -> None:
         self.config = config
+        self.tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
+        self.vocab = self.tokenizer.vocab if self.tokenizer is not None else 256
         self.data = read_bytes(config.path)
         valid, test = (int(len(self.data) * share) for share in (config.valid_share, config.test_share))
         train = len(self.data) - valid - test
-        self.bounds = {"train": (0, train), "valid": (train, train + valid), "test": (train + valid, len(self.data))}
+        cuts = [0, train, train + valid, len(self.data)]
+        if self.tokenizer is not None:
+            cuts = [next_character(self.data, cut) for cut in cuts]
+        self.bounds = {"train": (cuts[0], cuts[1]), "valid": (cuts[1], cuts[2]), "test": (cuts[2], cuts[3])}
+        self._tokens: dict[Split, tuple[np.ndarray, np.ndarray]] = {}
 
     def split(self, split: Split) -> np.ndarray:
         """The bytes of one split."""
         start, end = self.bounds[split]
         return self.data[start:end]
 
-    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
-        """Rows run forward through the bytes, so the data needs no seed."""
-        self._check_length(split, batch, block)
-        return (TrainRows if split == "train" else EvalRows)(self.split(split), batch=batch, block=block)
+    def tokens(self, split: Split) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens of one split, and the bytes that each stands for; None where tokens are bytes."""
+        if self.tokenizer is None:
+            return self.split(split), None
+        if split not in self._tokens:
+            self._tokens[split] = self.tokenizer.encode(self.split(split).tobytes(), self.config.path)
+        return self._tokens[split]
 
-    def _check_length(self, split: Split, batch: int, block: int) -> None:
-        have, total = len(self.split(split)), len(self.data)
+    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
+        """Rows run forward through the text, so the data needs no seed."""
+        data, sizes = self.tokens(split)
+        self._check_length(split, len(data), batch, block)
+        return (TrainRows if split == "train" else EvalRows)(data, sizes, batch=batch, block=block)
+
+    def _check_length(self, split: Split, have: int, batch: int, block: int) -> None:
         need = batch * block + 1 if split == "train" else 2
         if have < need:
-            what = f"a batch of {batch} rows of {block} bytes" if split == "train" else "one prediction"
+            unit = "bytes" if self.tokenizer is None else "tokens"
+            what = f"a batch of {batch} rows of {block} {unit}" if split == "train" else "one prediction"
             share = {"valid": self.config.valid_share, "test": self.config.test_share}
             own = share.get(split, 1 - sum(share.values()))
+            left = f"{have}" if self.tokenizer is None else f"{have} tokens"
+            width = len(self.split(split)) / max(have, 1)
             raise ValueError(
-                f"{self.config.path} is too short: its {total} bytes leave {have} for {split}, "
+                f"{self.config.path} is too short: its {len(self.data)} bytes leave {left} for {split}, "
                 f"but {what} needs {need}; "
-                f"give about {math.ceil((need + 1) / own)} bytes or more, or a smaller batch or block"
+                f"give about {math.ceil((need + 1) * max(width, 1) / own)} bytes or more, or a smaller batch or block"
             )
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return bits(nll, count)
 
+    def text_scores(self, split: Split, nll: float, tokens: int, size: int) -> dict[str, float | int | bool]:
+        """Of text read by a tokenizer: the score per token and per byte, from the bytes that the tokens stand for."""
+        if self.tokenizer is None:
+            return {}
+        whole = self.tokenizer.gives_back(self.split(split)[: 2 * PIECE].tobytes())
+        scores = {"bits_per_token": bits(nll, tokens), "bits_per_byte": bits(nll, size)}
+        return scores | {"tokens_scored": tokens, "bytes_scored": size, "tokenizer_gives_text_back": whole}
+
     def show(self, tokens: Tensor) -> list[str]:
-        return [label(byte) for byte in tokens.tolist()]
+        shown = label if self.tokenizer is None else self.tokenizer.label
+        return [shown(token) for token in tokens.tolist()]
 
     def sample(self, *, seed: int) -> TaskSample:
-        """The first bytes of the test split."""
-        return sample_stretch(self, SAMPLE, seed=seed, is_text=True)
+        """The first bytes or tokens of the test split."""
+        return sample_stretch(self, SAMPLE, seed=seed, is_text=self.tokenizer is None)
 
 
 def label(byte: int) -> str:
@@ -93,8 +122,8 @@ def read_bytes(path: str) -> np.ndarray:
 class TrainRows:
     """Endless: row r starts at r * n // batch, goes on block by block, and begins again at the front after the end."""
 
-    def __init__(self, data: np.ndarray, *, batch: int, block: int) -> None:
-        self.data, self.block = data, block
+    def __init__(self, data: np.ndarray, sizes: np.ndarray | None = None, *, batch: int, block: int) -> None:
+        self.data, self.sizes, self.block = data, sizes, block
         self.starts = [row * len(data) // batch for row in range(batch)]
         self.fresh = [True] * batch
 
@@ -103,7 +132,7 @@ class TrainRows:
 
     def __next__(self) -> Batch:
         ends = [min(start + self.block, len(self.data) - 1) for start in self.starts]
-        out = cut_rows(self.data, self.starts, ends, self.block, self.fresh)
+        out = cut_rows(self.data, self.starts, ends, self.block, self.fresh, self.sizes)
         self.fresh = [end >= len(self.data) - 1 for end in ends]
         self.starts = [0 if wraps else end for end, wraps in zip(ends, self.fresh)]
         return out
@@ -119,8 +148,8 @@ class TrainRows:
 class EvalRows:
     """Finite: the bytes in `batch` contiguous rows, every byte after the first predicted once."""
 
-    def __init__(self, data: np.ndarray, *, batch: int, block: int) -> None:
-        self.data, self.block = data, block
+    def __init__(self, data: np.ndarray, sizes: np.ndarray | None = None, *, batch: int, block: int) -> None:
+        self.data, self.sizes, self.block = data, sizes, block
         self.edges = [row * (len(data) - 1) // batch for row in range(batch + 1)]
         self.longest = max(end - start for start, end in zip(self.edges, self.edges[1:]))
         self.offset = 0
@@ -134,7 +163,7 @@ class EvalRows:
         width = min(self.block, self.longest - self.offset)
         starts = [min(start + self.offset, end) for start, end in zip(self.edges, self.edges[1:])]
         ends = [min(start + width, end) for start, end in zip(starts, self.edges[1:])]
-        out = cut_rows(self.data, starts, ends, width, [self.offset == 0] * len(starts))
+        out = cut_rows(self.data, starts, ends, width, [self.offset == 0] * len(starts), self.sizes)
         self.offset += width
         return out
 
@@ -145,14 +174,25 @@ class EvalRows:
         self.offset = state["offset"]
 
 
-def cut_rows(data: np.ndarray, starts: list[int], ends: list[int], width: int, fresh: list[bool]) -> Batch:
-    """Rows of `width` bytes from each start; what lies beyond a row's end is zero and not scored."""
+def cut_rows(
+    data: np.ndarray,
+    starts: list[int],
+    ends: list[int],
+    width: int,
+    fresh: list[bool],
+    sizes: np.ndarray | None = None,
+) -> Batch:
+    """Rows of `width` tokens from each start; what lies beyond a row's end is zero and not scored."""
     x, y = np.zeros((len(starts), width), np.int64), np.zeros((len(starts), width), np.int64)
+    of_each = None if sizes is None else np.zeros((len(starts), width), np.int64)
     for row, (start, end) in enumerate(zip(starts, ends)):
         x[row, : end - start], y[row, : end - start] = data[start:end], data[start + 1 : end + 1]
+        if of_each is not None and sizes is not None:
+            of_each[row, : end - start] = sizes[start + 1 : end + 1]
     lengths = np.subtract(ends, starts)
     mask = np.arange(width) < lengths[:, None]
-    return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.tensor(fresh))
+    counted = None if of_each is None else torch.from_numpy(of_each)
+    return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.tensor(fresh), counted)
 
 
 def check_rows(saved: int, now: int) -> None:

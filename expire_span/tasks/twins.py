@@ -28,6 +28,8 @@ from .gridworlds.sentences import LENGTH, OBJECTS, VERBS, WORDS
 
 ROLL = 256
 """Episodes that are played side by side."""
+STAGE = 32
+"""Groups of `ROLL` episodes after which training goes on to the next stage of difficulty; earlier stages stay in the mix."""
 KEEP = 64
 """Groups of `ROLL` episodes that are kept."""
 
@@ -69,7 +71,7 @@ class Twin(ABC):
         return sample_episode(self, self.longest, seed=seed, prefixes=self.marks)
 
     def stages(self, split: Split) -> list[Any]:
-        """Settings of the worlds that a split's episodes come from, each group of episodes from one of them."""
+        """Settings of the worlds that a split's episodes come from, the easiest first; each group of episodes is from one."""
         return [self.config]
 
     @abstractmethod
@@ -167,7 +169,8 @@ class RolledEpisodes:
 
     def _roll(self, group: int) -> Demonstration:
         if group not in self.rolled:
-            engine = self.engines[int(mix(self.key + np.uint64(group))[0] % np.uint64(len(self.engines)))]
+            reached = min(1 + group // STAGE, len(self.engines))
+            engine = self.engines[int(mix(self.key + np.uint64(group))[0] % np.uint64(reached))]
             engine.reset(self.seed, environments=np.arange(group * ROLL, (group + 1) * ROLL))
             self.rolled[group] = demonstrate(self.twin, engine)
             for old in sorted(self.rolled)[:-KEEP]:

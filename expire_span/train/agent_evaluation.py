@@ -62,6 +62,11 @@ class AgentResult:
     """Mean living memories per step, one number per layer; what the memory system reports where they cannot be counted."""
     peak_live: list[float]
     """The most of any row, one number per layer."""
+    rows: int = 1
+    """Environments side by side; bytes divided by it are those of one."""
+    mean_bytes: float = 0.0
+    """Mean bytes that the state of all rows and layers occupied after a step."""
+    peak_bytes: int = 0
     steps_over_oracle: float | None = None
     """Steps of all episodes over those that an expert would need; None where the environment does not say."""
     bands: list[Band] = field(default_factory=list)
@@ -146,6 +151,7 @@ class _Evaluation:
         self.peaks: Tensor | None = None
         self.episodes: list[_Episode] = []
         self.retention = RetentionCounter(policy, envs.count)
+        self.held: list[int] = []  # bytes of all rows' memories after every step
 
     @property
     def done(self) -> bool:
@@ -158,6 +164,7 @@ class _Evaluation:
         choices, _, self.state, aux = self.policy(observation, self.state)
         actions = (choices.likeliest() if self.greedy else choices.sample())[:, 0]
         self._note_memories(aux, playing)
+        self.held.append(aux.bytes_held)
         self.retention.add(aux, facts)
         frame = self.envs.step(actions)
         self.control.follow(actions, frame.ended)
@@ -206,6 +213,9 @@ class _Evaluation:
             mean_steps=whole.mean_steps,
             live=live.tolist(),
             peak_live=peaks.tolist(),
+            rows=self.envs.count,
+            mean_bytes=sum(self.held) / len(self.held),
+            peak_bytes=max(self.held),
             steps_over_oracle=_over_oracle(self.episodes),
             bands=_bands(self.episodes),
             retention=self.retention.result(),

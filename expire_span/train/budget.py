@@ -32,14 +32,14 @@ class BudgetController:
         self.target = config.live if config.live is not None else (config.bytes or 0) / (layers * bytes_per_memory)
         self._low = math.log(config.initial_weight * FLOOR_SHARE)
         self._high = math.log(config.max_weight)
-        started = 0.0 if config.start_loss is not None else 1.0
-        start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started]
-        # log weight, discounted loss sum, discounted step count, whether pressure has started
+        started = 0.0 if config.start_loss is not None or config.wait else 1.0
+        start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started, 0.0]
+        # log weight, discounted loss sum, discounted step count, whether pressure has started, steps so far
         self._state = torch.tensor(start, dtype=torch.float64, device=device)
 
     @property
     def weight(self) -> Tensor:
-        """The span loss weight of the coming step (scalar); zero until start_loss has been reached."""
+        """The span loss weight of the coming step (scalar); zero until the wait is over and start_loss has been reached."""
         return (self._state[0].exp() * self._state[3]).float()
 
     @property
@@ -49,20 +49,25 @@ class BudgetController:
     @torch.no_grad()
     def update(self, live: Tensor, loss: Tensor) -> None:
         """Take in one step's mean live memories per query and layer, and its task loss."""
-        log_weight, total, count, started = self._state.unbind()
+        log_weight, total, count, started, steps = self._state.unbind()
         keep = 1 - 1 / LOSS_MEMORY
         total, count = total * keep + loss.double(), count * keep + 1
         running = total / count
-        if self.config.start_loss is not None:
-            started = torch.maximum(started, (running < self.config.start_loss).double())
+        steps = steps + 1
+        limit = math.inf if self.config.start_loss is None else self.config.start_loss
+        started = torch.maximum(started, ((running < limit) & (steps >= self.config.wait)).double())
         error = (live.double().clamp_min(1e-9) / self.target).log().clamp(-LARGEST_ERROR, LARGEST_ERROR)
         if self.config.patience_loss is not None:
             error = torch.where(running > self.config.patience_loss, error.clamp_max(-1), error)
         log_weight = (log_weight + self.config.gain * error * started).clamp(self._low, self._high)
-        self._state = torch.stack([log_weight, total, count, started])
+        self._state = torch.stack([log_weight, total, count, started, steps])
 
     def state_dict(self) -> dict[str, list[float]]:
         return {"state": self._state.tolist()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        self._state = torch.tensor(state["state"], dtype=torch.float64, device=self._state.device)
+        saved = [
+            *state["state"],
+            *([0.0] * (len(self._state) - len(state["state"]))),
+        ]  # older states have no step count
+        self._state = torch.tensor(saved, dtype=torch.float64, device=self._state.device)

@@ -39,6 +39,8 @@ from expire_span.models.state import pack, unpack
 from .budget import BudgetController
 
 Progress = Callable[[dict[str, Any]], None]
+LEAST_RATE = 0.05
+"""Share of the learning rate that is left at the end."""
 
 
 def distill(
@@ -86,31 +88,34 @@ class Learner:
         self.device = next(handle.model.parameters()).device
         budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
         self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
-        width = handle.layers[0].dim
-        self.optimizer = torch.optim.Adam(list(handle.parameters()), lr=config.lr or 0.5 / width, betas=(0.9, 0.95))
+        self.rate = config.lr or 0.5 / handle.layers[0].dim
+        self.optimizer = torch.optim.Adam(list(handle.parameters()), lr=self.rate, betas=(0.9, 0.95))
         self.rng = numpy.random.default_rng(config.seed)
 
-    def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step over a batch of whole contexts, block by block."""
+    def step(self, step: int, share: float | None = None) -> dict[str, Any]:
+        """One optimizer step over a batch of whole contexts, block by block; `share` of the training is done before it."""
         began = time.perf_counter()
-        self.controller.target = self.target_at(step)
+        share = step / self.config.steps if share is None else share
+        self.controller.target = self.target_at(share)
+        self.set_rate(share)
         weight = self.controller.weight
-        ids, cache, teacher = (
-            self._contexts(),
-            self.handle.new_cache(learning=True),
-            DynamicCache(config=self.model.config),
-        )
-        blocks = ids.split(self.config.block, dim=1)
+        ids, cache = self._contexts(), self.handle.new_cache(learning=True)
+        teacher = DynamicCache(config=self.model.config)
         divergence, spans = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for block in blocks:
+        living = []
+        for block in ids.split(self.config.block, dim=1):
+            part = block.shape[1] / ids.shape[1]
             with torch.no_grad(), self.handle.paused():
                 wanted = self.model(block, past_key_values=teacher, use_cache=True).logits
             given = self.model(block, past_key_values=cache, use_cache=True).logits
             loss, span = kl_divergence(wanted, given), self._mean_span(cache, block.shape[1])
-            ((loss + weight * span) * (block.shape[1] / ids.shape[1])).backward()
-            divergence += loss.detach() * block.shape[1] / ids.shape[1]
-            spans += span.detach() * block.shape[1] / ids.shape[1]
-        live = self._live(cache)
+            del wanted, given
+            ((loss + weight * span) * part).backward()
+            divergence += loss.detach() * part
+            spans += span.detach() * part
+            if cache.seen >= self.config.budget_from * ids.shape[1]:
+                living.append(self._live(cache) * (ids.shape[1] / cache.seen))
+        live = torch.stack(living).log().mean().exp()
         norm = torch.nn.utils.clip_grad_norm_(self.handle.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -120,10 +125,16 @@ class Learner:
         )
         return {**line, "weight": weight.item(), "norm": norm.item(), "seconds": time.perf_counter() - began}
 
-    def target_at(self, step: int) -> float:
-        """The budget of a step: from the whole context to the target in equal ratios, then the target."""
-        done = min(1.0, step / max(1, self.config.anneal * self.config.steps))
+    def target_at(self, share: float) -> float:
+        """The budget after a share of the training: from the whole context to the target in equal ratios, then the target."""
+        done = min(1.0, share / max(1e-9, self.config.anneal))
         return self.config.context ** (1 - done) * self.target**done
+
+    def set_rate(self, share: float) -> None:
+        """The learning rate after a share of the training: constant, then falling in a line."""
+        left = min(1.0, (1 - share) / max(1e-9, self.config.decay))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * max(left, LEAST_RATE)
 
     def _contexts(self) -> Tensor:
         length = self.config.context
@@ -181,9 +192,31 @@ def _learning(cache: Any) -> list[Any]:
 
 
 def kl_divergence(wanted: Tensor, given: Tensor) -> Tensor:
-    """Mean over tokens of KL(wanted || given) in nats; logits [B, T, V]."""
-    teacher, student = (F.log_softmax(x.float(), -1) for x in (wanted, given))
-    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
+    """Mean over tokens of KL(wanted || given) in nats; logits [B, T, V], gradients to `given` only."""
+    return _Divergence.apply(wanted.flatten(0, -2), given.flatten(0, -2))  # type: ignore[return-value]
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient is computed with the value, some tokens at a time: float32 copies of all logits would not fit."""
+
+    TOKENS = 1024
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, given: Tensor) -> Tensor:
+        total, grad = torch.zeros((), device=given.device), torch.empty_like(given)
+        for n in range(0, len(given), _Divergence.TOKENS):
+            rows = slice(n, n + _Divergence.TOKENS)
+            teacher, student = (F.log_softmax(x[rows].float(), -1) for x in (wanted, given))
+            chances = teacher.exp()
+            total += (chances * (teacher - student)).sum()
+            grad[rows] = (student.exp() - chances) / len(given)
+        ctx.save_for_backward(grad)
+        return total / len(given)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor]:
+        (grad,) = ctx.saved_tensors
+        return None, grad * above[0]
 
 
 def _open_folder(folder: Path, learner: Learner) -> None:

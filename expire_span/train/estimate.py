@@ -8,8 +8,10 @@ from functools import cache
 
 import torch
 
+from expire_span.agent_configs import PolicyConfig
 from expire_span.config import DecoderConfig, RunConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.policy import Policy
 from expire_span.runs import UserError
 
 from .progress import show_bytes
@@ -68,10 +70,11 @@ def device_bytes(device: torch.device) -> int:
 
 
 @cache
-def count_parameters(model: DecoderConfig) -> int:
-    """Parameters of a decoder, without making it. Settings that do not fit together are refused here."""
+def count_parameters(model: DecoderConfig | PolicyConfig) -> int:
+    """Parameters of a decoder or a policy, without making it. Settings that do not fit together are refused here."""
     if model.layers > 2 and not model.pattern:  # every further layer has as many as the second
         one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
         return one + (model.layers - 1) * (two - one)
     with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(model).parameters())
+        made = Policy(model) if isinstance(model, PolicyConfig) else Decoder(model)
+        return sum(p.numel() for p in made.parameters())

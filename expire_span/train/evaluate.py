@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -40,9 +40,11 @@ class Result:
     peak_bytes: int
     full_bytes: float
     """Mean bytes that the keys and values of every memory seen would occupy: the price of never forgetting."""
+    text: dict[str, Any] = field(default_factory=dict)
+    """Of text read by a tokenizer: scores per token and per byte."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "text" or value}
 
 
 def memory_bytes(config: DecoderConfig, element: int = 4) -> int:
@@ -93,7 +95,7 @@ class _Totals:
         self.weights: list[tuple[int, float]] = []  # tokens and mean memories seen, per block
         self.held: list[int] = []
         self.full: list[float] = []
-        self.scored, self.rows = 0, 0
+        self.scored, self.units, self.rows = 0, 0, 0
         self.seen: Tensor | None = None  # tokens since the last reset, per row
 
     def add(self, batch: Batch, sums: dict[str, Tensor], held: int) -> None:
@@ -110,6 +112,7 @@ class _Totals:
         self.sums.append(torch.cat([sums["nll"].view(1), sums["correct"].view(1), sums["live"], sums["span"]]))
         self.held.append(held)
         self.scored += int(batch.mask.sum())
+        self.units += batch.units
 
     def result(self, task: Task, split: str) -> Result:
         if not self.sums:
@@ -121,10 +124,11 @@ class _Totals:
         live, span = table[:, 2 : 2 + layers], table[:, 2 + layers :]
         share = tokens / tokens.sum()
         nll, correct = float(table[:, 0].sum()), float(table[:, 1].sum())
+        of_text = getattr(task, "text_scores", None)
         return Result(
             split=split,
             loss=nll / max(self.scored, 1),
-            score=task.score_of(nll, correct, self.scored),
+            score=task.score_of(nll, correct, self.units),
             score_name=task.score.name,
             tokens=int(tokens.sum()),
             rows=self.rows,
@@ -135,4 +139,5 @@ class _Totals:
             mean_bytes=sum(self.held) / len(self.held),
             peak_bytes=max(self.held),
             full_bytes=sum(self.full) / len(self.full),
+            text=of_text(split, nll, self.scored, self.units) if of_text is not None else {},
         )

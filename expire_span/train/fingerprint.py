@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from expire_span.config import walk
+from expire_span.files import hash_file
 from expire_span.runs import RunFolder, UserError
 
 WHOLE = 2**30
@@ -32,7 +33,9 @@ def find_fingerprint(task: Any, config: Any) -> dict[str, Any]:
             size += file.stat().st_size
             digest.update(f"{name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
             _add_file(digest, file)
-    return {"sha256": digest.hexdigest(), "bytes": size}
+    tokenizer = getattr(config, "tokenizer", "")
+    of_tokenizer = {"tokenizer": hash_file(Path(tokenizer))} if tokenizer else {}
+    return {"sha256": digest.hexdigest(), "bytes": size, **of_tokenizer}
 
 
 def check_fingerprint(run: RunFolder, now: dict[str, Any]) -> None:

@@ -10,17 +10,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from expire_span.sizes import show_bytes
+
+__all__ = ["Clock", "Display", "Reading", "fit", "show_bytes", "show_time"]
+
 BAR_WIDTH = 24
 """Columns of the bar on a terminal."""
-
-
-def show_bytes(count: float) -> str:
-    """Bytes with three or more digits: 512 B, 12.3 kB, 4.56 GB. The one format of every page and terminal."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def show_time(seconds: float) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
 from expire_span.config import RunConfig
-from expire_span.runs import RunError, RunFolder, UserError, check_new
+from expire_span.runs import RunError, RunFolder, UserError, check_new, copy_tokenizer
 
 from .devices import describe_environment
 from .fingerprint import check_fingerprint
@@ -61,6 +61,7 @@ def make_folder(
     check_new(path)
 
     def fill(folder: Path) -> None:
+        copy_tokenizer(config, folder)
         if origin is not None:
             checkpoint.write_weights(folder, origin.weights)
 

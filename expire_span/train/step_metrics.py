@@ -21,10 +21,12 @@ class StepMetrics:
     rows: list[Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Scored positions of each step, over all processes."""
+    units: list[int] = field(default_factory=list)
+    """What the score of each step is a mean over: bytes of text, or positions again."""
     _table: Tensor | None = None
     """What `read` gave for the rows as they are."""
 
-    def add(self, pieces: list[dict[str, Tensor]], weight: Tensor, grad_norm: Tensor, count: int) -> None:
+    def add(self, pieces: list[dict[str, Tensor]], weight: Tensor, grad_norm: Tensor, count: int, units: int) -> None:
         """Note one step from what its micro-batches gave."""
         nll = torch.stack([p["nll"].detach() for p in pieces])
         head = [
@@ -36,6 +38,7 @@ class StepMetrics:
         layers = [torch.stack([p[name] for p in pieces]).mean(0) for name in ("live", "span")]
         self.rows.append(torch.cat([head, *layers, nll]))
         self.counts.append(count)
+        self.units.append(units)
         self._table = None
 
     @property
@@ -63,6 +66,7 @@ class StepMetrics:
         per_layer = table[..., len(HEAD) : len(HEAD) + 2 * self.layers].mean((0, 1)).tolist()
         steps = table.shape[0] * table.shape[1]
         line = {"nll": total["nll"], "correct": total["correct"], "count": sum(self.counts)}
+        line["units"] = sum(self.units)
         line |= {"span_loss": total["span_loss"] / steps, "span_weight": float(table[0, -1, HEAD.index("weight")])}
         line |= {"grad_norm": total["grad_norm"] / steps}
         return line | {"live": per_layer[: self.layers], "span": per_layer[self.layers :]}
@@ -84,12 +88,18 @@ class StepMetrics:
     def clear(self) -> None:
         self.rows.clear()
         self.counts.clear()
+        self.units.clear()
         self._table = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": torch.stack(self.rows) if self.rows else None, "counts": list(self.counts)}
+        return {
+            "rows": torch.stack(self.rows) if self.rows else None,
+            "counts": list(self.counts),
+            "units": list(self.units),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = [] if state["rows"] is None else list(state["rows"].unbind())
         self.counts = list(state["counts"])
+        self.units = list(state.get("units", self.counts))  # checkpoints of 0.2 and older have positions alone
         self._table = None

@@ -181,7 +181,7 @@ class SupervisedLearner:
             with nullcontext() if n == micro - 1 else self.accelerator.no_sync(self.model):
                 pieces.append(self._run_pass(n, rows, processes / count, weight / micro))
         grad_norm = self._update_weights()
-        self.step_metrics.add(pieces, weight, grad_norm, count)
+        self.step_metrics.add(pieces, weight, grad_norm, count, batch.units)
         self._update_budget(count)
         return batch.x.numel()
 
@@ -215,9 +215,9 @@ class SupervisedLearner:
         held = torch.tensor([sum(self.bytes_held)], device=self.accelerator.device)
         held = int(self.accelerator.gather(held).sum())  # type: ignore[union-attr]
         means = self.step_metrics.summary(self.accelerator)
-        nll, correct, count = means.pop("nll"), means.pop("correct"), means.pop("count")
+        nll, correct, count, units = (means.pop(name) for name in ("nll", "correct", "count", "units"))
         self.step_metrics.clear()
-        line = {"loss": nll / count, "score": self.task.score_of(nll, correct, count), **means}
+        line = {"loss": nll / count, "score": self.task.score_of(nll, correct, units), **means}
         return line | {"lr": self.train_config.lr * self.rate, "bytes_held": held}
 
     def find_fault(self) -> Fault | None:

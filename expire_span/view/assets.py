@@ -12,7 +12,19 @@ from jinja2 import Environment, PackageLoader
 
 from .trace import Trace, encode
 
-SCRIPTS = ("trace", "colours", "timeline", "tokens", "charts", "whatif", "server", "download", "main")
+SCRIPTS = (
+    "trace",
+    "colours",
+    "timeline",
+    "tokens",
+    "charts",
+    "whatif",
+    "server",
+    "download",
+    "reading",
+    "controls",
+    "main",
+)
 """Scripts in the order in which they are put together; each defines names that later ones use."""
 FOLDER = Path(__file__).parent / "page"
 

@@ -1,36 +1,110 @@
-"""What if spans were shorter: clamp every span that a decoder predicts, for a while."""
+"""What if spans were shorter: cut every span that a model predicts, for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
-from expire_span.models.decoder import Decoder
+from .trace import Line, Trace
 
 PREDICTOR = "span_predictor"
 """Name under which a memory system keeps the module that gives hidden states their spans."""
+ROUNDS = 3
+"""How often a share of life is adjusted until a budget is met; later layers' spans change with what earlier ones lose."""
+CLOSE = 0.02
+"""Share of a budget by which living memories may differ from it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Shorter lives than the model wants."""
+
+    max_span: float | None = None
+    """No memory gets a span above this, in steps."""
+    live: float | None = None
+    """A budget: all lives shrink by one share so that, over the whole text, so many memories are alive on average."""
+
+    def __post_init__(self) -> None:
+        if self.max_span is not None and not self.max_span >= 0:
+            raise ValueError(f"the longest span must be 0 or more, got {self.max_span}")
+        if self.live is not None and not self.live >= 1:
+            raise ValueError(f"the budget must be at least 1 living memory, got {self.live}")
+
+    @property
+    def active(self) -> bool:
+        return self.max_span is not None or self.live is not None
+
+
+WHOLE = Cut()
+"""No cut: lives as the model gives them."""
 
 
 @contextlib.contextmanager
-def limit_spans(decoder: Decoder, limit: float | None) -> Iterator[None]:
-    """Within the block no memory gets a span above `limit`; afterwards, and after an error too, all is as before."""
-    if limit is None:
+def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0) -> Iterator[None]:
+    """Within the block no span is above `limit`, and every life (span and ramp) is cut to a share of itself.
+
+    Afterwards, and after an error too, all is as before.
+    """
+    Cut(limit)  # refuses what is no limit
+    if limit is None and share == 1:
         yield
         return
-    if not limit >= 0:
-        raise ValueError(f"the longest span must be 0 or more, got {limit}")
-    found = [module for name, module in decoder.named_modules() if name.split(".")[-1] == PREDICTOR]
+    found = [module for name, module in model.named_modules() if name.split(".")[-1] == PREDICTOR]
+    found = (
+        list(model.values()) if isinstance(model, nn.ModuleDict) else found
+    )  # predictors by themselves: a retrofit's
     if not found:
-        raise ValueError(f"the memory system {decoder.config.mixer.kind} gives tokens no spans, so none can be cut")
+        mixer = getattr(getattr(model, "config", None), "mixer", None)
+        kind = getattr(mixer, "kind", type(model).__name__)
+        raise ValueError(f"the memory system {kind} gives tokens no spans, so none can be cut")
 
-    def clamp(module: object, args: object, span: Tensor) -> Tensor:
-        return span.clamp(max=limit)
+    def shorten(module: Any, args: object, span: Tensor) -> Tensor:
+        span = span if share == 1 else (span + module.ramp) * share - module.ramp
+        return span if limit is None else span.clamp(max=limit)
 
-    hooks = [module.register_forward_hook(clamp) for module in found]
+    hooks = [module.register_forward_hook(shorten) for module in found]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def trace_cut(model: nn.Module, cut: Cut, read: Callable[[], list[Line]]) -> list[Line]:
+    """The trace that `read` makes while lives are cut; the header says how."""
+    share, lines = 1.0, []
+    for _ in range(ROUNDS if cut.live is not None else 1):
+        with limit_spans(model, cut.max_span, share):
+            lines = read()
+        if cut.live is None or _is_met(lines, cut.live):
+            break
+        share *= find_share(Trace.of(lines), cut.live)
+    if cut.max_span is not None:
+        lines[0] |= {"max_span": cut.max_span}
+    return [lines[0] | ({"budget": cut.live} if cut.live is not None else {}), *lines[1:]]
+
+
+def mean_live(trace: Trace) -> float:
+    """Memories alive, mean over steps and layers."""
+    return float(np.mean([step["live"] for step in trace.steps]))
+
+
+def _is_met(lines: list[Line], live: float) -> bool:
+    return mean_live(Trace.of(lines)) <= live * (1 + CLOSE)
+
+
+def find_share(trace: Trace, live: float) -> float:
+    """The share of their lives, at most 1, with which a trace's memories would keep to a budget."""
+    lives = np.maximum(trace.spans + trace.header["ramp"], 0)  # [layers, heads, T]
+    left = len(trace) - np.arange(len(trace))  # steps from each birth to the end of the text
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        alive = np.minimum(np.ceil(lives * middle), left).mean((0, 1)).sum() / len(trace)
+        low, high = (middle, high) if alive < live else (low, middle)
+    return high

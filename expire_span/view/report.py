@@ -9,15 +9,26 @@ from typing import Any
 from expire_span import __version__
 from expire_span.config import to_dict
 from expire_span.runs import RunFolder, write_atomic
+from expire_span.sizes import show_bytes
 
+from .agent import AgentReader
 from .assets import environment, pack_trace, parts
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
 from .sample import Sample, find_keepsakes, marks_of, sample_from
-from .source import Reader, about_task, open_reader
+from .source import AnyReader, about_task, open_reader
 from .trace import Trace
 
 MAP_TOKENS = 400
 """Tokens of a text sample shown in its heat map and lifelines; an episode is shown whole."""
+NEARLY = 0.9
+"""A target that was met to within this share counts as met."""
+SCORES = {
+    "bpb": "bits per byte",
+    "bpc": "bits per character",
+    "success": "share of right answers",
+    "error": "share of wrong answers",
+}
+"""Scores whose name is not a word, as an axis has them."""
 VIEW_TOKENS = 2048
 """Tokens of the trace that the page carries."""
 
@@ -30,7 +41,7 @@ def write_report(run: RunFolder) -> Path:
     page["tables"] = {"Result": run.read_result() or {}, **flatten(to_dict(run.config)), "Environment": run.environment}
     page["tables"] = {name: show_values(table) for name, table in page["tables"].items() if table}
     weights, trace, page["note"] = look_inside(run)
-    page["facts"] = collect_facts(run, metrics, weights)
+    page["facts"], page["budget"] = collect_facts(run, metrics, weights), explain_budget(run)
     page["curves"] = draw_training(metrics, name_score(run))
     if trace is not None:
         page["packed"] = pack_trace(Trace(trace.header, trace.steps[:VIEW_TOKENS]))
@@ -46,12 +57,10 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
     from expire_span.checkpoint import list_checkpoints
 
-    if run.config.task.kind == "env":
-        return None, None, "This is an agent's run: expire-span eval shows what it keeps while it plays."
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
     reader = open_reader(run)
-    weights = sum(p.numel() for p in reader.decoder.parameters())
+    weights = sum(p.numel() for p in reader.model.parameters())
     try:
         trace = _trace(reader)
     except ValueError as error:  # the data has moved: the rest of the report still stands
@@ -63,9 +72,10 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     )
 
 
-def _trace(reader: Reader) -> Trace:
-    """The task's sample; without spans there is nothing to rank, and less of it will do."""
-    return Trace.of(reader.trace_sample(None if reader.tracer().spans else VIEW_TOKENS))
+def _trace(reader: AnyReader) -> Trace:
+    """The task's sample, or an agent's episode; without spans there is nothing to rank, and less of it will do."""
+    whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
+    return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))
 
 
 def name_score(run: RunFolder) -> str:
@@ -76,7 +86,7 @@ def name_score(run: RunFolder) -> str:
         score = build_task(run.config.task).score
     except ValueError:  # the data has moved
         return "score"
-    return f"{score.name} ({'higher' if score.higher_is_better else 'lower'} is better)"
+    return f"{SCORES.get(score.name, score.name)}, {'higher' if score.higher_is_better else 'lower'} is better"
 
 
 def series_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> Points:
@@ -123,9 +133,9 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
     """Heading, caption and picture of the spans and of the lifelines."""
     marks = marks_of(sample, run.config)
     width = len(sample.labels) if marks else MAP_TOKENS
-    unit = {"text": "byte of the sample", "words": "word of the sample"}.get(
-        run.config.task.kind, "step of the episode"
-    )
+    kind = "tokens" if getattr(run.config.task, "tokenizer", "") else run.config.task.kind
+    units = {"text": "byte of the sample", "words": "word of the sample", "tokens": "token of the sample"}
+    unit = units.get(kind, "step of the episode")
     layer = sample.longest_layer
     heat = draw_span_map(sample.spans[:, :width], title="Span given to each token", marks=marks, unit=unit)
     title = f"Lifelines in layer {layer + 1}, which keeps longest"
@@ -158,19 +168,30 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
     if "live_share" in values:
         facts.append(("of the memories seen", f"{values['live_share']:.1%}"))
     if values.get("full_bytes"):
-        facts.append(("bytes held", f"{show_bytes(values['mean_bytes'])} of {show_bytes(values['full_bytes'])}"))
+        rows = max(values.get("rows", 1), 1)
+        facts.append(("held per row", show_bytes(values["mean_bytes"] / rows)))
+        facts.append(("per row if nothing were forgotten", show_bytes(values["full_bytes"] / rows)))
     speed = run.read_speed()
     if speed:
         facts.append(("training time", f"{speed[-1]['seconds']:,.0f} s"))
     return facts + ([("weights", f"{weights:,}")] if weights is not None else [])
 
 
-def show_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+def explain_budget(run: RunFolder) -> str:
+    """What became of the target that training was given, in a sentence; empty where it had none or is not finished."""
+    budget, result = getattr(run.config.train, "budget", None), run.read_result()
+    if budget is None or budget.live is None or not result or not result.get("live"):
+        return ""
+    live = sum(result["live"]) / len(result["live"])
+    target = f"The budget was {budget.live:g} memories alive per query and layer, and the model ended with {live:.1f}."
+    if live < NEARLY * budget.live:
+        return (
+            f"{target} A budget is a mark that training presses down to. Below it the pressure falls, but what has become "
+            "short is made longer again only if the task gains by it, and it did not."
+        )
+    if live > budget.live / NEARLY:
+        return f"{target} The pressure on spans had not brought it down by the last step; train longer to come nearer."
+    return target
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:

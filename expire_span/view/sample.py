@@ -113,7 +113,7 @@ class LayerKeeps:
 
 def find_keepsakes(sample: Sample, config: RunConfig, *, count: int = 8) -> list[LayerKeeps]:
     """Per layer, the bytes (mean over their occurrences) and words (their longest byte) kept longest and shortest."""
-    if config.task.kind != "text":
+    if config.task.kind != "text" or getattr(config.task, "tokenizer", ""):
         return []
     out = []
     for layer, spans in enumerate(sample.spans):

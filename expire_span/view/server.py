@@ -18,10 +18,12 @@ from expire_span.checkpoint import list_checkpoints
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
 
+from .agent import AgentReader
 from .assets import render_page
 from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
+from .limit import WHOLE, Cut
 from .sessions import Session, Sessions
-from .source import Reader, open_reader
+from .source import AnyReader, open_adapter, open_reader
 from .trace import Line, encode, read_lines
 
 NEXT_PORTS = 50
@@ -33,19 +35,34 @@ MOST_WRITTEN = 100_000
 
 
 class Source:
-    """What the page shows: a run, whose newest checkpoint is taken whenever a page is opened, or a trace."""
+    """What the page shows: a run, whose newest checkpoint is taken whenever a page is opened, an adapter, or a trace."""
 
-    def __init__(self, run: RunFolder | None = None, trace: Path | None = None) -> None:
-        self.run, self.trace = run, trace
-        self._reader: Reader | None = None
+    def __init__(
+        self,
+        run: RunFolder | None = None,
+        trace: Path | None = None,
+        *,
+        adapter: Path | None = None,
+        model: str | None = None,
+    ) -> None:
+        """`model` is where the adapter's base model is, if that is not where the adapter says."""
+        self.run, self.trace, self.adapter, self.model = run, trace, adapter, model
+        self._reader: AnyReader | None = None
         self._step = ""
         self._lock = threading.Lock()
 
-    def reader(self) -> Reader:
+    @property
+    def path(self) -> Path | None:
+        return self.run.path if self.run else self.trace or self.adapter
+
+    def reader(self) -> AnyReader:
         """The model of the newest checkpoint. One that is still training moves on, and so does this."""
-        if self.run is None:
-            raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
         with self._lock:
+            if self.adapter is not None:
+                self._reader = self._reader or open_adapter(self.adapter, self.model)
+                return self._reader
+            if self.run is None:
+                raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
             newest = next((path.name for path in list_checkpoints(self.run)), "")
             if self._reader is None or newest != self._step:
                 self._reader, self._step = open_reader(self.run), newest
@@ -53,22 +70,22 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
-        info["name"] = self.run.name if self.run else self.trace.name if self.trace else ""
+        info["name"] = self.path.name if self.path else ""
         info["training"] = self.run is not None and not self.run.finished
-        if self.run is not None:
+        if self.trace is None:
             try:
                 reader = self.reader()
-                info |= {"model": True, "text": reader.reads_text, "checkpoint": self._step}
-                info["generate"] = reader.config.model.vocab == 256 and reader.reads_text
-                info["vocabulary"] = reader.config.task.kind
+                info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._step}
+                info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
+                info["vocabulary"] = reader.vocabulary
             except (RunError, ValueError) as error:
                 info["error"] = str(error)
         return info
 
-    def sample(self, limit: float | None) -> Iterator[Line]:
+    def sample(self, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
         if self.trace is not None:
             return read_lines(self.trace)
-        return self.reader().trace_sample(SAMPLE_TOKENS, limit)
+        return self.reader().trace_sample(SAMPLE_TOKENS, cut, number)
 
 
 def build_app(source: Source, port: int) -> FastAPI:
@@ -93,14 +110,15 @@ def build_app(source: Source, port: int) -> FastAPI:
 
     @app.post("/api/sample")
     async def sample(request: Request) -> StreamingResponse:
-        limit = number(await read_fields(request), "max_span", None, 0, 2**31)
-        return await _stream_lines(request, lambda: source.sample(limit))
+        fields = await read_fields(request)
+        cut, episode = _read_cut(fields), number(fields, "episode", 0, 0, 2**31)
+        return await _stream_lines(request, lambda: source.sample(cut, episode))
 
     @app.post("/api/trace")
     async def trace(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
-        limit = number(fields, "max_span", None, 0, 2**31)
-        return await _stream_lines(request, lambda: source.reader().trace_text(fields["text"], limit))
+        cut = _read_cut(fields)
+        return await _stream_lines(request, lambda: source.reader().trace_text(fields["text"], cut))
 
     @app.post("/api/generate")
     async def generate(request: Request) -> StreamingResponse:
@@ -121,6 +139,10 @@ def build_app(source: Source, port: int) -> FastAPI:
         return {"done": True}
 
     return app
+
+
+def _read_cut(fields: dict[str, Any]) -> Cut:
+    return Cut(number(fields, "max_span", None, 0, 2**31), number(fields, "live", None, 1, 2**31))
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import list_checkpoints, load_model
 from expire_span.config import RunConfig
-from expire_span.generate import START, Sampling
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
 from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.tokens import Tokenizer
 
-from .limit import limit_spans
+from .agent import AgentReader
+from .episodes import is_twin, replay_twin
+from .reader import TextReader, refuse_empty
 from .sample import sample_of
 from .trace import Line
 from .tracer import Tracer
+
+if TYPE_CHECKING:  # needs transformers
+    from .adapter import AdapterReader
+
+AnyReader = TextReader | AgentReader
 
 
 def about_task(config: RunConfig) -> str:
@@ -29,17 +36,18 @@ def about_task(config: RunConfig) -> str:
     return (type(config.task).__doc__ or "").strip().splitlines()[0]
 
 
-@dataclass
-class Reader:
-    """The model of a run, ready to read. Several threads may ask; the model serves one step at a time."""
+class Reader(TextReader):
+    """The model of a run of text, words or of any other supervised task."""
 
-    name: str
-    decoder: Decoder
-    config: RunConfig
-    own_sample: bytes | None = None
-    """Text that lies in the run folder and is read as the sample, so that the data itself need not be there."""
-    _task: Task | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, name: str, model: Decoder, config: RunConfig, own_sample: bytes | None = None) -> None:
+        """`own_sample` is text that lies in the run folder and is the sample, so that the data itself need not be there."""
+        super().__init__()
+        self.name, self.model, self.config, self.own_sample = name, model, config, own_sample
+        kind = config.task.kind
+        self.vocabulary = kind
+        self.reads_text = kind in ("text", "words")
+        self.generates = kind == "text" and config.model.vocab == 256
+        self._task: Task | None = None
 
     @classmethod
     def open(cls, run: RunFolder) -> Reader:
@@ -54,21 +62,21 @@ class Reader:
             self._task = build_task(self.config.task)
         return self._task
 
-    @property
-    def reads_text(self) -> bool:
-        return self.config.task.kind in ("text", "words")
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into tokens, where a run of text does not read bytes."""
+        path = getattr(self.config.task, "tokenizer", "")
+        return Tokenizer(path) if path else None
 
     def encode(self, raw: bytes) -> Tensor:
-        """Tokens [T] of text as this model knows them."""
         kind = self.config.task.kind
         if kind == "text":
-            tokens = list(raw)
+            tokens = list(raw) if self.tokenizer is None else self.tokenizer.encode(raw)[0].tolist()
         elif kind == "words":
             tokens = self._words(raw)
         else:
             raise UserError(f"a run of task {kind} reads no text; look at the task's sample instead")
-        if not tokens:
-            raise UserError("the text is empty, and there is nothing to remember; give at least one character")
+        refuse_empty(tokens)
         return torch.tensor(tokens, dtype=torch.long)
 
     def _words(self, raw: bytes) -> list[int]:
@@ -82,61 +90,33 @@ class Reader:
         if self.config.task.kind == "text":  # needs no data, which may have moved
             from expire_span.tasks.text import label
 
-            return [label(byte) for byte in tokens.tolist()]
+            shown = label if self.tokenizer is None else self.tokenizer.label
+            return [shown(token) for token in tokens.tolist()]
         return self.task.show(tokens)
 
     def tracer(self) -> Tracer:
-        kind = self.config.task.kind
-        return Tracer(self.decoder, name=self.name, task=kind, about=about_task(self.config), show=self.show)
+        kind = "tokens" if self.tokenizer is not None else self.config.task.kind
+        return Tracer(self.model, name=self.name, task=kind, about=about_task(self.config), show=self.show)
 
-    def trace_text(self, raw: bytes, limit: float | None = None) -> Iterator[Line]:
-        """The trace of a text; `limit` cuts all spans to so many steps."""
-        return self._read(self.encode(raw), {}, limit)
-
-    def trace_sample(self, count: int | None = None, limit: float | None = None) -> Iterator[Line]:
-        """The trace of the task's own sample, or of its first tokens."""
+    def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
+        """The task's own; of a grid world with the pictures of its episode."""
         if self.own_sample is not None:
-            return self._read(self.encode(self.own_sample)[:count], {}, limit)
+            return self.encode(self.own_sample), {}, None
         tokens, answers = sample_of(self.task, self.config)
-        return self._read(tokens[:count], answers, limit)
-
-    def _read(self, tokens: Tensor, answers: dict[int, int], limit: float | None) -> Iterator[Line]:
-        if limit is None:
-            tracer = self.tracer()
-            yield tracer.header()
-            yield from self._in_turn(tracer.read(tokens, answers))
-            return
-        with self.lock, limit_spans(self.decoder, limit):  # the clamp acts on all, so nobody else reads meanwhile
-            tracer = self.tracer()
-            lines = [tracer.header() | {"max_span": limit}, *tracer.read(tokens, answers)]
-        yield from lines
-
-    def generate(self, prompt: bytes, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
-        """The prompt, then what the model writes after it, as one trace."""
-        tokens = self.encode(prompt or START)
-        tracer = self.tracer()
-        yield tracer.header()
-        yield from self._in_turn(tracer.read(tokens))
-        yield from self._in_turn(tracer.generate(sampling, max_tokens))
-
-    def _in_turn(self, steps: Iterator[Line]) -> Iterator[Line]:
-        while True:
-            with self.lock:
-                step = next(steps, None)
-            if step is None:
-                return
-            yield step
+        return tokens, answers, replay_twin(self.task, tokens, self.config.seed) if is_twin(self.task) else None
 
 
-def open_reader(run: RunFolder) -> Reader:
+def open_reader(run: RunFolder) -> Reader | AgentReader:
     """The model of a run, or one sentence that says why there is none."""
     if not list_checkpoints(run):
         raise UserError(
             f"run {run.path} has no checkpoint yet, so there is no model to look into; wait, or train it on"
         )
-    return Reader.open(run)
+    return AgentReader.open(run) if isinstance(run.config, AgentRunConfig) else Reader.open(run)
 
 
-def is_trace(path: Path) -> bool:
-    """Whether a name means a trace: any file, while a run is a folder."""
-    return path.is_file()
+def open_adapter(folder: Path, model: str | None = None) -> AdapterReader:
+    """A retrofitted model; needs the extra hf."""
+    from .adapter import AdapterReader
+
+    return AdapterReader.open(folder, model)

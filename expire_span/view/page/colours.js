@@ -45,7 +45,7 @@ function show(number) {
 
 function showBytes(count) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (count < 1000 || unit === "GB") return `${count < 10 && unit !== "B" ? count.toFixed(1) : Math.round(count)} ${unit}`;
+    if (count < 999.5 || unit === "GB") return `${count.toFixed(unit === "B" || count >= 99.95 ? 0 : count >= 9.995 ? 1 : 2)} ${unit}`;
     count /= 1000;
   }
 }

@@ -67,6 +67,7 @@ function tokenWindow() {
 
 function drawMarks() {
   find("scrub").value = state.cursor;
+  drawEpisode();
   drawSlowly();
 }
 
@@ -76,6 +77,9 @@ function drawFacts() {
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
   const rows = [["token", visible(step.text)]];
   if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
+  if (step.action != null) rows.push(["it does", step.action]);
+  if (step.reward) rows.push(["reward", show(step.reward)]);
+  if (step.value != null) rows.push(["expects a return of", show(step.value)]);
   if (step.answer) rows.push(["asked for", `${step.answer.text}, ${show(step.answer.bits)} bits`]);
   for (let layer = 0; layer < Math.min(layers, 12); layer++) {
     const spans = step.spans ? step.spans[layer].map(show).join(", ") : "";
@@ -90,9 +94,18 @@ function drawFacts() {
     row.append(element("code", visible(text) + (text === next ? " ✓" : "")), bar, element("span", (100 * chance).toFixed(1) + "%"));
     return row;
   }));
-  find("image").hidden = !step.image;
-  if (step.image) find("image").src = "data:image/png;base64," + step.image.replace(/[^A-Za-z0-9+/=]/g, "");
+  find("expects").textContent = trace.header.task === "env" ? "It is inclined to" : "The model expects";
   find("alive").textContent = choice.death ? show(livingAt(cursor).length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers);
+}
+
+// What the agent sees at the cursor and does there. It follows at once, so that an episode can be played.
+function drawEpisode() {
+  const step = state.trace.step(state.cursor);
+  find("episode").hidden = !step.image;
+  if (!step.image) return;
+  find("image").src = "data:image/png;base64," + step.image.replace(/[^A-Za-z0-9+/=]/g, "");
+  const end = step.success == null ? "" : step.success ? " · solved" : " · failed";
+  find("doing").textContent = `${visible(step.text)}${step.action != null ? ` → ${step.action}` : ""}${end}`;
 }
 
 function livingAt(cursor) {
@@ -152,6 +165,7 @@ function setTrace(trace, keep) {
   find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${header.layers} ${header.layers > 1 ? "layers" : "layer"}` +
     (header.max_span ? `, spans up to ${show(header.max_span)} steps, ramp ${show(header.ramp)}.` : ".");
   find("layer").max = header.layers;
+  find("layer-box").hidden = header.layers < 2;
   find("head-box").hidden = header.heads < 2;
   find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
   if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
@@ -171,184 +185,9 @@ function drawLegend() {
   for (let x = 0; x < 120; x++) { context.fillStyle = css(colourAt(x / 119)); context.fillRect(x, 0, 1, 10); }
 }
 
-// Reading, comparing and writing: what needs the server
-
-async function read(path, body, text) {
-  busy?.abort();
-  stopWriting();
-  const mine = (busy = new AbortController());
-  say("reading …", true);
-  const began = performance.now();
-  try {
-    let last = 0, first = true;
-    const trace = await fetchTrace(path, body, mine.signal, (growing) => {
-      const now = performance.now();
-      if (growing.size && (first || now - last > 150)) { if (first) setTrace(growing); first = false; last = now; goToEnd(growing); soon("all"); }
-    });
-    if (!trace.size) throw new Error("there was nothing to read");
-    if (first) setTrace(trace);
-    goToEnd(trace);
-    state.text = text;
-    find("other").value = wholeText(trace).slice(0, 20000);
-    say("");
-    soon("all");
-    requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.read = trace.size; }));
-  } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
-  }
-}
-
-function readText() {
-  const text = find("text").value, size = new TextEncoder().encode(text).length;
-  if (!text) return say("the text is empty, and there is nothing to remember; give at least one character", true);
-  if (size > info.most_text) return say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace`, true);
-  return read("api/trace", { text }, text);
-}
-
-async function compare() {
-  const limit = find("limit").value === "" ? null : Number(find("limit").value), text = find("other").value;
-  const same = state.trace && text === wholeText(state.trace).slice(0, 20000), before = state.trace;
-  say("comparing …", true);
-  try {
-    const words = info.vocabulary === "words" || !info.text;
-    const after = await fetchTrace(!info.text || (same && words) ? "api/sample" : "api/trace", info.text ? { text, max_span: limit } : { max_span: limit });
-    showComparison(before, after, state.layer, state.head, range, (i) => { setTrace(after, true); goTo(i); });
-    say("");
-  } catch (error) { say(error.message, true); }
-}
-
-function write() {
-  stopWriting();
-  let trace = null;
-  writing = new Writing((line) => {
-    if (line.kind === "header") { trace = new TraceData(line); return; }
-    trace.push(line);
-    if (trace.size === 1) setTrace(trace);
-    const atEnd = state.cursor >= trace.size - 2;
-    if (atEnd) goToEnd(trace);
-    root.dataset.written = trace.size;
-    soon("all");
-  }, (error) => { writing = null; buttons(); if (error) say(error, true); });
-  const started = writing;
-  started.start({ text: find("text").value, temperature: Number(find("heat").value), seed: Number(find("seed").value) });
-  buttons();
-}
-
-function stopWriting() { if (writing) { writing.abort.abort(); writing = null; } buttons(); }
-
-function buttons() {
-  for (const name of ["pause", "step", "stop"]) find(name).disabled = !writing;
-  find("pause").textContent = writing && writing.paused ? "Resume" : "Pause";
-}
-
-function act(action) { if (writing) { writing.act(action); buttons(); } }
-
-// Buttons, keys and the pointer
-
-function connect() {
-  const on = (name, event, what) => find(name).addEventListener(event, what);
-  on("read", "click", readText);
-  on("sample", "click", () => read("api/sample", {}, null));
-  on("file", "change", async () => { const [file] = find("file").files; if (file) { if (file.size > info.most_text) say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(file.size)}`, true); else await read("api/trace", await file.arrayBuffer(), null); find("file").value = ""; } });
-  on("write", "click", write);
-  on("pause", "click", () => act(writing && writing.paused ? "resume" : "pause"));
-  on("step", "click", () => act("step"));
-  on("stop", "click", stopWriting);
-  on("compare", "click", compare);
-  on("layer", "input", () => pickLayer(Number(find("layer").value) - 1));
-  on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
-  on("layout", "change", () => { state.layout = find("layout").value; soon("all"); });
-  on("still", "change", () => soon());
-  on("scrub", "input", () => goTo(Number(find("scrub").value)));
-  on("in", "click", () => zoom(0.6));
-  on("out", "click", () => zoom(1 / 0.6));
-  on("fit", "click", fit);
-  on("before", "click", () => { state.page = Math.max(state.page - 1, 0); soon("tokens"); });
-  on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("tokens"); });
-  on("link", "click", copyLink);
-  on("export", "click", () => state.trace ? savePage(pristine, state.trace) : say("there is nothing to save yet"));
-  on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
-  for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
-  for (const name of ["tokens", "old", "new"]) connectTokens(find(name), name === "tokens");
-  on("strips", "click", (event) => { const box = find("strips").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left - MARGIN) / (box.width - MARGIN) * (to - from)); });
-  connectStage();
-  document.addEventListener("keydown", onKey);
-  darkMode.addEventListener("change", () => { timeline.quads.paint(); drawLegend(); soon("all"); });
-  new ResizeObserver(() => soon("all")).observe(root);
-}
-
-function tip(event, text) {
-  const node = find("tip");
-  node.hidden = !text;
-  if (!text) return;
-  node.textContent = text;
-  node.style.left = Math.max(Math.min(event.clientX + 14, innerWidth - node.offsetWidth - 6), 4) + "px";
-  node.style.top = Math.max(Math.min(event.clientY + 14, innerHeight - node.offsetHeight - 6), 4) + "px";
-}
-
-function describe(i) {
-  const { trace, cursor } = state, step = trace.step(i), lines = [`${visible(step.text)}   step ${show(i)}`];
-  if (choice.span) {
-    const left = choice.death[i] - cursor;
-    lines.push(`span ${show(choice.span[i])}, lives to step ${show(choice.death[i])}`);
-    lines.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
-  }
-  if (step.bits != null) lines.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
-  return lines.join("\n");
-}
-
-function connectTokens(box, main) {
-  box.addEventListener("pointermove", (event) => tip(event, main && event.target.dataset.i ? describe(Number(event.target.dataset.i)) : ""));
-  box.addEventListener("pointerleave", (event) => tip(event, ""));
-  box.addEventListener("click", (event) => { if (main && event.target.dataset.i) goTo(Number(event.target.dataset.i)); });
-}
-
-function connectStage() {
-  const stage = find("stage");
-  let drag = null;
-  const place = (event) => { const box = stage.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-  stage.addEventListener("pointerdown", (event) => { const [x] = place(event); drag = { x, from: timeline.from, to: timeline.to, moved: false }; stage.setPointerCapture(event.pointerId); });
-  stage.addEventListener("pointermove", (event) => {
-    const [x, y] = place(event);
-    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i)); return; }
-    if (Math.abs(x - drag.x) > 3) drag.moved = true;
-    const shift = (drag.x - x) / stage.clientWidth * (drag.to - drag.from);
-    if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
-  });
-  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); drag = null; });
-  stage.addEventListener("pointercancel", () => { drag = null; });
-  stage.addEventListener("pointerleave", (event) => tip(event, ""));
-  stage.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) { const shift = (event.deltaX || event.deltaY) / stage.clientWidth * (timeline.to - timeline.from); timeline.move(timeline.from + shift, timeline.to + shift); }
-    else timeline.zoom(Math.exp(Math.max(Math.min(event.deltaY, 200), -200) / 300), timeline.timeAt(place(event)[0]));
-    soon();
-  }, { passive: false });
-}
-
-function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, timeline.from), timeline.to)); soon(); }
-function fit() { timeline.move(0, timeline.end); soon(); }
-
-function onKey(event) {
-  if (/^(TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.type === "number" || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
-  if (event.target.type === "range" && event.key.startsWith("Arrow")) return;
-  if (event.key === " " && event.target.tagName === "BUTTON") return;
-  const far = event.shiftKey ? 10 : 1, wide = timeline.to - timeline.from;
-  const keys = {
-    ArrowRight: () => goTo(state.cursor + far), ArrowLeft: () => goTo(state.cursor - far), Home: () => goTo(0), End: () => goTo(state.trace.size - 1),
-    "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": fit,
-    PageDown: () => { timeline.move(timeline.from + wide, timeline.to + wide); soon(); }, PageUp: () => { timeline.move(timeline.from - wide, timeline.to - wide); soon(); },
-    l: () => pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1),
-    b: () => { state.layout = state.layout === "packed" ? "birth" : "packed"; find("layout").value = state.layout; soon("all"); },
-    Escape: stopWriting, " ": () => act(writing && writing.paused ? "resume" : "pause"),
-  };
-  const what = keys[event.key] || (event.shiftKey ? null : keys[event.key.toLowerCase()]);
-  if (what) { event.preventDefault(); what(); }
-}
-
 async function copyLink() {
   const long = state.text != null && state.text.length > LONGEST_LINK;
-  const values = { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2), text: long ? null : state.text };
+  const values = { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2), text: long ? null : state.text, episode: info.agent ? find("number").value : null };
   history.replaceState(null, "", toLink(values));
   await navigator.clipboard?.writeText(location.href).catch(() => {});
   say(long ? "the link holds the view, but not the text, which is too long for one" : "the address now opens this view, and was copied");
@@ -375,6 +214,8 @@ async function start() {
   info = await fetch("api/info").then((answer) => answer.json());
   find("name").textContent = info.name;
   find("input").hidden = !info.model;
+  find("number-box").hidden = !info.agent;
+  if (info.agent) { find("sample").textContent = "Play another episode"; find("number").value = asked.episode || 0; }
   for (const name of ["text", "read", "writing"]) find(name).hidden = !info.text;
   find("file").parentElement.hidden = !info.text;
   root.querySelector('label[for="es-text"]').hidden = !info.text;
@@ -384,7 +225,7 @@ async function start() {
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);
   else if (asked.text) { find("text").value = asked.text; await readText(); }
-  else await read("api/sample", {}, null);
+  else await readSample();
   if (state.trace && Object.keys(asked).length) restore(asked);
   if (info.training && info.model) say(`the run is still training; this is its checkpoint ${info.checkpoint}`);
   root.dataset.ready = "yes";

@@ -13,7 +13,7 @@ function fillTokens(box, trace, span, range, from, to, changed) {
   const cells = cellsOf(trace, from, to), nodes = cells.map((cell) => {
     let widest = -Infinity;
     for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
-    const text = cell.text === "\n" ? "⏎\n" : cell.text;
+    const text = cell.text.replace(/\n/g, "⏎\n");
     const node = element("span", text);
     node.dataset.i = cell.start;
     node.dataset.end = cell.end;
@@ -21,7 +21,7 @@ function fillTokens(box, trace, span, range, from, to, changed) {
     if (changed && changed(cell.start)) node.className = "es-changed";
     return node;
   });
-  box.classList.toggle("es-words", trace.header.vocabulary !== "bytes");
+  box.classList.toggle("es-words", !["bytes", "pieces"].includes(trace.header.vocabulary));
   box.replaceChildren(...nodes);
   Object.assign(box, { cells, nodes, marks: new Uint8Array(cells.length) });
 }

@@ -151,7 +151,7 @@ function cellsOf(trace, from, to) {
 // The text as it was read, for the fields in which it can be changed.
 function wholeText(trace) {
   if (trace.header.vocabulary === "bytes") return new TextDecoder().decode(Uint8Array.from(trace.token));
-  return trace.text.join(" ");
+  return trace.text.join(trace.header.vocabulary === "pieces" ? "" : " ");
 }
 
 function parseLines(text) {

@@ -1,0 +1,152 @@
+"""Time of a decoding step of a retrofitted model after a long context, for caches that hold everything and for ours.
+
+    full, static     transformers' StaticCache and its attention, the forward pass recorded as a CUDA graph
+    full, slots      our slots and kernel with spans that never end, recorded: the same code, only nothing expires
+    expire, slots    the adapter's spans, recorded
+    expire, cache    the ExpiringCache, launched kernel by kernel
+
+Each is checked first: the logits after the prompt's last token must be those of the cache that read the prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from expire_span.hf.decoding import RetrofitEngine
+
+STEPS = 256
+NEVER = 1e4
+"""A dial with which nothing expires."""
+
+
+@torch.no_grad()
+def decode_times(handle: Any, ids: Tensor, chunk: int = 512) -> list[dict[str, Any]]:
+    """Mean seconds of a step over STEPS steps after documents ids [B, n], one line for each kind of cache."""
+    lines = []
+    for name, measure in KINDS.items():
+        torch.cuda.empty_cache() if ids.is_cuda else None
+        try:
+            line = measure(handle, ids, chunk)
+        except (RuntimeError, ValueError, AttributeError) as error:  # the others are still worth measuring
+            line = {"error": f"{type(error).__name__}: {error}"}
+        lines.append({"cache": name, "rows": len(ids), "context": ids.shape[1], **line})
+        print(lines[-1], flush=True)
+    return lines
+
+
+def _static(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+    length = ids.shape[1] + STEPS + 16
+    with handle.paused() as model:
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        logits = _fill(model, cache, ids[:, :-1], chunk)
+        place = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
+        token, every = ids[:, -1:].clone(), torch.arange(length, device=ids.device)
+
+        def step() -> None:
+            mask = (every <= place[0]).view(1, 1, 1, length)
+            out = model(
+                token, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            logits.copy_(out.logits[:, -1])
+            place.add_(1)
+
+        step()
+        first = logits.clone()
+        seconds = _time(_recorded(step, ids.device), ids.device)
+    return {"seconds": seconds, "error_of_first": _error(first, _wanted(handle, ids, chunk, full=True))}
+
+
+def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str, Any]:
+    handle.dial = dial
+    try:
+        cache = handle.new_cache()
+        logits = _fill(handle.model, cache, ids[:, :-1], chunk)
+        engine = RetrofitEngine(handle, len(ids))
+        engine.begin(cache, logits)
+        live = float(engine.live.mean())
+        del cache
+        engine.tokens.copy_(ids[:, -1])
+        engine.advance(None)
+        first = engine.logits.clone()
+        for _ in range(70):  # past a compaction, so that everything is recorded
+            engine.advance(None)
+        seconds = _time(lambda: engine.advance(None), ids.device)
+        wanted = _wanted(handle, ids, chunk, full=False)
+    finally:
+        handle.dial = 1.0
+    return {"seconds": seconds, "live": live, "bytes": engine.bytes_held, "error_of_first": _error(first, wanted)}
+
+
+def _full_slots(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+    return _slots(handle, ids, chunk, NEVER)
+
+
+def _plain(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+    cache = handle.new_cache()
+    _fill(handle.model, cache, ids, chunk)
+    token = ids[:, -1:]
+    step = lambda: handle.model(token, past_key_values=cache, use_cache=True)  # noqa: E731
+    return {"seconds": _time(step, ids.device, 32)}
+
+
+KINDS: dict[str, Callable[[Any, Tensor, int], dict[str, Any]]] = {
+    "full, static": _static,
+    "full, slots": _full_slots,
+    "expire, slots": _slots,
+    "expire, cache": _plain,
+}
+
+
+def _fill(model: Any, cache: Any, ids: Tensor, chunk: int) -> Tensor:
+    """Read ids [B, n]; the logits of the next token."""
+    logits = torch.zeros(())
+    for part in ids.split(chunk, 1):
+        logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return logits
+
+
+def _wanted(handle: Any, ids: Tensor, chunk: int, *, full: bool) -> Tensor:
+    """Logits after the first two documents, by a cache that was tested elsewhere."""
+    from transformers import DynamicCache
+
+    if not full:
+        return _fill(handle.model, handle.new_cache(), ids[:2], chunk)
+    with handle.paused() as model:
+        return _fill(model, DynamicCache(config=model.config), ids[:2], chunk)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    """Mean difference over the spread of the logits."""
+    found = found[: len(wanted)].float()
+    return float((found - wanted.float()).abs().mean() / wanted.float().std())
+
+
+def _recorded(step: Callable[[], None], device: torch.device) -> Callable[[], Any]:
+    if device.type != "cuda":
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _time(step: Callable[[], Any], device: torch.device, steps: int = STEPS) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    step()
+    wait()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return (time.perf_counter() - began) / steps

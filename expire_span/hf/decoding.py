@@ -1,0 +1,151 @@
+"""Decoding of retrofitted models over slots: one token of every row a step, on a GPU one replay of a recorded CUDA graph.
+
+engine = RetrofitEngine(handle, rows=2)
+engine.begin(cache, logits)      # an ExpiringCache that has read the prompts, and the logits after them
+engine.advance(Sampling(), generator); engine.tokens, engine.logits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.models.slot_step import Clock, SlotRules
+from expire_span.sampling import Sampling
+from expire_span.stream.engines import SteadyEngine
+
+from .cache import ExpiringCache
+from .handle import Retrofit
+from .layouts import ROTARY, text_config
+from .rotary import inverse_frequencies
+from .slots import LayerSlots, SlotCache, span_form
+
+REBASE_AFTER = 2**15
+"""Tokens between two re-basings: float32 rotary angles of transformers err by 0.03 in a score at position 1e6."""
+
+
+def can_decode(handle: Retrofit) -> bool:
+    """Whether slots serve this model: rotary positions that do not depend on the length of the context."""
+    if text_config(handle.model).model_type not in ROTARY:
+        return False
+    return all(inverse_frequencies(handle.model, x.module) is not None for x in handle.layers)
+
+
+class RetrofitStepper:
+    """A retrofitted model as steps over `rows` rows: what a `SteadyEngine` repeats."""
+
+    def __init__(self, handle: Retrofit, rows: int) -> None:
+        if not can_decode(handle):
+            kind = text_config(handle.model).model_type
+            raise ValueError(f"decoding over slots needs a model with rotary positions of any length, got {kind}")
+        self.handle, self.model = handle, handle.model
+        like = next(handle.model.parameters())
+        self.clock = Clock(like.device, None, like.dtype)
+        self.slot_layers: list[LayerSlots] = []
+        for x in handle.layers:
+            rules = self._rules(x)
+            layer = LayerSlots(x, rules, self.clock, inverse_frequencies(self.model, x.module), like)
+            layer.allocate(rows)
+            self.slot_layers.append(layer)
+        self.cache = SlotCache(self.slot_layers)
+
+    def _rules(self, layer: Any) -> SlotRules:
+        handle = self.handle
+        form = span_form(handle.predictor_of(layer), layer, handle.dial)
+        assert form is not None
+        limit = layer.window if layer.window is not None else handle.longest_life + 1
+        cap = handle.config.cap if layer.window is None else None
+        return SlotRules(handle.ramp_of(layer), cap, True, 0.0, min(limit, cap or limit), handle.config.impl, form)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after tokens [B]; the caller keeps the clock."""
+        place = (self.clock.epoch_on_device + self.clock.on_device).view(1, 1)
+        out = self.model(tokens.unsqueeze(1), position_ids=place, past_key_values=self.cache, use_cache=True)
+        return out.logits[:, -1]
+
+    @torch.no_grad()
+    def compact(self) -> None:
+        for layer in self.slot_layers:
+            layer.slots.compact()
+        self.clock.begin_epoch()
+
+    def tensors(self) -> dict[str, Tensor]:
+        layers = enumerate(self.slot_layers)
+        return {f"layer{n}.{name}": x for n, layer in layers for name, x in layer.slots.tensors().items()}
+
+
+@dataclass(frozen=True)
+class _Face:
+    """What an engine asks a decoder for."""
+
+    embed: Any
+    config: Any
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    vocab: int
+
+
+class RetrofitEngine(SteadyEngine):
+    """Rows of a retrofitted model that go on from what an `ExpiringCache` remembers."""
+
+    stepper: RetrofitStepper  # type: ignore[assignment]
+
+    def __init__(self, handle: Retrofit, rows: int) -> None:
+        embed: nn.Module = handle.model.get_input_embeddings()
+        face = _Face(embed, _Vocabulary(text_config(handle.model).vocab_size))
+        super().__init__(face, rows, RetrofitStepper(handle, rows))  # type: ignore[arg-type]
+        self.handle = handle
+        self.active = [False] * rows
+
+    def begin(self, cache: ExpiringCache, logits: Tensor, rows: list[int] | None = None) -> None:
+        """Rows (all by default) go on from what a cache remembers of as many; logits [B, V] of their next tokens."""
+        rows = list(range(self.rows)) if rows is None else rows
+        held = len(logits)
+        if held != len(rows):
+            raise ValueError(f"{len(rows)} rows need a cache with as many, got {held}")
+        if not any(self.active):
+            self.clock.set(cache.seen, 0)
+        self.load(rows, cache.layers, logits)  # type: ignore[arg-type]
+        for row in rows:
+            self.active[row] = True
+
+    @torch.no_grad()
+    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+        self._note_counts()
+        where = torch.tensor(rows, device=self.device)
+        for layer, part in zip(self.stepper.slot_layers, state):
+            found = layer.memories(part)
+            if layer.make_room([max(a, b) for a, b in zip(layer.count(found), layer.most)]):
+                self._forget_graphs()
+            layer.load(where, found)
+        self.logits[where] = logits.float()
+
+    @torch.no_grad()
+    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
+        super().advance(sampling, generator)
+
+    def _compact(self) -> None:
+        super()._compact()
+        offset = self.clock.epoch - self.handle.longest_life
+        if offset >= REBASE_AFTER:
+            for layer in self.stepper.slot_layers:
+                layer.rebase(offset)
+            self.clock.set(self.clock.epoch - offset, self.clock.column)
+
+    @property
+    @torch.no_grad()
+    def live(self) -> Tensor:
+        return torch.stack([x.slots.live(self.clock.column).float().mean(1) for x in self.stepper.slot_layers])
+
+    def selected(self, rows: Tensor) -> RetrofitEngine:
+        self._note_counts()
+        other = RetrofitEngine(self.handle, len(rows))
+        other.unpacked(*self.packed(rows))
+        other.active = [self.active[row] for row in rows.tolist()]
+        return other

@@ -1,0 +1,170 @@
+"""A retrofitted model's memories in slots of fixed size, so that one token of every row is one recorded CUDA graph on a GPU.
+
+`SlotCache` is handed to the model as `past_key_values`, one new token of each row at a time. Its layers pass keys and values
+through; the attention function then stores them and reads the living (`LayerSlots.attend`). Nothing
+waits for the device and nothing that the host alone knows is used, so the model's own forward pass can be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from expire_span.models.lifetimes import LifetimeRule, SpanForm
+from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
+from expire_span.ops.slots import attend_slots, slot_kernel_serves
+from expire_span.store import ExpiringMemory
+from expire_span.store.slots import FRESH, Slots
+
+from .layouts import AttentionLayer
+from .rotary import turn_keys
+
+
+class LayerSlots(SlotStep):
+    """The slots of one attention layer; projections and rotation are the model's own."""
+
+    def __init__(
+        self, layer: AttentionLayer, rules: SlotRules, clock: Clock, frequencies: Tensor | None, like: Tensor
+    ) -> None:
+        self.rules, self.clock, self.frequencies, self.like = rules, clock, frequencies, like
+        self.kv_heads, self.head_dim = layer.kv_heads, layer.head_dim
+        self.form = SpanForm(*(x.to(like.device).contiguous() for x in rules.form))
+        self.edge = self.form.low + rules.ramp
+        self.fused = slot_kernel_serves(rules.impl, like)
+        self.most = [0] * layer.kv_heads
+        self.slots: Slots
+
+    def allocate(self, rows: int, capacity: list[int] | None = None) -> None:
+        capacity = capacity or self.capacity_for([0] * self.kv_heads)
+        like, r = self.like, self.rules
+        self.slots = Slots(rows, self.head_dim, capacity, ramp=r.ramp, cap=r.cap, dtype=like.dtype, device=like.device)
+        self._adopt()
+
+    def memories(self, state: Any) -> Memories:
+        """What a layer of an ExpiringCache remembers."""
+        memory, now = state.memory, state.seen
+        assert isinstance(memory, ExpiringMemory)
+        return Memories(memory["k"], memory["v"], memory.span, memory.pos, now)
+
+    def load(self, rows: Tensor, found: Memories) -> None:
+        keys, offset = found.k, self.clock.now - found.now
+        if offset and keys.shape[2]:
+            assert self.frequencies is not None, "rows of unequal age need rotary positions"
+            keys = turn_keys(keys, offset, self.frequencies)
+        self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
+        counts = self.slots.counts[rows].amax(0).tolist()
+        self.most = [max(a, b) for a, b in zip(self.most, counts)]
+        self.refresh()
+
+    def rebase(self, offset: int) -> None:
+        """Turn all keys back by `offset` positions; positions in the slots count from the last compaction anyway."""
+        assert self.frequencies is not None
+        frequencies = self.frequencies
+        self.slots.map_keys(lambda keys: turn_keys(keys, -offset, frequencies))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None) -> Tensor:
+        """Store one memory of each row and head, and read: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, 1, Hq, D]."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        step = self._attend_fused if self.fused else self._attend_plainly
+        y = step(query, key, value, hidden.squeeze(1), scale)
+        if self.rules.cap is not None:
+            self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
+        return y.view(len(query), 1, query.shape[1], -1)
+
+    def _attend_fused(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
+
+        heads = query.shape[1]
+        return triton_step(
+            torch.cat([x.flatten(1).to(query.dtype) for x in (query, key, value)], 1),
+            hidden.contiguous(),
+            SpanRule(*self.form),
+            Fields(*self.fields),
+            self.clock.on_device,
+            group=heads // self.kv_heads,
+            fresh=FRESH,
+            ramp=self.rules.ramp,
+            scale=scale,
+            include_self=True,
+            qk_norm=False,
+            splits=choose_splits(self.slots.rows * heads, FRESH + max(self.slots.capacity)),
+        )
+
+    def _attend_plainly(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        column = self.clock.column
+        logits = torch.nn.functional.linear(hidden.float(), self.form.weight) + self.form.bias
+        edge = torch.addcmul(self.edge, torch.sigmoid(logits), self.form.room)
+        for buffer, x in ((self.k, key.squeeze(2)), (self.v, value.squeeze(2)), (self.edges, edge)):
+            buffer.select(2, column).copy_(x)
+        keys, values, edges, births = self.reading
+        left = (births - column).add_(edges)
+        return attend_slots(query.squeeze(2), keys, values, left, ramp=self.rules.ramp, scale=scale)
+
+
+class SlotLayer(CacheLayerMixin):
+    """The cache layer that transformers sees."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, slots: LayerSlots) -> None:
+        super().__init__()
+        self.slots = slots
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The base class writes this; slots are there from the beginning."""
+
+    @property
+    def seen(self) -> int:
+        return self.slots.clock.now
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if key_states.shape[2] != 1:
+            raise ValueError(f"slots take one token of each row at a time, got {key_states.shape[2]}")
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(f"slots cannot take back {abs(tokens_to_remove)} tokens, because what expired is gone")
+
+
+class SlotCache(Cache):
+    """Memories of all layers in slots; an engine of hf/decoding.py makes and fills it."""
+
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: list[LayerSlots]) -> None:
+        super().__init__(layers=[SlotLayer(x) for x in layers])  # type: ignore[arg-type]
+
+
+def span_form(predictor: Any, layer: AttentionLayer, dial: float) -> SpanForm | None:
+    """How a layer's spans follow from hidden states, in the form of the kernel."""
+    if layer.window is not None:
+        return SpanForm.constant(torch.full((layer.kv_heads,), layer.window - 1.0), layer.dim)
+    assert isinstance(predictor, LifetimeRule)
+    form = predictor.span_form(layer.dim)
+    return form if form is None else form._replace(low=form.low * dial, room=form.room * dial)

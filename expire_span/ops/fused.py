@@ -1,0 +1,96 @@
+"""PyTorch's fused attention of the CPU over the live list of one chunk, and the gradient of spans, which it does not give.
+
+The fused kernel keeps a block of scores in the processor's cache. It takes the mask as a term of the scores, log m, and returns
+the logarithm of each query's normaliser, from which any weight can be had again: w = exp(score + log m - log total).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .lists import LiveList
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Forward(NamedTuple):
+    y: Tensor  # [N, K, Q, D]; zero for a query that sees no living memory
+    log_total: Tensor  # [N, K, Q]
+
+
+def log_of_mask(mask: Tensor) -> Tensor:
+    """log m, with minus infinity for 0: log(0) itself takes an x86 processor forty times as long as any other logarithm."""
+    return mask.clamp_min(torch.finfo(mask.dtype).tiny).log_().masked_fill_(mask == 0, -torch.inf)
+
+
+def log_mask(mask: Tensor, live: LiveList, group: int) -> Tensor | None:
+    """log m of all entries [N, 1, G*C, n] from the mask [N, 1, 1, C, n - full]; None where every weight is full."""
+    if mask.shape[-1] == 0:
+        return None
+    whole = F.pad(log_of_mask(mask[:, :, 0]), (live.full, 0))
+    return whole if group == 1 else whole.repeat(1, 1, group, 1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor | None, scale: float) -> Forward:
+    """q [N, K, Q, D] over k, v [N, K, n, D] under log_mask [N, 1, Q, n]."""
+    return Forward(*_forward(q, k, v, 0.0, False, attn_mask=log_mask, scale=scale))
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Forward, log_mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    return _backward(dy, q, k, v, done.y, done.log_total, 0.0, False, attn_mask=log_mask, scale=scale)
+
+
+def forward_whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Forward:
+    """Causal attention in which nothing expires: q [N, K, G, T, D] over k, v [N, T, K, D]; y and log_total by [N, K, G, T]."""
+    y, log_total = _forward(q.flatten(1, 2), *_by_query_head(q, k, v), 0.0, True, attn_mask=None, scale=scale)
+    return Forward(y.view(q.shape), log_total.view(q.shape[:-1]))
+
+
+def backward_whole(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Forward, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of `forward_whole`, in their shapes."""
+    dy, flat, y, log_total = (x.flatten(1, 2) for x in (dy, q, *done))
+    dq, dk, dv = _backward(dy, flat, *_by_query_head(q, k, v), y, log_total, 0.0, True, attn_mask=None, scale=scale)
+    dk, dv = (x.unflatten(1, q.shape[1:3]).sum(2).transpose(1, 2).contiguous() for x in (dk, dv))
+    return dq.view(q.shape), dk, dv
+
+
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Keys and values [N, K*G, T, D], those of a group of query heads repeated."""
+    return [x.transpose(1, 2).repeat_interleave(q.shape[2], 1) if q.shape[2] > 1 else x.transpose(1, 2) for x in (k, v)]
+
+
+def ramp_gradient(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Forward, mask: Tensor, scale: float
+) -> Tensor | None:
+    """The gradient of the mask, summed over heads and over the queries for which a memory is on its ramp, [N, n].
+
+    k, v [N, K, n, D] and mask [N, 1, 1, C, n] of the entries that have a mask. None where none of them is on its ramp.
+    """
+    on_ramp, width = (mask > 0) & (mask < 1), mask.shape[-1]  # [N, 1, 1, C, n]
+    columns = on_ramp.any(3).flatten(0, 2).any(0).nonzero().squeeze(1)
+    if not len(columns):
+        return None
+    begin, end = int(columns[0]), int(columns[-1]) + 1
+    if 2 * len(columns) >= end - begin:  # most of the columns between the first and the last: views, without a copy
+        columns = slice(begin, end)
+    k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
+    size = mask.shape[3]
+    weight = torch.baddbmm(
+        -done.log_total.flatten(0, 1).unsqueeze(-1), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale
+    ).exp_()  # [N*K, Q, r]: weights without their mask, which is the derivative of w by m
+    delta = (dy * done.y).sum(-1).flatten(0, 1).unsqueeze(-1)
+    weight *= torch.baddbmm(delta, dy.flatten(0, 1), v.flatten(0, 1).mT, beta=-1)
+    part = weight.view(len(q), -1, q.shape[2] // size, size, k.shape[2]).sum((1, 2))  # [N, C, r]
+    found = part.new_zeros(len(q), width)
+    found[:, columns] = part.masked_fill_(~on_ramp[:, 0, 0], 0).sum(1)
+    return found

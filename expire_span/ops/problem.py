@@ -1,0 +1,97 @@
+"""The inputs of the chunked operator, laid out so that a chunk's memories can be gathered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .lists import LiveList, live_lists
+
+
+@dataclass
+class Problem:
+    """The inputs laid out for gathering. Each of N rows has one live list, K key/value heads and K x G query heads."""
+
+    q: Tensor  # [N, K, G, T, D]
+    k: Tensor  # [N, S, K, D]
+    v: Tensor  # [N, S, K, D]
+    span: Tensor  # [N, S]
+    q_pos: Tensor  # [N, T]
+    k_pos: Tensor  # [N, S]
+    relative_keys: Tensor  # [M, D]
+    ramp: float
+    causal: bool
+    include_self: bool
+    scale: float
+    eps: float
+    chunk: int
+    finite: bool
+    """Whether all keys and values are finite numbers, so that a weight of zero removes any memory."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether PyTorch's fused attention of the CPU can compute this."""
+        return self.q.device.type == "cpu" and self.eps == 0 and self.finite and not self.relative_keys.shape[0]
+
+    @property
+    def never_expires(self) -> bool:
+        """Whether this is plain causal attention: queries stand where memories do, and none of these begins to fade."""
+        if not (self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]):
+            return False
+        last = (self.q_pos[:, -1:] - self.k_pos).to(self.span.dtype)
+        rises = bool((self.k_pos.diff() > 0).all())
+        return rises and torch.equal(self.q_pos, self.k_pos) and bool((self.span >= last).all())
+
+    def lists(self) -> Iterator[LiveList]:
+        return live_lists(
+            self.span,
+            self.q_pos,
+            self.k_pos,
+            ramp=self.ramp,
+            causal=self.causal,
+            include_self=self.include_self,
+            chunk=self.chunk,
+        )
+
+
+def lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk) -> Problem:
+    kv_heads, parts = k.shape[1], span.shape[1]
+    work = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.to(work), v.to(work)
+    finite = math.isfinite(k.sum() + v.sum())  # one of them that is not finite shows in the sum
+    return Problem(
+        rows_of_queries(q.to(work), kv_heads, parts),
+        rows_of_memories(k, parts),
+        rows_of_memories(v, parts),
+        span.to(torch.promote_types(span.dtype, torch.float32)).flatten(0, 1),
+        q_pos.expand(-1, parts, -1).flatten(0, 1),
+        k_pos.flatten(0, 1),
+        relative_keys.to(work),
+        ramp,
+        causal,
+        include_self,
+        scale,
+        eps,
+        chunk,
+        finite,
+    )
+
+
+def rows_of_queries(x: Tensor, kv_heads: int, parts: int) -> Tensor:
+    """[B, Hq, T, D] -> [N, K, G, T, D] with N = B * parts."""
+    x = x.unflatten(1, (parts, kv_heads // parts, -1))
+    return x.flatten(0, 1)
+
+
+def rows_of_memories(x: Tensor, parts: int) -> Tensor:
+    """[B, Hkv, S, D] -> [N, S, K, D]."""
+    return x.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2).contiguous()
+
+
+def memories_of_rows(x: Tensor, batch: int) -> Tensor:
+    """The inverse of `rows_of_memories`; a view where possible."""
+    return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)

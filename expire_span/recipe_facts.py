@@ -1,0 +1,64 @@
+"""What to expect of each recipe: size, the hardware it is meant for, how long it takes, the score. Standard library only.
+
+Scores are those that were measured with the recipe as it stands, or "not run"; docs/results.md has the whole record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CPU, GPU = "2 CPU cores", "one H200"
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """Expectations of one recipe."""
+
+    size: Literal["tiny", "small", "paper"]
+    """tiny: minutes on two CPU cores; small: about ten minutes on one GPU; paper: the published setting."""
+    hardware: str
+    """What it is meant for."""
+    time: str
+    """How long it takes there."""
+    score: str
+    """What it reached, or "not run"."""
+
+
+FACTS: dict[str, RecipeFacts] = {
+    "recall": RecipeFacts("tiny", CPU, "1 min", "100% correct, 4.8 alive"),
+    "entrances": RecipeFacts("tiny", CPU, "1 min", "see docs/results.md"),
+    "words": RecipeFacts("tiny", CPU, "3 min", "see docs/results.md"),
+    "text": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "text_small": RecipeFacts("tiny", CPU, "15 min", "depends on the file"),
+    "enwik8": RecipeFacts("small", GPU, "7 min", "1.052 bits a byte (test)"),
+    "enwik8_small": RecipeFacts("paper", GPU, "2 h", NOT_RUN),
+    "enwik8_12l": RecipeFacts("paper", "8 GPUs", "days", NOT_RUN),
+    "copy": RecipeFacts("tiny", CPU, "9 min", NOT_RUN),
+    "copy_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "copy_paper": RecipeFacts("paper", GPU, "10 min", NOT_RUN),
+    "corridor": RecipeFacts("tiny", CPU, "2 min", NOT_RUN),
+    "corridor_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "portal": RecipeFacts("tiny", CPU, "3 min", NOT_RUN),
+    "portal_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "instruction": RecipeFacts("tiny", CPU, "8 min", NOT_RUN),
+    "instruction_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "instruction_paper": RecipeFacts("paper", GPU, "10 min", NOT_RUN),
+    "collision": RecipeFacts("tiny", CPU, "5 min", NOT_RUN),
+    "collision_small": RecipeFacts("small", GPU, "12 min", NOT_RUN),
+    "collision_paper": RecipeFacts("paper", "8 GPUs", "a day", NOT_RUN),
+    "books": RecipeFacts("tiny", CPU, "15 min", NOT_RUN),
+    "books_small": RecipeFacts("small", GPU, "7 min", NOT_RUN),
+    "books_paper": RecipeFacts("paper", "8 GPUs", "days", NOT_RUN),
+    "agent": RecipeFacts("tiny", CPU, "minutes", "depends on the environment"),
+    "agent_corridor_tiny": RecipeFacts("tiny", CPU, "90 s", "88% and 100%, two seeds"),
+    "agent_corridor": RecipeFacts("tiny", CPU, "6 min", "78% at 51 to 60 steps, else 100%"),
+    "agent_corridor_window": RecipeFacts("tiny", CPU, "6 min", NOT_RUN),
+    "agent_corridor_hard": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "agent_portal": RecipeFacts("small", GPU, "8 min", NOT_RUN),
+    "agent_repeat_first": RecipeFacts("tiny", CPU, "5 min", "return 0.973"),
+    "agent_repeat_previous": RecipeFacts("tiny", CPU, "5 min", "return 0.999"),
+    "agent_repeat_previous_medium": RecipeFacts("small", CPU, "15 min", NOT_RUN),
+}
+"""By name of the recipe; recipes without an entry show that nothing is known."""

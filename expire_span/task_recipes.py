@@ -1,0 +1,171 @@
+"""Recipes of the sequence tasks and of the supervised twins, each in up to three sizes. Standard library only.
+
+The plain name is the tiny size (two CPU cores, minutes), `_small` is for one GPU and about ten minutes, `_paper` is the
+published setting or the longest that the paper shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from expire_span.config import BudgetConfig, DecoderConfig, ExpireSpanConfig, RunConfig, TrainConfig
+from expire_span.models.systems.expire_span import PaperDetails
+from expire_span.task_configs import CollisionTask, CopyTask, CorridorTask, InstructionTask, PortalTask
+
+
+def copy() -> RunConfig:
+    """Count a few tokens, then carry the count through 2,048 steps of filler."""
+    # Without positions the count is the same however far back it lies. Lengths of all octaves are trained from the start: spans
+    # shrink to what the lengths in training need. Unnormalised keys can outweigh thousands of fillers. One optimizer step must
+    # move spans by less than the ramp, or A tokens fall off it before they are missed: hence the temperature.
+    mixer = ExpireSpanConfig(max_span=4096, ramp=32, initial_span=0.95, span_loss="l1", temperature=8.0)
+    model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, positions="none", qk_norm=False, mixer=mixer)
+    budget = BudgetConfig(live=48, initial_weight=1e-5, gain=0.05, max_weight=1e-3, start_loss=0.05, patience_loss=0.08)
+    budget = replace(budget, wait=300)
+    train = TrainConfig(steps=900, batch=32, block=2048, carry=False, lr=4e-3, span_lr_scale=0.5, warmup=10)
+    train = replace(train, budget=budget, schedule="linear", decay_share=0.4, eval_every=300, eval_batches=1)
+    return RunConfig(CopyTask(min_length=16), model, replace(train, test_batches=16))
+
+
+def copy_small() -> RunConfig:
+    """Count a few tokens, then carry the count through 16,384 steps of filler."""
+    return _longer_copy(16_384, batch=32)
+
+
+def copy_paper() -> RunConfig:
+    """Count a few tokens, then carry the count through 131,072 steps of filler."""
+    return _longer_copy(131_072, batch=16)
+
+
+def _longer_copy(length: int, *, batch: int) -> RunConfig:
+    base = copy()
+    mixer = replace(base.model.mixer, max_span=2 * length, ramp=64, temperature=max(8.0, length / 2048))
+    train = replace(base.train, steps=3000, batch=batch, block=length, lr=2e-3, precision="bf16", graphs=False)
+    train = replace(train, eval_every=500, test_batches=None)
+    model = replace(base.model, heads=2, mixer=mixer)  # heads of 32, as the GPU's kernels need them
+    return replace(base, task=replace(base.task, max_length=length), model=model, train=train)
+
+
+def corridor() -> RunConfig:
+    """Walk an expert's corridors of up to 60 cells and open the door of the cue's colour."""
+    mixer = ExpireSpanConfig(max_span=512, ramp=8, initial_span=0.99, span_loss="l1")
+    return RunConfig(CorridorTask(), _twin_model(mixer, layers=1), _twin_train(block=120, live=12, steps=400))
+
+
+def corridor_small() -> RunConfig:
+    """Walk an expert's corridors of up to 200 cells with four shuffled doors."""
+    task = CorridorTask(max_length=200, colours=4, niche_prob=0.5, shuffled=True)
+    mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.99, span_loss="l1")
+    model = replace(_twin_model(mixer, layers=2), heads=2)
+    return RunConfig(task, model, _on_gpu(_twin_train(block=400, live=20, steps=2000), 128))
+
+
+def portal() -> RunConfig:
+    """Remember which of two doors was right in each of 8 rooms (an expert's episodes)."""
+    mixer = ExpireSpanConfig(max_span=1024, ramp=8, initial_span=0.99, span_loss="l1")
+    return RunConfig(PortalTask(), _twin_model(mixer, layers=2), _twin_train(block=132, live=30, steps=300))
+
+
+def portal_small() -> RunConfig:
+    """Remember the right doors of 12 wide rooms without markers (an expert's episodes)."""
+    task = PortalTask(rooms=12, width=7, marked=False, max_steps=900, view=7)
+    mixer = ExpireSpanConfig(max_span=2048, ramp=16, initial_span=0.99, span_loss="l1")
+    model = replace(_twin_model(mixer, layers=4), dim=128, ff_dim=256)
+    return RunConfig(task, model, _on_gpu(_twin_train(block=900, live=120, steps=3000), 64))
+
+
+def instruction() -> RunConfig:
+    """Pick one instruction out of 50 steps of talk and carry it out at the right place."""
+    # Most sentences say nothing: episodes with little talk teach what an instruction is, long ones to remember it.
+    task = InstructionTask(instructions=1, talk=50, least_talk=4)
+    mixer = ExpireSpanConfig(max_span=1024, ramp=16, initial_span=0.99, span_loss="l1")
+    train = replace(_twin_train(block=456, live=60, steps=1200), batch=64, warmup=30, eval_every=300)
+    train = replace(train, budget=replace(train.budget, wait=600))
+    return RunConfig(task, replace(_twin_model(mixer, layers=3), qk_norm=False), train)
+
+
+def instruction_small() -> RunConfig:
+    """Three instructions, some of them cancelled or replaced, in 200 steps of talk."""
+    return _harder_instruction(3, 200, batch=64)
+
+
+def instruction_paper() -> RunConfig:
+    """Six instructions, some of them cancelled or replaced, in 1,000 steps of talk."""
+    return _harder_instruction(6, 1000, batch=32)
+
+
+def _harder_instruction(count: int, talk: int, *, batch: int) -> RunConfig:
+    base = instruction()
+    task = replace(base.task, instructions=count, talk=talk, least_talk=2 * count)
+    mixer = replace(base.model.mixer, max_span=32 * talk)
+    model = replace(base.model, dim=128, layers=4, ff_dim=256, mixer=mixer)
+    block = 8 * (talk + 6 * count + 1)
+    train = _on_gpu(_twin_train(block=block, live=8 * count + 60, steps=6000), batch)
+    budget = replace(train.budget, wait=3000)
+    return replace(base, task=task, model=model, train=replace(train, lr=2e-3, eval_every=1000, budget=budget))
+
+
+def _twin_model(mixer: ExpireSpanConfig, *, layers: int) -> DecoderConfig:
+    return DecoderConfig.modern(dim=64, layers=layers, heads=4, ff_dim=128, mixer=mixer)
+
+
+def _twin_train(*, block: int, live: float, steps: int) -> TrainConfig:
+    """What the supervised twins share: whole episodes, spans that start long, pressure only once the task is solved."""
+    budget = BudgetConfig(live=live, initial_weight=1e-4, gain=0.1, max_weight=1e-2, start_loss=0.1, patience_loss=0.1)
+    train = TrainConfig(steps=steps, batch=32, block=block, carry=False, lr=3e-3, span_lr_scale=0.5, warmup=20)
+    return replace(train, budget=budget, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
+
+
+def _on_gpu(train: TrainConfig, batch: int) -> TrainConfig:
+    """Episodes differ in width from batch to batch, so nothing is compiled or recorded for a width."""
+    return replace(train, batch=batch, precision="bf16", graphs=False, warmup=100, eval_every=500)
+
+
+def collision() -> RunConfig:
+    """Where did two colours last collide? An easy variant: 2 colours, 4 x 4 cells, windows of 32 frames, with hints."""
+    task = CollisionTask(size=4, colours=2, eval_frames=20_000, hints=True)
+    mixer = ExpireSpanConfig(max_span=512, ramp=32, initial_span=0.9, span_loss="l1", temperature=4.0)
+    model = DecoderConfig.modern(dim=64, layers=3, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
+    train = TrainConfig(steps=600, batch=16, block=256, carry=False, lr=3e-3, warmup=30, span_weight=1e-5)
+    return RunConfig(task, model, replace(train, eval_every=200, eval_batches=4, eval_batch=16))
+
+
+def collision_small() -> RunConfig:
+    """Where did two colours last collide? The paper's game with spans up to 16,384, trained on windows of 16,384 tokens."""
+    # Spans start long, since a collision that has expired teaches nothing; keys are not normalised, since a collision must
+    # outweigh thousands of other frames.
+    mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)
+    model = DecoderConfig.modern(dim=256, layers=4, heads=4, ff_dim=1024, qk_norm=False, mixer=mixer)
+    train = TrainConfig(steps=30_000, batch=4, block=16_384, carry=False, optimizer="muon", lr=2e-3, muon_lr=1e-2)
+    train = replace(train, betas=(0.9, 0.95), span_weight=1e-6, warmup=300, schedule="linear", decay_share=0.5)
+    train = replace(train, final_lr=0.0, precision="bf16", compile=True, log_every=100, checkpoint_every=10_000)
+    train = replace(train, eval_every=4000, eval_batch=64, eval_block=2048, eval_batches=24, test_batches=120)
+    return RunConfig(CollisionTask(path="data/collision"), model, train)
+
+
+def collision_paper() -> RunConfig:
+    """Where did two colours last collide? The paper's model: 6 layers of 512, blocks of 256, 100,000 updates of batch 512."""
+    details = PaperDetails(include_self=False, normalizer_eps=1e-8, initial_memories=256)
+    mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.01, paper=details)
+    model = DecoderConfig.paper(dim=512, layers=6, heads=4, ff_dim=1024, relative_window=256, dropout=0.1, norm="pre")
+    train = TrainConfig(steps=100_000, batch=512, block=256, lr=1e-4, clip=0.1, span_weight=2e-6, betas=(0.9, 0.999))
+    train = replace(train, schedule="constant", compile=True, eval_every=1000, checkpoint_every=1000, log_every=50)
+    return RunConfig(CollisionTask(path="data/collision"), replace(model, mixer=mixer), train)
+
+
+TASK_RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "copy": copy,
+    "copy_small": copy_small,
+    "copy_paper": copy_paper,
+    "corridor": corridor,
+    "corridor_small": corridor_small,
+    "portal": portal,
+    "portal_small": portal_small,
+    "instruction": instruction,
+    "instruction_small": instruction_small,
+    "instruction_paper": instruction_paper,
+    "collision": collision,
+    "collision_small": collision_small,
+    "collision_paper": collision_paper,
+}

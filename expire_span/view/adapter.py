@@ -1,0 +1,110 @@
+"""A retrofitted Hugging Face model in the same pictures: the spans that each of its key/value heads gives a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expire_span.hf import Retrofit, load_adapter
+from expire_span.hf.adapter import read_head
+from expire_span.hf.loading import open_model
+from expire_span.runs import UserError
+from expire_span.shipped import SAMPLE, SHIPPED
+
+from .memory_log import MemoryFacts, spans_by_head
+from .reader import TextReader, refuse_empty
+from .trace import Line
+from .tracer import TokenTracer
+
+ABOUT = "Predict the next token of a text with a pretrained model that was taught what to forget."
+
+
+class AdapterTracer(TokenTracer):
+    """Drives a retrofitted model through its expiring cache."""
+
+    def __init__(self, handle: Retrofit, tokenizer: Any, *, name: str) -> None:
+        self.handle, self.tokenizer = handle, tokenizer
+        facts = _facts_of(handle)
+        super().__init__(facts, name=name, task="text", about=ABOUT, vocabulary="pieces", show=self._show)
+        self.cache = handle.new_cache()
+        self.state = [{"memory": None} for _ in handle.layers]
+
+    def _show(self, tokens: Tensor) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in tokens.tolist()]
+
+    def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
+        handle, found = self.handle, {}
+        device = next(handle.model.parameters()).device
+
+        def keep(index: int) -> Any:
+            return lambda module, args, span: found.__setitem__(index, span if handle.dial == 1 else span * handle.dial)
+
+        hooks = [handle.predictors[str(x.index)].register_forward_hook(keep(x.index)) for x in _learned(handle)]
+        try:
+            row = torch.tensor([list(tokens)], device=device)
+            out = handle.model(row, past_key_values=self.cache, use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.state = [{"memory": layer.memory} for layer in self.cache.layers]
+        spans = [self._spans(layer, found.get(layer.index), len(tokens)) for layer in handle.layers]
+        return out.logits[0], spans, None
+
+    def _spans(self, layer: Any, span: Tensor | None, count: int) -> list[list[float]]:
+        """[T][heads]. A layer with a window of its own is shown as memories that all end with the window."""
+        heads, ramp = self.log.facts.heads, self.log.facts.ramp
+        if span is None:
+            return [[layer.window - 0.5 - ramp] * heads] * count
+        rows = spans_by_head(span)
+        return [row if len(row) == heads else (row * heads)[:heads] for row in rows]
+
+
+def _learned(handle: Retrofit) -> list[Any]:
+    return [layer for layer in handle.layers if layer.window is None]
+
+
+def _facts_of(handle: Retrofit) -> MemoryFacts:
+    layer = handle.layers[0]
+    heads, element = max(x.kv_heads for x in handle.layers), next(layer.module.parameters()).element_size()
+    pair, settings = 2 * layer.head_dim * element, handle.config
+    return MemoryFacts(
+        **{"system": "expire_span", "layers": len(handle.layers), "heads": heads, "ramp": float(settings.ramp)},
+        **{"full_bytes": heads * pair + 12, "memory_bytes": pair + 12},
+        **{"max_span": settings.max_span, "cap": settings.cap},
+    )
+
+
+class AdapterReader(TextReader):
+    """A pretrained model with the spans of an adapter folder."""
+
+    def __init__(self, handle: Retrofit, tokenizer: Any, name: str) -> None:
+        super().__init__()
+        self.handle, self.tokenizer, self.name = handle, tokenizer, name
+        self.model: nn.Module = handle.predictors
+
+    @classmethod
+    def open(cls, folder: Path, model: str | None = None) -> AdapterReader:
+        """`model` names the base model where it is not where the adapter says."""
+        base = read_head(folder)["base"]
+        name = model or base["name"]
+        if not name:
+            raise UserError(f"adapter {folder} does not say where its {base['class']} is; give it with --model")
+        opened, tokenizer = open_model(name, device="cpu")
+        title = folder.parent.name if folder.name == "adapter" else folder.name
+        return cls(load_adapter(opened, folder), tokenizer, f"{Path(name).name} with {title}")
+
+    def encode(self, raw: bytes) -> Tensor:
+        tokens = self.tokenizer.encode(raw.decode("utf-8", errors="replace"), add_special_tokens=False)
+        refuse_empty(tokens)
+        return torch.tensor(tokens, dtype=torch.long)
+
+    def tracer(self) -> AdapterTracer:
+        return AdapterTracer(self.handle, self.tokenizer, name=self.name)
+
+    def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
+        """The text that goes with the model of this package: any model can read it."""
+        return self.encode((SHIPPED / SAMPLE).read_bytes()), {}, None

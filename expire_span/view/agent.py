@@ -1,0 +1,138 @@
+"""An agent's episode as a trace: what it saw, what it did, and what it kept, step by step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from expire_span.agent_configs import AgentRunConfig
+from expire_span.checkpoint import load_policy
+from expire_span.models.policy import Choices, Policy
+from expire_span.runs import RunFolder, UserError
+from expire_span.train.actor_critic import TEST, split_seed
+from expire_span.train.build_environments import build_environments
+from expire_span.train.environments import Environments
+
+from .episodes import Describer, name_action, picture_of, to_row
+from .limit import WHOLE, Cut, trace_cut
+from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
+from .trace import VERSION, Line
+
+LONGEST = 8192
+"""Steps of an episode that are shown at most."""
+GUESSES = 4
+"""Likeliest actions that a step names."""
+
+
+@dataclass
+class AgentReader:
+    """The policy of a run, ready to play. It has the face of `source.Reader`, and reads no text."""
+
+    name: str
+    model: Policy
+    config: AgentRunConfig
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reads_text: bool = False
+    generates: bool = False
+    vocabulary: str = "env"
+
+    @classmethod
+    def open(cls, run: RunFolder) -> AgentReader:
+        assert isinstance(run.config, AgentRunConfig)
+        return cls(run.name, load_policy(run), run.config)
+
+    def encode(self, raw: bytes) -> Any:
+        raise UserError("an agent reads no text; look at one of its episodes instead")
+
+    def trace_text(self, raw: bytes, cut: Cut = WHOLE, count: int | None = None) -> Iterator[Line]:
+        return self.encode(raw)
+
+    def generate(self, *args: Any) -> Iterator[Line]:
+        return self.encode(b"")
+
+    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+        """The trace of test episode `number`, actions drawn as in training; `cut` shortens lives."""
+        seed, most = split_seed(self.config.seed, TEST), min(count or LONGEST, LONGEST)
+        with self.lock:  # a cut acts on the model itself, so nobody else plays meanwhile
+            lines = trace_cut(self.model, cut, lambda: list(self._play(seed, number, most)))
+        yield from lines
+
+    @torch.inference_mode()
+    def _play(self, seed: int, number: int, count: int) -> Iterator[Line]:
+        envs = build_environments(self.config.task, 1, first=number)
+        try:
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed + number)
+                envs.begin(seed)
+                yield from Playing(self, envs).lines(count)
+        finally:
+            envs.close()
+
+
+class Playing:
+    """One episode."""
+
+    def __init__(self, reader: AgentReader, envs: Environments) -> None:
+        self.reader, self.envs, self.policy = reader, envs, reader.model
+        self.engine: Any = getattr(envs, "engine", None)
+        self.describer = None if self.engine is None else Describer(self.engine)
+        out = self.policy(to_row(envs.observation), None)  # a look ahead: how many spans a layer gives
+        span = out.aux.layers[0].span
+        heads = span.shape[1] if span is not None and span.dim() == 3 else 1
+        element = self.policy.action_head.weight.element_size()
+        facts = MemoryFacts.of(self.policy.config, heads=heads, spans=span is not None, element=element)
+        self.log = MemoryLog(facts)
+        self.state = self.policy.initial_state(1, "hidden")
+
+    def lines(self, count: int) -> Iterator[Line]:
+        yield self.header()
+        for _ in range(count):
+            step, ended = self.step()
+            yield step
+            if ended:
+                return
+
+    def header(self) -> Line:
+        task = self.reader.config.task
+        about = f"An agent plays {task.env}; each step is one observation."
+        return {
+            **{"kind": "header", "version": VERSION, "name": self.reader.name, "task": task.kind, "about": about},
+            **{"vocabulary": "symbols", **self.log.facts.header()},
+        }
+
+    def step(self) -> tuple[Line, bool]:
+        step: Line = {"kind": "step", "i": self.log.position, "token": self.log.position, **self._seen(), "bits": None}
+        out = self.policy(to_row(self.envs.observation), self.state)
+        self.state = out.state
+        actions = out.choices.sample()[:, 0]
+        spans = [spans_by_head(layer.span)[0] for layer in out.aux.layers] if self.log.spans else None
+        step |= {"top": self._likeliest(out.choices), "value": round_off(float(out.value[0, 0]))}
+        step |= self.log.add(spans, self.state, out.aux)
+        hidden = hidden_of(self.state)
+        step |= {"hidden": hidden} if hidden is not None else {}
+        frame = self.envs.step(actions)
+        step |= {"action": self._name(actions[0].tolist()), "reward": round_off(float(frame.reward[0]))}
+        ended = bool(frame.ended[0])
+        if ended and not bool(frame.success[0].isnan()):
+            step["success"] = bool(frame.success[0] > 0)
+        return step, ended
+
+    def _seen(self) -> Line:
+        if self.describer is None:
+            return {"text": f"step {self.log.position}"}
+        return {"text": self.describer.words(), "image": picture_of(self.engine)}
+
+    def _likeliest(self, choices: Choices) -> list[list[Any]]:
+        """The likeliest values of the first choice, [text, probability] each."""
+        chances = choices.parts[0][0, 0].exp()
+        best, which = chances.topk(min(GUESSES, len(chances)))
+        return [[self._name([action]), round_off(chance)] for chance, action in zip(best.tolist(), which.tolist())]
+
+    def _name(self, action: list[int]) -> str:
+        if self.engine is None:
+            return "action " + ", ".join(map(str, action))
+        return name_action(self.engine, action[0])

@@ -1,0 +1,95 @@
+"""Episodes of grid worlds as they can be shown: a picture and a few words for every step."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expire_span.tasks.contract import SPLITS
+from expire_span.tasks.gridworlds import build_engine
+from expire_span.tasks.gridworlds.engine import MOVES, Engine
+from expire_span.tasks.gridworlds.render import render_rgb
+from expire_span.tasks.gridworlds.sentences import OBJECTS, VERBS, read_sentence
+from expire_span.tasks.twins import ROLL, TWINS, Twin, demonstrate
+
+from .trace import Line
+
+
+def picture_of(engine: Engine, row: int = 0) -> str:
+    """What the agent sees, as a PNG in base64."""
+    return encode_png(render_rgb(engine, row))
+
+
+def encode_png(image: np.ndarray) -> str:
+    """An RGB image [H, W, 3], uint8, as a small PNG in base64."""
+    from PIL import Image  # comes with matplotlib
+
+    out = io.BytesIO()
+    Image.fromarray(image).quantize(64).save(out, "PNG", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def name_action(engine: Engine, action: int) -> str:
+    """An action in words."""
+    if action < len(MOVES):
+        return f"go {MOVES[action]}"
+    verb, thing = divmod(action - len(MOVES), len(OBJECTS))
+    return f"{VERBS[verb]} {OBJECTS[thing]}"
+
+
+class Describer:
+    """What an agent of a grid world sees, in the words of the world's supervised twin."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        try:
+            self.twin: Twin | None = TWINS[engine.name](engine.config)  # type: ignore[arg-type]
+        except ValueError:  # worlds whose expert needs more steps than an episode has are no tasks for a twin
+            self.twin = None
+
+    def words(self) -> str:
+        observation = self.engine.observe()
+        if "text" in observation:
+            return read_sentence(self.engine.arrays.to_numpy(observation["text"][0]).tolist()) or "silence"
+        if self.twin is None:
+            return "a step"
+        labels = [self.twin.label(int(token)) for token in self.twin.observe(self.engine)[0]]
+        return ", ".join(label for label in labels if label != "wall") or "corridor"
+
+
+def replay_twin(twin: Any, tokens: Tensor, seed: int) -> list[Line] | None:
+    """Picture and action at each token of an expert's test episode; None where the episode is none of the first ones."""
+    base = seed * len(SPLITS) + SPLITS.index("test")
+    engine = build_engine(twin.config, ROLL)
+    engine.reset(base)
+    played = demonstrate(twin, engine)
+    wanted = tokens.numpy()
+    found = [n for n, width in enumerate(played.widths) if np.array_equal(played.tokens[n, :width], wanted)]
+    return _play_again(twin, found[0], base) if found else None
+
+
+def _play_again(twin: Any, number: int, seed: int) -> list[Line]:
+    engine = build_engine(twin.config, 1)
+    engine.reset(seed, environments=[number])
+    twin.start(engine)
+    out: list[Line] = []
+    while not engine.over.all():
+        action = twin.act(engine)
+        shown = {"image": picture_of(engine), "action": name_action(engine, int(action[0]))}
+        out += [shown] * int((twin.observe(engine)[0] >= 0).sum())
+        engine.step(action)
+    return out
+
+
+def is_twin(task: Any) -> bool:
+    return isinstance(task, Twin)
+
+
+def to_row(observation: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Observations of one environment, [1, ..], as a block of one step, [1, 1, ..]."""
+    return {name: torch.as_tensor(x).unsqueeze(1) for name, x in observation.items()}

@@ -1,0 +1,178 @@
+"""What the memories of a backbone do, step by step: births, deaths, living ones, bytes. Every tracer writes it down with this.
+
+It uses public results only: the spans of new tokens and the state. A memory born at i with span e is dead for the query at t
+when e + ramp - (t - i) <= 0, so its death is known at its birth, and deleting changes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from expire_span.memory import ExpiringMemory
+from expire_span.model_configs import BackboneConfig
+
+from .trace import Line
+
+HIDDEN_UNITS = 64
+"""Units of a recurrent state that a step shows at most."""
+
+
+@dataclass
+class Ledger:
+    """Who is alive: memories of every layer and head, with the step at which each dies."""
+
+    layers: int
+    heads: int
+    due: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Heap of (death, layer, head, birth)."""
+    gone: set[tuple[int, int, int]] = field(default_factory=set)
+    """(layer, head, birth) that a cap evicted before their time."""
+    alive: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.alive = [[0] * self.heads for _ in range(self.layers)]
+
+    def add(self, layer: int, head: int, birth: int, span: float, ramp: float) -> None:
+        # In float32, as the store compares: a sum that rounds onto a whole number must die there in both.
+        death = birth + max(math.ceil(np.float32(span) + np.float32(ramp)), 0)
+        heapq.heappush(self.due, (death, layer, head, birth))
+        self.alive[layer][head] += 1
+
+    def expire(self, now: int) -> list[list[int]]:
+        """Take out what is dead for the query at `now`; [layer, head, birth] each."""
+        deaths = []
+        while self.due and self.due[0][0] <= now:
+            _, layer, head, birth = heapq.heappop(self.due)
+            if (layer, head, birth) in self.gone:
+                self.gone.discard((layer, head, birth))
+                continue
+            self.alive[layer][head] -= 1
+            deaths.append([layer, head, birth])
+        return deaths
+
+    def evict(self, layer: int, head: int, kept: set[int]) -> list[list[int]]:
+        """Take out living memories that the store no longer has."""
+        births = [b for _, m, h, b in self.due if (m, h) == (layer, head) and (m, h, b) not in self.gone]
+        lost = [[layer, head, birth] for birth in sorted(births) if birth not in kept]
+        self.gone.update((layer, head, birth) for _, _, birth in lost)
+        self.alive[layer][head] -= len(lost)
+        return lost
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """What holds for the memories of a whole trace."""
+
+    system: str
+    layers: int
+    heads: int
+    """Spans that a layer gives a token: 1, or one for each key/value head."""
+    ramp: float
+    full_bytes: int
+    """Bytes that a layer which never forgets adds at each step."""
+    memory_bytes: int | None = None
+    """Bytes of one memory; None where the system gives no spans."""
+    max_span: float | None = None
+    cap: int | None = None
+    offset: int = 0
+    """Position of the first token in the model's own store."""
+
+    @classmethod
+    def of(cls, config: BackboneConfig, *, heads: int, spans: bool, element: int) -> MemoryFacts:
+        """Of a backbone whose keys and values take `element` bytes a number."""
+        mixer: Any = config.mixer
+        pair = 2 * config.head_dim * element  # one head's key and value
+        each = (
+            1 if heads > 1 else config.num_kv_heads
+        ) * pair + 12  # heads that share a span, its position and the span
+        limit = getattr(mixer, "max_span", None) or getattr(mixer, "span", None)
+        return cls(
+            **{"system": mixer.kind, "layers": config.layers, "heads": heads, "ramp": float(getattr(mixer, "ramp", 1))},
+            full_bytes=config.num_kv_heads * pair + 12,
+            memory_bytes=each if spans else None,
+            max_span=limit if spans else None,
+            cap=getattr(mixer, "cap", None),
+            offset=getattr(getattr(mixer, "paper", None), "initial_memories", 0),
+        )
+
+    def header(self) -> Line:
+        names = ("system", "layers", "heads", "max_span", "ramp", "cap", "memory_bytes", "full_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+class MemoryLog:
+    """Fields of a trace's steps that tell of memory."""
+
+    def __init__(self, facts: MemoryFacts) -> None:
+        self.facts = facts
+        self.ledger = Ledger(facts.layers, facts.heads)
+        self.position = 0
+
+    @property
+    def spans(self) -> bool:
+        """Whether tokens are given spans."""
+        return self.facts.memory_bytes is not None
+
+    def add(self, spans: Sequence[Sequence[float]] | None, state: Any, aux: Any) -> Line:
+        """One more step: its spans [layers][heads], or None where the system gives none and `aux` tells what is held."""
+        line = self._held(aux) if spans is None else self._born(spans, state)
+        self.position += 1
+        return line
+
+    def _born(self, spans: Sequence[Sequence[float]], state: Any) -> Line:
+        for layer, heads in enumerate(spans):
+            for head, span in enumerate(heads):
+                self.ledger.add(layer, head, self.position, span, self.facts.ramp)
+        deaths = self.ledger.expire(self.position)
+        if self.facts.cap is not None:
+            deaths += self._evictions(state)
+        alive, each = self.ledger.alive, self.facts.memory_bytes or 0
+        return {
+            "spans": [[round_off(span) for span in heads] for heads in spans],
+            "deaths": deaths,
+            "live": [round_off(sum(heads) / len(heads)) for heads in alive],
+            "bytes": [sum(heads) * each for heads in alive],
+        }
+
+    def _evictions(self, state: Any) -> list[list[int]]:
+        """What a cap has removed from the stores although it lived."""
+        lost = []
+        for layer, part in enumerate(state):
+            memory = part.get("memory") if isinstance(part, dict) else None
+            if isinstance(memory, ExpiringMemory):
+                rows = (memory.pos - self.facts.offset)[0].reshape(-1, len(memory))
+                living = (memory.remaining(self.position + self.facts.offset)[0] > -math.inf).reshape(-1, len(memory))
+                for head, (births, kept) in enumerate(zip(rows, living)):
+                    lost += self.ledger.evict(layer, head, set(births[kept].tolist()))
+        return lost
+
+    def _held(self, aux: Any) -> Line:
+        """What a system without spans reports: the mean of the block, and the bytes after it."""
+        live = [0.0 if layer.live is None else round_off(float(layer.live)) for layer in aux.layers]
+        return {"spans": None, "deaths": [], "live": live, "bytes": [layer.bytes_held for layer in aux.layers]}
+
+
+def spans_by_head(span: Tensor) -> list[list[float]]:
+    """[1, T] or [1, H, T] -> [T][H]. Ages are compared in float32, so that is what is written down."""
+    rows = span[0].float()
+    return (rows.unsqueeze(1) if rows.dim() == 1 else rows.transpose(0, 1)).tolist()
+
+
+def hidden_of(state: Any) -> list[list[float]] | None:
+    """The recurrent state of each layer, where that is one vector; else None."""
+    parts = [part["h"][0] for part in state if isinstance(part, dict) and isinstance(part.get("h"), Tensor)]
+    if len(parts) != len(state) or any(part.dim() != 1 for part in parts):
+        return None
+    return [[round(x, 3) for x in part[:HIDDEN_UNITS].float().tolist()] for part in parts]
+
+
+def round_off(x: float) -> float:
+    """Four decimals are more than a picture shows, and keep the file small."""
+    return round(x, 4)

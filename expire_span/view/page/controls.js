@@ -1,0 +1,125 @@
+// Buttons, keys and the pointer.
+
+function connect() {
+  const on = (name, event, what) => find(name).addEventListener(event, what);
+  on("read", "click", readText);
+  on("sample", "click", playAnother);
+  on("number", "change", readSample);
+  on("play", "click", play);
+  on("file", "change", async () => { const [file] = find("file").files; if (file) { if (file.size > info.most_text) say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(file.size)}`, true); else await read("api/trace", await file.arrayBuffer(), null); find("file").value = ""; } });
+  on("write", "click", write);
+  on("pause", "click", () => act(writing && writing.paused ? "resume" : "pause"));
+  on("step", "click", () => act("step"));
+  on("stop", "click", stopWriting);
+  on("compare", "click", compare);
+  on("layer", "input", () => pickLayer(Number(find("layer").value) - 1));
+  on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
+  on("layout", "change", () => { state.layout = find("layout").value; soon("all"); });
+  on("still", "change", () => soon());
+  on("scrub", "input", () => goTo(Number(find("scrub").value)));
+  on("in", "click", () => zoom(0.6));
+  on("out", "click", () => zoom(1 / 0.6));
+  on("fit", "click", fit);
+  on("before", "click", () => { state.page = Math.max(state.page - 1, 0); soon("tokens"); });
+  on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("tokens"); });
+  on("link", "click", copyLink);
+  on("export", "click", () => state.trace ? savePage(pristine, state.trace) : say("there is nothing to save yet"));
+  on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
+  for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  for (const name of ["tokens", "old", "new"]) connectTokens(find(name), name === "tokens");
+  on("strips", "click", (event) => { const box = find("strips").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left - MARGIN) / (box.width - MARGIN) * (to - from)); });
+  connectStage();
+  document.addEventListener("keydown", onKey);
+  darkMode.addEventListener("change", () => { timeline.quads.paint(); drawLegend(); soon("all"); });
+  new ResizeObserver(() => soon("all")).observe(root);
+}
+
+function tip(event, text) {
+  const node = find("tip");
+  node.hidden = !text;
+  if (!text) return;
+  node.textContent = text;
+  node.style.left = Math.max(Math.min(event.clientX + 14, innerWidth - node.offsetWidth - 6), 4) + "px";
+  node.style.top = Math.max(Math.min(event.clientY + 14, innerHeight - node.offsetHeight - 6), 4) + "px";
+}
+
+function describe(i) {
+  const { trace, cursor } = state, step = trace.step(i), lines = [`${visible(step.text)}   step ${show(i)}`];
+  if (choice.span) {
+    const left = choice.death[i] - cursor;
+    lines.push(`span ${show(choice.span[i])}, lives to step ${show(choice.death[i])}`);
+    lines.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
+  }
+  if (step.bits != null) lines.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
+  return lines.join("\n");
+}
+
+function connectTokens(box, main) {
+  box.addEventListener("pointermove", (event) => tip(event, main && event.target.dataset.i ? describe(Number(event.target.dataset.i)) : ""));
+  box.addEventListener("pointerleave", (event) => tip(event, ""));
+  box.addEventListener("click", (event) => { if (main && event.target.dataset.i) goTo(Number(event.target.dataset.i)); });
+}
+
+function connectStage() {
+  const stage = find("stage");
+  let drag = null;
+  const place = (event) => { const box = stage.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+  stage.addEventListener("pointerdown", (event) => { const [x] = place(event); drag = { x, from: timeline.from, to: timeline.to, moved: false }; stage.setPointerCapture(event.pointerId); });
+  stage.addEventListener("pointermove", (event) => {
+    const [x, y] = place(event);
+    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i)); return; }
+    if (Math.abs(x - drag.x) > 3) drag.moved = true;
+    const shift = (drag.x - x) / stage.clientWidth * (drag.to - drag.from);
+    if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
+  });
+  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); drag = null; });
+  stage.addEventListener("pointercancel", () => { drag = null; });
+  stage.addEventListener("pointerleave", (event) => tip(event, ""));
+  stage.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) { const shift = (event.deltaX || event.deltaY) / stage.clientWidth * (timeline.to - timeline.from); timeline.move(timeline.from + shift, timeline.to + shift); }
+    else timeline.zoom(Math.exp(Math.max(Math.min(event.deltaY, 200), -200) / 300), timeline.timeAt(place(event)[0]));
+    soon();
+  }, { passive: false });
+}
+
+// Lets the cursor run to the end, as fast as asked for; from the end it begins anew.
+function play() {
+  if (play.timer) { stopPlaying(); return; }
+  if (!state.trace) return;
+  if (state.cursor >= state.trace.size - 1) goTo(0);
+  let began = performance.now(), done = 0;
+  find("play").textContent = "Stop";
+  play.timer = setInterval(() => {
+    const due = Math.floor((performance.now() - began) / 1000 * Number(find("speed").value)) - done;
+    if (due < 0) { began = performance.now(); done = 0; }  // the speed was lowered
+    else if (due) { done += due; goTo(state.cursor + due); }
+    if (state.cursor >= state.trace.size - 1) stopPlaying();
+  }, 16);
+}
+
+function stopPlaying() {
+  clearInterval(play.timer);
+  play.timer = 0;
+  find("play").textContent = "Play";
+}
+
+function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, timeline.from), timeline.to)); soon(); }
+function fit() { timeline.move(0, timeline.end); soon(); }
+
+function onKey(event) {
+  if (/^(TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.type === "number" || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
+  if (event.target.type === "range" && event.key.startsWith("Arrow")) return;
+  if (event.key === " " && event.target.tagName === "BUTTON") return;
+  const far = event.shiftKey ? 10 : 1, wide = timeline.to - timeline.from;
+  const keys = {
+    ArrowRight: () => goTo(state.cursor + far), ArrowLeft: () => goTo(state.cursor - far), Home: () => goTo(0), End: () => goTo(state.trace.size - 1),
+    "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": fit,
+    PageDown: () => { timeline.move(timeline.from + wide, timeline.to + wide); soon(); }, PageUp: () => { timeline.move(timeline.from - wide, timeline.to - wide); soon(); },
+    l: () => pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1),
+    b: () => { state.layout = state.layout === "packed" ? "birth" : "packed"; find("layout").value = state.layout; soon("all"); },
+    p: play, Escape: () => { stopWriting(); stopPlaying(); }, " ": () => act(writing && writing.paused ? "resume" : "pause"),
+  };
+  const what = keys[event.key] || (event.shiftKey ? null : keys[event.key.toLowerCase()]);
+  if (what) { event.preventDefault(); what(); }
+}

@@ -1,0 +1,79 @@
+// Reading, comparing and writing: what needs the server, and what the page does with its answers.
+
+async function read(path, body, text) {
+  busy?.abort();
+  stopWriting();
+  const mine = (busy = new AbortController());
+  say("reading …", true);
+  const began = performance.now();
+  try {
+    let last = 0, first = true;
+    const trace = await fetchTrace(path, body, mine.signal, (growing) => {
+      const now = performance.now();
+      if (growing.size && (first || now - last > 150)) { if (first) setTrace(growing); first = false; last = now; goToEnd(growing); soon("all"); }
+    });
+    if (!trace.size) throw new Error("there was nothing to read");
+    if (first) setTrace(trace);
+    goToEnd(trace);
+    state.text = text;
+    find("other").value = (text ?? wholeText(trace)).slice(0, 20000);
+    say("");
+    soon("all");
+    requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.read = trace.size; }));
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message, true);
+  }
+}
+
+// The task's sample; of an agent, the episode whose number the page shows.
+function readSample() { return read("api/sample", episodeAsked(), null); }
+function episodeAsked() { return info.agent ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
+function playAnother() {
+  if (info.agent && state.trace) find("number").value = episodeAsked().episode + 1;
+  return readSample();
+}
+
+function readText() {
+  const text = find("text").value, size = new TextEncoder().encode(text).length;
+  if (!text) return say("the text is empty, and there is nothing to remember; give at least one character", true);
+  if (size > info.most_text) return say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace`, true);
+  return read("api/trace", { text }, text);
+}
+
+async function compare() {
+  const given = (name) => find(name).value === "" ? null : Number(find(name).value), cut = { max_span: given("limit"), live: given("budget") };
+  const text = find("other").value, before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
+  say("comparing …", true);
+  try {
+    const sampled = !info.text || (same && info.vocabulary === "words");
+    const after = await (sampled ? fetchTrace("api/sample", { ...cut, ...episodeAsked() }) : fetchTrace("api/trace", { text, ...cut }));
+    showComparison(before, after, state.layer, state.head, range, (i) => { setTrace(after, true); goTo(i); });
+    say("");
+  } catch (error) { say(error.message, true); }
+}
+
+function write() {
+  stopWriting();
+  let trace = null;
+  writing = new Writing((line) => {
+    if (line.kind === "header") { trace = new TraceData(line); return; }
+    trace.push(line);
+    if (trace.size === 1) setTrace(trace);
+    const atEnd = state.cursor >= trace.size - 2;
+    if (atEnd) goToEnd(trace);
+    root.dataset.written = trace.size;
+    soon("all");
+  }, (error) => { writing = null; buttons(); if (error) say(error, true); });
+  const started = writing;
+  started.start({ text: find("text").value, temperature: Number(find("heat").value), seed: Number(find("seed").value) });
+  buttons();
+}
+
+function stopWriting() { if (writing) { writing.abort.abort(); writing = null; } buttons(); }
+
+function buttons() {
+  for (const name of ["pause", "step", "stop"]) find(name).disabled = !writing;
+  find("pause").textContent = writing && writing.paused ? "Resume" : "Pause";
+}
+
+function act(action) { if (writing) { writing.act(action); buttons(); } }

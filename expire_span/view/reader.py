@@ -1,0 +1,90 @@
+"""A model that is ready to read text and to write it, as traces; several threads may ask."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from expire_span.generate import START, Sampling
+from expire_span.runs import UserError
+
+from .limit import WHOLE, Cut, trace_cut
+from .trace import Line
+from .tracer import TokenTracer
+
+
+class TextReader(ABC):
+    """The model serves one step at a time. `model` holds the modules that predict spans, which a cut changes for a while."""
+
+    name: str
+    model: nn.Module
+    reads_text = True
+    generates = True
+    """Whether it can write text."""
+    vocabulary = "pieces"
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    @abstractmethod
+    def encode(self, raw: bytes) -> Tensor:
+        """Tokens [T] of text as this model knows them."""
+
+    @abstractmethod
+    def tracer(self) -> TokenTracer:
+        """One that has read nothing yet."""
+
+    @abstractmethod
+    def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
+        """Tokens of a sample, the wanted tokens where one is asked for, and further fields for each step."""
+
+    def trace_text(self, raw: bytes, cut: Cut = WHOLE, count: int | None = None) -> Iterator[Line]:
+        """The trace of a text, or of its first tokens; `cut` shortens lives."""
+        return self._read(self.encode(raw)[:count], {}, cut)
+
+    def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int = 0) -> Iterator[Line]:
+        """The trace of the sample, or of its first tokens. There is one; `number` is of agents."""
+        tokens, answers, extras = self.sample()
+        return self._read(tokens[:count], answers, cut, extras)
+
+    def _read(
+        self, tokens: Tensor, answers: dict[int, int], cut: Cut, extras: list[Line] | None = None
+    ) -> Iterator[Line]:
+        if not cut.active:
+            tracer = self.tracer()
+            yield tracer.header()
+            yield from self._in_turn(tracer.read(tokens, answers, extras))
+            return
+
+        def read() -> list[Line]:
+            tracer = self.tracer()
+            return [tracer.header(), *tracer.read(tokens, answers, extras)]
+
+        with self.lock:  # the cut acts on the model itself, so nobody else reads meanwhile
+            lines = trace_cut(self.model, cut, read)
+        yield from lines
+
+    def generate(self, prompt: bytes, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
+        """The prompt, then what the model writes after it, as one trace."""
+        tokens = self.encode(prompt or START)
+        tracer = self.tracer()
+        yield tracer.header()
+        yield from self._in_turn(tracer.read(tokens))
+        yield from self._in_turn(tracer.generate(sampling, max_tokens))
+
+    def _in_turn(self, steps: Iterator[Line]) -> Iterator[Line]:
+        while True:
+            with self.lock:
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
+
+
+def refuse_empty(tokens: Any) -> None:
+    if not len(tokens):
+        raise UserError("the text is empty, and there is nothing to remember; give at least one character")

@@ -1,0 +1,88 @@
+"""A retrofitted Hugging Face model in traces and on the page."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from expire_span.cli import main
+from expire_span.generate import Sampling
+from expire_span.hf.loading import open_model
+from expire_span.runs import UserError
+from expire_span.view.limit import Cut
+from expire_span.view.server import Source
+from expire_span.view.source import open_adapter
+from expire_span.view.trace import Trace
+from tests.hf_models import forgetful, model_folder
+
+TEXT = "The old fox saw a red hen. <b>The hen</b> saw it too, é. " * 3
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def adapter(request, tmp_path_factory):
+    """A model of each kind: spans in all layers, and windows in two of three."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model, _ = open_model(str(model_folder(folder / "base", request.param)), device="cpu")
+    forgetful(model, max_span=40, ramp=8).save(folder / "retrofit" / "adapter")
+    return folder / "retrofit"
+
+
+def test_the_trace_is_what_the_model_does(adapter):
+    reader = open_adapter(adapter / "adapter")
+    tracer = reader.tracer()
+    tokens = reader.encode(TEXT.encode())
+    trace = Trace.of([tracer.header(), *tracer.read(tokens)])
+    header = trace.header
+    layers = reader.handle.layers
+    assert (header["heads"], header["layers"], header["vocabulary"]) == (2, len(layers), "pieces")
+    with torch.no_grad():
+        logs = reader.handle.model(tokens.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
+    wanted = -logs[:-1].gather(1, tokens[1:, None])[:, 0] / math.log(2)
+    # Read in blocks through the cache against all at once: float32 sums in another order, then four decimals.
+    torch.testing.assert_close(torch.tensor(trace.bits[1:]).float(), wanted, rtol=1e-4, atol=2e-4)
+    alive = [float(x.float().mean()) for x in tracer.cache.live()]  # what the next token can still read
+    ends = [
+        [i for i, s in enumerate(row) if i + math.ceil(s + header["ramp"]) > len(trace)] for row in trace.spans.max(1)
+    ]
+    assert all(living <= len(end) for living, end in zip(alive, ends)) and max(alive) > 0
+    by_head = [
+        [sum(i + math.ceil(s + header["ramp"]) > len(trace) for i, s in enumerate(head)) for head in layer]
+        for layer in trace.spans
+    ]
+    assert [sum(heads) / len(heads) for heads in by_head] == alive
+    for layer, spans in zip(layers, trace.spans):
+        if layer.window is not None:
+            assert set((spans + header["ramp"]).flatten()) == {layer.window - 0.5}, "all end with the window"
+    dead = {tuple(death) for step in trace.steps for death in step["deaths"]}
+    assert len(dead) > 50 and sum(len(step["deaths"]) for step in trace.steps) == len(dead), "each dies once"
+
+
+def test_cutting_and_writing(adapter):
+    reader = open_adapter(adapter / "adapter")
+    before = Trace.of(reader.trace_text(TEXT.encode()))
+    after = Trace.of(reader.trace_text(TEXT.encode(), Cut(max_span=3.0)))
+    learned = [n for n, layer in enumerate(reader.handle.layers) if layer.window is None]
+    assert before.spans[learned].max() > 10 and after.spans[learned].max() <= 3
+    assert Trace.of(reader.trace_text(TEXT.encode())) == before, "the cut is gone"
+    header, *steps = reader.generate(b"The fox", Sampling(temperature=0), 5)
+    assert len(steps) == len(b"The fox") + 5 and header["task"] == "text"
+    with pytest.raises(UserError, match="the text is empty"):
+        reader.encode(b"")
+
+
+def test_commands_and_source(adapter, tmp_path, capsys):
+    assert main(["trace", str(adapter), "--tokens", "6"]) == 0
+    header, *steps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert header["name"] == "base with retrofit" and len(steps) == 6
+    info = Source(adapter=adapter / "adapter").describe()
+    assert info["model"] and info["text"] and info["generate"] and not info["error"]
+    lost = Source(adapter=adapter / "adapter", model=str(tmp_path / "nowhere")).describe()
+    assert not lost["model"] and "nowhere" in lost["error"]
+    capsys.readouterr()
+    assert main(["view", str(adapter), "--model", str(tmp_path / "nowhere")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
