@@ -121,4 +121,4 @@ def test_runs_without_spans_are_refused(tmp_path):
     model = {"mixer": mixer_config("gru")}
     other = train(tiny_config(tmp_path / "text.txt", model, steps=1), tmp_path / "gru", shown=False)
     with pytest.raises(UserError, match="the memory system gru gives tokens no spans"):
-        analyse(other, count=50, word=None, limits=[], device="cpu")
+        analyse(other, count=50)

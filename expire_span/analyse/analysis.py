@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from expire_span import __version__
+from expire_span.errors import StorageError, describe
 from expire_span.files import to_json, write_atomic
 from expire_span.runs import RunFolder, UserError
 
@@ -40,9 +41,17 @@ CUTS = (16, 64, 256)
 """Parts of max_span to which spans are cut."""
 
 
-def analyse(run: RunFolder, *, count: int, word: str | None, limits: Sequence[float], device: Any) -> dict[str, Any]:
-    """Read the beginning of the test split and answer the three questions."""
-    model = TextModel.open(run, count, device)
+def analyse(
+    run: RunFolder,
+    *,
+    count: int,
+    word: str | None = None,
+    limits: Sequence[float] = (),
+    device: Any = "cpu",
+    raw: bytes | None = None,
+) -> dict[str, Any]:
+    """Read the beginning of the test split, or of `raw`, and answer the three questions."""
+    model = TextModel.open(run, count, device, raw)
     reading = model.read(model.tokens)
     if not reading.spans:
         kind = run.config.model.mixer.kind
@@ -128,13 +137,16 @@ def cut_spans(model: TextModel, reading: Reading, limit: float, classes: np.ndar
     return {"limit": limit, "bits": before, "bits_cut": after, "classes": rows, "worst": top}
 
 
-def write_analysis(run: RunFolder, found: dict[str, Any]) -> list[Path]:
+def write_analysis(folder: Path, found: dict[str, Any]) -> list[Path]:
     """analysis.json and the pictures, each written whole or not at all."""
     from .pictures import draw_all
 
-    written = [run.path / FILE]
-    write_atomic(written[0], to_json(found))
-    for name, picture in draw_all(found).items():
-        written.append(run.path / f"analysis_{name}.png")
-        write_atomic(written[-1], picture)
-    return written
+    pictures = draw_all(found)
+    files = {FILE: to_json(found), **{f"analysis_{name}.png": data for name, data in pictures.items()}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {describe(error)}; give another --out") from error
+    return [folder / name for name in files]

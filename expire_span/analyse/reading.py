@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from expire_span.checkpoint import load_model
+from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
+from expire_span.shipped import SAMPLE
 from expire_span.tasks.task import build_task
+from expire_span.tasks.text import label
 from expire_span.view.limit import limit_spans
 
 KINDS = ("text", "books")
@@ -50,12 +54,28 @@ class TextModel:
     """Tokens that are read at once."""
 
     @classmethod
-    def open(cls, run: RunFolder, count: int, device: torch.device | str = "cpu") -> TextModel:
-        """The model of the newest checkpoint and `count` tokens of test data, or as many as there are."""
-        kind = run.config.task.kind
-        if kind not in KINDS:
+    def open(
+        cls, run: RunFolder, count: int, device: torch.device | str = "cpu", raw: bytes | None = None
+    ) -> TextModel:
+        """The model of the newest checkpoint and `count` letters: of `raw`, or of the test split, or as many as there are."""
+        task: Any = run.config.task
+        if task.kind not in KINDS or getattr(task, "tokenizer", ""):
+            kind = f"{task.kind} with a tokenizer" if task.kind in KINDS else task.kind
             raise UserError(f"analyse reads runs whose tokens are letters ({', '.join(KINDS)}), got task {kind}")
         decoder, config = load_model(run, device)
+        if raw is None and (run.path / SAMPLE).is_file():
+            raw = (run.path / SAMPLE).read_bytes()  # a model without its data
+        if raw is None:
+            return cls._from_task(decoder, config, count)
+        if task.kind != "text":
+            raise UserError(f"--text is for runs of the task text, got task {task.kind}; give its books with --path")
+        if len(raw) < 2:
+            raise UserError(f"the text to analyse has {len(raw)} bytes, and needs at least 2")
+        tokens = torch.tensor(list(raw[:count]), dtype=torch.long)
+        return cls(decoder, [_letter(label(byte)) for byte in range(256)], tokens)
+
+    @classmethod
+    def _from_task(cls, decoder: Decoder, config: RunConfig, count: int) -> TextModel:
         task = build_task(config.task)
         tokens, stream = [], iter(task.stream("test", batch=1, block=BLOCK, seed=config.seed))
         while sum(map(len, tokens)) < count and (batch := next(stream, None)) is not None:

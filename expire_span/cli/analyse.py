@@ -11,14 +11,15 @@ import tyro
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse
+from .runs import with_data
 
 
 @dataclass(frozen=True)
 class Analyse:
     """Analyse a run of text: which letters live longest, what a word's span hangs on, what shorter memory costs."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run on text or books, with learned spans."""
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """Name or folder of a run on text or books, with learned spans; none takes the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     tokens: int = 32_768
@@ -28,7 +29,11 @@ class Analyse:
     limits: str | None = None
     """Longest spans to try, like 1024,256; None takes a 16th, a 64th and a 256th of max_span."""
     path: str | None = None
-    """Other data to read, where the run's own has moved."""
+    """The run's data, where it has moved; its test split is read."""
+    text: Path | None = None
+    """File of text to read in place of the test split."""
+    out: Path | None = None
+    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them."""
     device: str = "auto"
     """cpu, cuda, or auto."""
 
@@ -39,17 +44,22 @@ def run_analyse(args: list[str]) -> int:
         raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     limits = parse_limits(command.limits)
     run = find_run(command.run, command.runs_dir)
+    raw = None if command.text is None else _read(command.text)
     from expire_span.analyse.analysis import analyse, write_analysis
     from expire_span.train.devices import check_device
 
-    from .runs import with_data
-
-    run = with_data(run, command.path)
-    device = check_device(command.device)
-    found = analyse(run, count=command.tokens, word=command.word, limits=limits, device=device)
+    run, device = with_data(run, command.path), check_device(command.device)
+    found = analyse(run, count=command.tokens, word=command.word, limits=limits, device=device, raw=raw)
     show(found)
-    print("\n".join(str(path) for path in write_analysis(run, found)))
+    print("\n".join(str(path) for path in write_analysis(command.out or run.path, found)))
     return 0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read --text {path}: {error.strerror}") from error
 
 
 def parse_limits(text: str | None) -> list[float]:
