@@ -43,6 +43,7 @@ ROWS = {
     "testing": 5,
     "train": 6,
     "view": 7,
+    "analyse": 8,
     "compare": 8,
     "study": 8,
     "cli": 9,

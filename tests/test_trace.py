@@ -275,7 +275,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
     from expire_span.view.figures import FIGURES
     from expire_span.view.pair_figures import PAIRED
 
-    assert {*FIGURES, *PAIRED} == set(NAMES)
+    assert {*FIGURES, *PAIRED, "patterns"} == set(NAMES)  # patterns is a figure of the memory systems, not of a run
     monkeypatch.chdir(tmp_path)
     trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
     begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}

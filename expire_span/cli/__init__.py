@@ -9,6 +9,7 @@ from expire_span import __version__
 from expire_span.errors import UserError, explain
 from expire_span.models.systems import load_plugins
 
+from .analyse import run_analyse
 from .chat import run_chat
 from .compare import run_compare
 from .data import run_data
@@ -89,7 +90,8 @@ VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("write a run's report.html", run_report),
     "trace": ("write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE", run_trace),
     "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", run_view),
-    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth RUN", run_figure),
+    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth|patterns RUN", run_figure),
+    "analyse": ("what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN", run_analyse),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
     "demo": ("train the recall recipe and show what it remembers", run_demo),
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),

@@ -8,14 +8,18 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.files import to_json, write_atomic
+from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, nearest, parse
 
 SHOWN = 4096
 """Tokens of the sample in a figure that compares two traces."""
-NAMES = ("spans", "timeline", "tokens", "growth", "layers", "words", "cut")
+NAMES = ("spans", "timeline", "tokens", "growth", "layers", "words", "cut", "patterns")
 """Kept here too, so that a wrong name is answered without loading what draws."""
+OF_SYSTEMS = ("growth", "patterns")
+"""Figures that without a run are measured on an untrained layer of each memory system."""
 STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
 """The text of the figure `words`, where none is given."""
 
@@ -25,11 +29,12 @@ class FigureCommand:
     """Write a figure of what a run's model remembers.
 
     spans (histogram), timeline, tokens, growth, layers (one text layer by layer), words (a word replaced by others), cut (which
-    tokens get worse when lives are cut).
+    tokens get worse when lives are cut). Without a run, growth is of every memory system (bytes and time against length,
+    measured), and so is patterns (who reads whom).
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """spans, timeline, tokens, growth, layers, words or cut."""
+    """spans, timeline, tokens, growth, layers, words, cut or patterns."""
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
     """Name or folder of a run, whose sample is read, or a trace file; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
@@ -46,12 +51,20 @@ class FigureCommand:
     """Of cut: the longest span; None is 1/16 of the model's own, unless --live is given."""
     live: float | None = None
     """Of cut: a budget of memories alive on average."""
+    mixers: str = ""
+    """Memory systems of growth and patterns without a run, like full,expire_span; all of them where none is named."""
+    longest: int = 8192
+    """Steps up to which growth without a run is measured."""
 
 
 def run_figure(args: list[str]) -> int:
     command = parse(FigureCommand, args, f"{PROGRAM} figure")
     if command.name not in NAMES:
         raise UserError(f"unknown figure {command.name!r}; {nearest(command.name, list(NAMES))}")
+    if command.run is None and command.name in OF_SYSTEMS:
+        return _figure_of_systems(command, command.out or Path(f"{command.name}.pdf"))
+    if command.name == "patterns":
+        raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     is_trace = command.run is not None and Path(command.run).is_file()
     run = None if is_trace else find_run(command.run, command.runs_dir)
     raw = None if command.text is None else command.text.read_bytes()
@@ -106,3 +119,27 @@ def _draw_pair(command: FigureCommand, run: RunFolder, raw: bytes | None, out: P
     traces = [Trace.of(reader.trace_text(text.replace(words[0].encode(), word.encode()))) for word in words]
     places = [(place, place + len(word.encode())) for word in words]
     save_figure(lambda: draw_words(traces, places), out)
+
+
+def _figure_of_systems(command: FigureCommand, out: Path) -> int:
+    """Measure every system, draw, and write the numbers of `growth` beside the picture."""
+    kinds = [kind.strip() for kind in command.mixers.split(",") if kind.strip()] or list(SYSTEMS)
+    for kind in kinds:
+        if kind not in SYSTEMS:
+            raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
+    if command.longest < 1:
+        raise UserError(f"--longest must be at least 1, got {command.longest}")
+    from expire_span.view.figures import check_kind, save_figure
+    from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
+
+    check_kind(out)
+    if command.name == "patterns":
+        patterns = {kind: measure_pattern(kind) for kind in kinds}
+        save_figure(lambda: draw_patterns(patterns), out)
+    else:
+        rows = measure_all(command.longest, kinds)
+        save_figure(lambda: draw_system_growth(rows), out)
+        write_atomic(out.with_suffix(".json"), to_json(rows))
+        print(out.with_suffix(".json"))
+    print(out)
+    return 0

@@ -209,7 +209,7 @@ def run_eval(args: list[str]) -> int:
         raise UserError(
             f"run {run.path} taught a Hugging Face model to forget; score it with: expire-span evaluate-cache"
         )
-    run = _with_data(run, command.path)
+    run = with_data(run, command.path)
     from expire_span.checkpoint import load_model
     from expire_span.tasks.task import build_task
     from expire_span.train.devices import check_device
@@ -236,7 +236,7 @@ def run_eval(args: list[str]) -> int:
     return 0
 
 
-def _with_data(run: RunFolder, path: str | None) -> RunFolder:
+def with_data(run: RunFolder, path: str | None) -> RunFolder:
     """The run with other data to read, where its task reads any."""
     task: Any = run.config.task
     if path is None:

@@ -226,7 +226,8 @@ class SlotStep:
         from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
 
         if self.folded:
-            hidden, proj, eps = x, norm_linear(x, self.norm, self.weight), self.norm.eps
+            norm: Any = self.norm
+            hidden, proj, eps = x, norm_linear(x, norm, self.weight), norm.eps
         else:
             hidden = self.norm(x)
             proj, eps = F.linear(hidden, self.weight), None

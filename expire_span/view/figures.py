@@ -129,11 +129,17 @@ def write_figure(name: str, trace: Trace, path: Path) -> None:
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     """Draw with the style of papers into a file whose name says the format."""
-    kind = path.suffix.lstrip(".").lower()
-    if kind not in KINDS:
-        raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
+    kind = check_kind(path)
     out = io.BytesIO()
     with rc_context(PRINT):
         metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
         draw().savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
     write_atomic(path, out.getvalue())
+
+
+def check_kind(path: Path) -> str:
+    """The format that a file's name asks for."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in KINDS:
+        raise UserError(f"a figure is written as {', '.join(KINDS)}, got {path}; give --out NAME.pdf")
+    return kind

@@ -1,0 +1,130 @@
+"""A text read by a run's model with memory carried: the span of every token in every layer, and the bits each one cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expire_span.checkpoint import load_model
+from expire_span.config import RunConfig
+from expire_span.models.decoder import Decoder
+from expire_span.runs import RunFolder, UserError
+from expire_span.shipped import SAMPLE
+from expire_span.tasks.task import build_task
+from expire_span.tasks.text import label
+from expire_span.view.limit import limit_spans
+
+KINDS = ("text", "books")
+"""Tasks whose tokens are letters."""
+MARKS = {"⏎": "\n", "⇥": "\t", "␣": " "}
+"""Letters that a task shows as a sign."""
+BLOCK = 1024
+"""Tokens that are read at once; it does not change what is found."""
+UNKNOWN = "\ufffd"
+"""Stands for a token that is no letter by itself, such as a byte of a longer sequence."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the model did with each token of a text."""
+
+    text: str
+    """One letter for each token."""
+    spans: dict[int, np.ndarray]
+    """Spans [T] by layer, counted from 1; with a span per head, the longest. Layers that give none are left out."""
+    bits: np.ndarray
+    """What each token cost to predict from those before it, [T]; the first has none and is 0."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A run's model and the letters that its tokens stand for."""
+
+    decoder: Decoder
+    letters: list[str]
+    """The letter of each token."""
+    tokens: Tensor
+    """The beginning of the test split, [T]."""
+    block: int = BLOCK
+    """Tokens that are read at once."""
+
+    @classmethod
+    def open(
+        cls, run: RunFolder, count: int, device: torch.device | str = "cpu", raw: bytes | None = None
+    ) -> TextModel:
+        """The model of the newest checkpoint and `count` letters: of `raw`, or of the test split, or as many as there are."""
+        task: Any = run.config.task
+        if task.kind not in KINDS or getattr(task, "tokenizer", ""):
+            kind = f"{task.kind} with a tokenizer" if task.kind in KINDS else task.kind
+            raise UserError(f"analyse reads runs whose tokens are letters ({', '.join(KINDS)}), got task {kind}")
+        decoder, config = load_model(run, device)
+        if raw is None and (run.path / SAMPLE).is_file():
+            raw = (run.path / SAMPLE).read_bytes()  # a model without its data
+        if raw is None:
+            return cls._from_task(decoder, config, count)
+        if task.kind != "text":
+            raise UserError(f"--text is for runs of the task text, got task {task.kind}; give its books with --path")
+        if len(raw) < 2:
+            raise UserError(f"the text to analyse has {len(raw)} bytes, and needs at least 2")
+        tokens = torch.tensor(list(raw[:count]), dtype=torch.long)
+        return cls(decoder, [_letter(label(byte)) for byte in range(256)], tokens)
+
+    @classmethod
+    def _from_task(cls, decoder: Decoder, config: RunConfig, count: int) -> TextModel:
+        task = build_task(config.task)
+        tokens, stream = [], iter(task.stream("test", batch=1, block=BLOCK, seed=config.seed))
+        while sum(map(len, tokens)) < count and (batch := next(stream, None)) is not None:
+            if tokens and bool(batch.fresh.any()):
+                break  # another book begins
+            tokens.append(batch.x[0, batch.mask[0]])
+        letters = [_letter(shown) for shown in task.show(torch.arange(config.model.vocab))]
+        return cls(decoder, letters, torch.cat(tokens)[:count])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.letters[token] for token in self.tokens.tolist())
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens of letters; one that the model does not know is refused."""
+        places = {letter: n for n, letter in enumerate(self.letters) if letter != UNKNOWN}
+        missing = sorted({letter for letter in text if letter not in places})
+        if missing:
+            raise UserError(f"the model has no token for {missing[0]!r}; give a word of letters that its text has")
+        return torch.tensor([places[letter] for letter in text], dtype=torch.long)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, limit: float | None = None) -> Reading:
+        """Read tokens [T] from an empty memory; `limit` cuts every span to so many steps."""
+        device = next(self.decoder.parameters()).device
+        spans: dict[int, list[Tensor]] = {}
+        costs, state, last = [], None, None
+        with limit_spans(self.decoder, limit):
+            for part in tokens.to(device).split(self.block):
+                logits, state, aux = self.decoder(part.unsqueeze(0), state, keep="kv")
+                costs.append(torch.zeros(1) if last is None else _bits(last, part[:1]))
+                costs.append(_bits(logits[0, :-1], part[1:]))
+                last = logits[0, -1:]
+                for n, layer in enumerate(aux.layers, 1):
+                    if layer.span is not None:
+                        spans.setdefault(n, []).append(_longest(layer.span))
+        text = "".join(self.letters[token] for token in tokens.tolist())
+        found = {n: torch.cat(parts).cpu().double().numpy() for n, parts in spans.items()}
+        return Reading(text, found, torch.cat(costs).double().numpy())
+
+
+def _letter(shown: str) -> str:
+    return MARKS.get(shown, shown if len(shown) == 1 else UNKNOWN)
+
+
+def _bits(logits: Tensor, wanted: Tensor) -> Tensor:
+    return (F.cross_entropy(logits.float(), wanted, reduction="none") / np.log(2)).cpu()
+
+
+def _longest(span: Tensor) -> Tensor:
+    """[1, T] or [1, Hkv, T] -> [T]."""
+    return span[0].float() if span.dim() == 2 else span[0].float().amax(0)

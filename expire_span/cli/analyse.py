@@ -1,0 +1,97 @@
+"""`expire-span analyse RUN`: what a model of text keeps, why, and what a shorter memory costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from expire_span.runs import UserError, find_run
+
+from .parsing import PROGRAM, parse
+from .runs import with_data
+
+
+@dataclass(frozen=True)
+class Analyse:
+    """Analyse a run of text: which letters live longest, what a word's span hangs on, what shorter memory costs."""
+
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """Name or folder of a run on text or books, with learned spans; none takes the model that ships with the package."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders."""
+    tokens: int = 32_768
+    """Letters of the test split that are read, memory carried."""
+    word: str | None = None
+    """Word that is replaced; None takes Egypt where the text has it, else the commonest name."""
+    limits: str | None = None
+    """Longest spans to try, like 1024,256; None takes a 16th, a 64th and a 256th of max_span."""
+    path: str | None = None
+    """The run's data, where it has moved; its test split is read."""
+    text: Path | None = None
+    """File of text to read in place of the test split."""
+    out: Path | None = None
+    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+
+
+def run_analyse(args: list[str]) -> int:
+    command = parse(Analyse, args, f"{PROGRAM} analyse")
+    if command.tokens < 2:
+        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
+    limits = parse_limits(command.limits)
+    run = find_run(command.run, command.runs_dir)
+    raw = None if command.text is None else _read(command.text)
+    from expire_span.analyse.analysis import analyse, write_analysis
+    from expire_span.train.devices import check_device
+
+    run, device = with_data(run, command.path), check_device(command.device)
+    found = analyse(run, count=command.tokens, word=command.word, limits=limits, device=device, raw=raw)
+    show(found)
+    print("\n".join(str(path) for path in write_analysis(command.out or run.path, found)))
+    return 0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read --text {path}: {error.strerror}") from error
+
+
+def parse_limits(text: str | None) -> list[float]:
+    """Limits as the command line has them; an empty list is the default."""
+    try:
+        limits = [float(word) for word in text.split(",")] if text is not None else []
+    except ValueError as error:
+        raise UserError(f"--limits are numbers of steps, like 1024,256, got {text!r}") from error
+    for limit in limits:
+        if not 0 <= limit < float("inf"):
+            raise UserError(f"a limit of --limits must be 0 or more and finite, got {limit:g}")
+    return limits
+
+
+def show(found: dict[str, Any]) -> None:
+    """The answers as three small tables."""
+    names = [row["class"] for row in found["layers"][0]["classes"]]
+    counts = {row["class"]: row["count"] for row in found["layers"][0]["classes"]}
+    print(f"mean span by class of letter, over {found['tokens']:,} letters")
+    print("layer  " + "".join(f"{name:>10}" for name in names) + f"{'all':>10}")
+    print("count  " + "".join(f"{counts[name]:>10,}" for name in names))
+    for layer in found["layers"]:
+        means = "".join(f"{row['mean']:>10.1f}" for row in layer["classes"])
+        print(f"{layer['layer']:<7}{means}{layer['mean']:>10.1f}")
+    if found["replaced"] is not None:
+        words = found["replaced"]["words"]
+        print(f"\nmean span where {words[0]['word']} stood, over {found['replaced']['passages']} passages")
+        print("layer  " + "".join(f"{word['word']:>16}" for word in words))
+        for rows in zip(*(word["layers"] for word in words)):
+            print(f"{rows[0]['layer']:<7}" + "".join(f"{row['mean']:>16.1f}" for row in rows))
+    print("\nbits more a letter where spans are cut")
+    print("limit  " + "".join(f"{name:>10}" for name in names) + f"{'all':>10}")
+    for cut in found["cut"]:
+        means = "".join(f"{row['mean']:>+10.4f}" for row in cut["classes"])
+        print(f"{cut['limit']:<7g}{means}{cut['bits_cut'] - cut['bits']:>+10.4f}")

@@ -1,0 +1,123 @@
+"""Figures of the memory systems themselves, measured on untrained layers: what they cost as a stream grows, who reads whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+from torch import Tensor, nn
+
+from expire_span.models.mixer import Mixer, build_mixer
+from expire_span.models.systems import SYSTEMS, LayerShape, Recipe
+from expire_span.models.systems.expire_span import ExpireSpanConfig
+
+from .pictures import PALETTE
+
+MEMORIES = 128
+"""Memories that systems with a knob are held to; the spans of the others start there."""
+BLOCK = 128
+"""Tokens that are read at once."""
+SHAPE = LayerShape(dim=64, heads=4)
+PATTERN_SHAPE = LayerShape(dim=32, heads=4, kv_heads=2)
+STEPS = 64
+"""Steps of a pattern."""
+FAINTEST = 1e-4
+"""Weights below this share of a query's largest are drawn as nothing."""
+
+
+def _settings(kind: str, memories: int) -> Any:
+    """A system held to so many memories, and learned spans that start there."""
+    spans = ExpireSpanConfig(max_span=8 * memories, ramp=memories // 8, initial_span=0.125)
+    rule = SYSTEMS[kind].budget.settings
+    recipe = Recipe(1, spans.max_span, spans.ramp, spans.initial_span, spans)
+    return rule(recipe, memories) if rule is not None else SYSTEMS[kind].settings()
+
+
+@torch.no_grad()
+def measure_growth(kind: str, lengths: Sequence[int]) -> dict[str, Any]:
+    """Bytes that a layer holds for one row after so many steps, and milliseconds of reading the last block, measured."""
+    torch.manual_seed(0)
+    layer = build_mixer(SHAPE, _settings(kind, MEMORIES)).eval()
+    x = torch.randn(1, BLOCK, SHAPE.dim)
+    layer(x)  # what is made at the first call does not count
+    state, held, times, recent = layer.initial_state(1, "kv"), [], [], []
+    for n in range(1, max(lengths) // BLOCK + 1):
+        start = time.perf_counter()
+        _, state, aux = layer(x, state)
+        recent.append(1e3 * (time.perf_counter() - start))
+        if n * BLOCK in lengths:
+            held.append(aux.bytes_held)
+            times.append(min(recent[-max(n // 8, 3) :]))  # the least: other programs can only add to it
+    return {"system": kind, "lengths": list(lengths), "bytes": held, "ms_per_block": times}
+
+
+def measure_all(longest: int, kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Every system at lengths that double, from two blocks on."""
+    lengths = [length for length in (BLOCK * 2**n for n in range(1, 20)) if length <= max(longest, 2 * BLOCK)]
+    return [measure_growth(kind, lengths) for kind in kinds or SYSTEMS]
+
+
+def draw_system_growth(rows: list[dict[str, Any]]) -> Figure:
+    """Bytes held, and time of a block, against the length of the stream; one line a system."""
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for n, row in enumerate(rows):
+        style = {"color": PALETTE[n % len(PALETTE)], "ls": ("-", "--", ":")[n // len(PALETTE) % 3], "lw": 1.2}
+        left.plot(row["lengths"], row["bytes"], label=row["system"], **style)
+        right.plot(row["lengths"], row["ms_per_block"], **style)
+    left.set(xscale="log", yscale="log", xlabel="steps read", ylabel="bytes held (lower is better)")
+    right.set(xscale="log", yscale="log", xlabel="steps read", ylabel=f"ms for {BLOCK} steps (lower is better)")
+    for axes in (left, right):
+        shown = rows[0]["lengths"][:: 1 + len(rows[0]["lengths"]) // 6]
+        axes.set_xticks(shown, [f"{length // 1024}k" if length >= 1024 else str(length) for length in shown])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside right center", fontsize=6)
+    return figure
+
+
+def measure_pattern(kind: str, steps: int = STEPS) -> np.ndarray:
+    """How much each output [row] hangs on each input [column] of one untrained layer, as a share of the row's largest."""
+    torch.manual_seed(0)
+    system = SYSTEMS[kind]
+    layer = build_mixer(PATTERN_SHAPE, system.settings(**system.example)).double().eval()
+    _spread_spans(layer)
+    x = torch.randn(1, steps, PATTERN_SHAPE.dim, dtype=torch.float64, requires_grad=True)
+    y = layer(x).y[0]  # [T, C]
+    direction = torch.randn(PATTERN_SHAPE.dim, dtype=torch.float64)
+    rows = [_influence(y[t] @ direction, x) for t in range(steps)]
+    found = torch.stack(rows)
+    return (found / found.amax(1, keepdim=True).clamp_min(1e-300)).numpy()
+
+
+def _influence(output: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(output, x, retain_graph=True)
+    return gradient[0].norm(dim=-1)
+
+
+def _spread_spans(layer: Mixer) -> None:
+    """Untrained spans are nearly alike; a layer that has learned gives tokens different ones."""
+    weight = getattr(getattr(layer, "span_predictor", None), "weight", None)
+    if isinstance(weight, nn.Parameter):
+        nn.init.normal_(weight, std=0.4)
+
+
+def draw_patterns(patterns: dict[str, np.ndarray]) -> Figure:
+    """One square a system: a row is a step, a column what it reads, and darkness how much."""
+    columns = min(5, max(len(patterns), 1))
+    rows = -(-len(patterns) // columns)
+    figure = Figure(figsize=(1.45 * columns, 1.6 * rows), layout="constrained")
+    for place, (kind, weights) in enumerate(patterns.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.set_title(kind, fontsize=7)
+        shade = np.log10(np.maximum(weights, FAINTEST))
+        axes.imshow(shade, cmap="Blues", vmin=np.log10(FAINTEST), vmax=0, interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+    figure.supxlabel("what is read (earlier steps to the left)", fontsize=7)
+    figure.supylabel("step that reads", fontsize=7)
+    return figure
