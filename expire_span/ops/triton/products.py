@@ -29,8 +29,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FEW_ROWS = Tiles(16, 16, 256, 4, 2)
-MANY_ROWS = Tiles(64, 64, 64, 4, 4)
+FEW_ROWS = Tiles(16, 16, 128, 4, 4)
+MANY_ROWS = Tiles(64, 64, 128, 4, 3)
 _override: Tiles | None = None
 
 

@@ -29,8 +29,8 @@ MOST_SPLITS = 16
 class Tiles(NamedTuple):
     """How a program of the step is cut: slots that it reads at once, and its warps."""
 
-    slots: int = 128
-    warps: int = 4
+    slots: int = 64
+    warps: int = 2
 
 
 _tiles = Tiles()
