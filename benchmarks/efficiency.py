@@ -22,7 +22,8 @@ from expire_span.compare.plan import Comparison, list_systems, parse_mixers
 from expire_span.compare.prepare import describe_plan, prepare
 from expire_span.compare.table import Row, collect_rows, measure, show_count, show_score, write_table
 from expire_span.config import RunConfig, TextTask
-from expire_span.recipes import collision, enwik8, text_small
+from expire_span.recipes import enwik8, text_small
+from expire_span.task_recipes import collision
 from expire_span.task_configs import BooksTask, CollisionTask
 
 from .record import save

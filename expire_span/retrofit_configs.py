@@ -149,6 +149,7 @@ class DistillConfig:
         return live
 
 
+@documented
 @dataclass(frozen=True)
 class RetrofitTask:
     """Give the base model's answers with less memory."""
@@ -162,6 +163,7 @@ class RetrofitTask:
     """Precision of the base model; the predictors are always float32."""
 
 
+@documented
 @dataclass(frozen=True)
 class BaseModel:
     """The frozen model and how its memories expire."""
@@ -193,6 +195,7 @@ class BaseModel:
         return "rotary"
 
 
+@documented
 @dataclass(frozen=True)
 class RetrofitRunConfig(RunConfig):
     """A whole run: which model learns to forget, from what, how."""

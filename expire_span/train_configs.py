@@ -112,6 +112,7 @@ class LearningConfig:
         require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
 
 
+@documented
 @dataclass(frozen=True)
 class TrainConfig(LearningConfig):
     """How the weights are learned."""

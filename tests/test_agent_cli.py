@@ -41,7 +41,7 @@ def test_an_agent_from_training_to_report(call, tmp_path):
     assert result["retention"]["recall"] is not None and result["low"] <= result["score"] <= result["high"]
     code, out, _ = call("eval", "mine", "--episodes", "4", "--control", "forget", "--greedy", "True")
     assert code == 0 and json.loads(out)["peak_live"] == [1]
-    refused(call("generate", "mine"), "needs a run of bytes")
+    refused(call("generate", "mine"), "needs a run of text")
     code, out, _ = call("report", "mine")
     assert code == 0 and "agent" in (tmp_path / "mine" / "report.html").read_text()
 

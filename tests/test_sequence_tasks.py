@@ -161,7 +161,7 @@ def test_talk_grows_in_training_and_is_whole_in_the_test(monkeypatch):
     train, test = (twins.RolledEpisodes(twin, split, 0) for split in ("train", "test"))
     for group, allowed in ((0, {4}), (twins.STAGE, {4, 8}), (2 * twins.STAGE, {4, 8, 12})):
         talks.clear()
-        train.widths((group + np.arange(20)) * twins.ROLL)
+        train.widths((group + np.arange(twins.STAGE)) * twins.ROLL)
         assert set(talks) == allowed
     talks.clear()
     test.widths(np.arange(4) * twins.ROLL)

@@ -20,7 +20,7 @@ from tests.stream_cases import CASES, SHAPE, build, without_initial
 GREEDY = Sampling(temperature=0)
 EXACT = 1e-5
 STEADY = {"expire_span", "transformer_xl", "adaptive_span", "sliding_window", "linear", "performer"}
-STEADY |= {"gru", "gru_torch", "lstm", "tanh_rnn"}
+STEADY |= {"gru", "gru_torch", "lstm", "tanh_rnn", "gated_deltanet"}
 
 
 def drive(stream: Stream, tokens: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,6 @@ def test_the_commands(tmp_path, capsys):
     assert main(["figure", "patterns", "--mixers", "full,gru", "--out", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG") and out.read_text().count("<svg") == 1
     bad = {
-        ("spans",): "figure spans needs a run or a trace",
         ("patterns", "--mixers", "fulll"): "did you mean full",
         ("growth", "--out", "x.gif"): "got x.gif",
         ("growth", "--longest", "0"): "--longest must be at least 1, got 0",
