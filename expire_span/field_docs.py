@@ -6,13 +6,29 @@ Standard library only. Python forgets such strings when it runs a file, so they 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
-import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+_without_fields = False
+
+
+@contextlib.contextmanager
+def without_fields() -> Iterator[None]:
+    """Leave the fields out meanwhile: the command line's parser reads the strings under them itself, and docstrings slowly."""
+    global _without_fields
+    before, _without_fields = _without_fields, True
+    try:
+        yield
+    finally:
+        _without_fields = before
 
 
 def documented(cls: type[T]) -> type[T]:
@@ -28,6 +44,8 @@ class _WithFields:
         self.text = text
 
     def __get__(self, instance: Any, owner: type) -> str:
+        if _without_fields:
+            return self.text
         fields = [f"    {name}: {' '.join(text.split())}" for name, text in field_docs(owner).items()]
         return "\n".join([inspect.cleandoc(self.text), "", "Attributes:", *fields]) if fields else self.text
 
@@ -39,12 +57,20 @@ def field_docs(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError, SyntaxError):  # no source, as in a frozen program: names and defaults still help
+        body = _classes_of(inspect.getsourcefile(base) if base.__module__ != "builtins" else None).get(base.__name__)
+        if body is None:
             continue
-        assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:]):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
                 docs[field.target.id] = str(ast.literal_eval(after.value))
     return docs
+
+
+@functools.cache
+def _classes_of(path: str | None) -> dict[str, ast.ClassDef]:
+    """The classes of a file by name. None without a source, as in a frozen program: names and defaults still help."""
+    try:
+        tree = ast.parse(Path(path or "").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -62,7 +62,7 @@ def test_compiled_count_of_compressive_memories():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_compiled_spans_and_their_gradients(stop):
     check("expire_span", "cpu", span_per="kv_head", reach=HeadReach(stop_gradient=stop))
 

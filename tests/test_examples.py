@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,7 +30,9 @@ def test_stream():
     assert len(held) == 6 and len(set(held[2:])) == 1
 
 
+@pytest.mark.long
 def test_train_tiny(tmp_path):
+    """The short twin is test_cli.py::test_demo_and_report, which trains and reports with fewer steps."""
     out = run_example("03_train_tiny.py", str(tmp_path))
     success = re.search(r"success ([\d.]+)%", out)
     alive = re.search(r"alive: ([\d.]+)", out)

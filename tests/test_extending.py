@@ -99,8 +99,9 @@ def run(tmp_path: Path, *command: str, plugins: str = "") -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_memory_system_from_outside_is_listed_trained_and_compared(tmp_path):
+    """The short twin is test_examples.py::test_own_memory_system, which registers and trains one."""
     shutil.copy(ROOT / "examples" / "04_own_memory_system.py", tmp_path / "fading.py")
     listed = json.loads(run(tmp_path, "-m", "expire_span", "memories", "--json", plugins="fading"))
     assert listed[-1]["kind"] == "fading_mean" and "half" not in listed[-1]["state"]

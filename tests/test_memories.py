@@ -133,7 +133,13 @@ def _stop(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", KINDS)
+COMPILED = ("expire_span", "full", "compressive", "linear")
+"""One system of each way to compile; the others are compiled among the long tests."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in COMPILED else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_blocks_compile(kind):
     """Sequences that stand alone run compiled blocks; here without code generation, which would take minutes."""
     torch.manual_seed(0)

@@ -120,7 +120,9 @@ def test_half_precision(dtype, paper):
 
 
 @pytest.mark.parametrize("name", ["63", "111 in a store, gaps", "all alive", "one survivor per block"])
-@pytest.mark.parametrize("options", [dict(wide=2, split_at=16), dict(split_at=32)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(wide=2, split_at=16), pytest.param(dict(split_at=32), marks=pytest.mark.long)], ids=str
+)
 def test_long_lives_shared_and_tiles_taken_in_pairs(name, options):
     """Tiles of several classes in one program, some of them dead; query tiles half as large as the forward pass's."""
     block_n, m = (64, 64) if ON_GPU else (16, 16)

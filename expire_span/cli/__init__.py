@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -9,25 +10,7 @@ from expire_span import __version__
 from expire_span.errors import UserError, explain
 from expire_span.models.systems import load_plugins
 
-from .analyse import run_analyse
-from .chat import run_chat
-from .compare import run_compare
-from .data import run_data
-from .evaluate_cache import run_evaluate_cache
-from .figure import run_figure
-from .generate import run_generate
-from .importing import run_import
-from .lists import run_memories, run_recipes
 from .parsing import PROGRAM, nearest
-from .play import run_play
-from .retrofit import run_retrofit
-from .runs import run_demo, run_eval, run_report, run_resume, run_train
-from .serve import run_serve
-from .ship import run_ship
-from .study import run_study
-from .trace import run_trace
-from .verify import run_verify
-from .view import run_view
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +50,13 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}; {nearest(verb, list(VERBS))}")
     load_plugins()
-    return VERBS[verb][1](rest)
+    return find_verb(verb)(rest)
+
+
+def find_verb(verb: str) -> Callable[[list[str]], int]:
+    """The function of a verb. Only its own module is loaded, so that one command need not wait for all others' options."""
+    module, name = VERBS[verb][1].split(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
 def _overview() -> str:
@@ -81,28 +70,40 @@ def _overview() -> str:
     )
 
 
-VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "train": ("train a recipe: expire-span train RECIPE [--field value ...]", run_train),
-    "resume": ("go on with an interrupted run", run_resume),
-    "eval": ("score a run's newest checkpoint", run_eval),
-    "generate": ("write text with a run's newest checkpoint", run_generate),
-    "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", run_verify),
-    "report": ("write a run's report.html", run_report),
-    "trace": ("write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE", run_trace),
-    "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", run_view),
-    "figure": ("write a figure for a paper: expire-span figure spans|timeline|tokens|growth|patterns RUN", run_figure),
-    "analyse": ("what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN", run_analyse),
-    "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", run_compare),
-    "demo": ("train the recall recipe and show what it remembers", run_demo),
-    "data": ("fetch or make a data set: expire-span data enwik8|books|collision", run_data),
-    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", run_play),
-    "import": ("make a run of a checkpoint that the paper's released code wrote", run_import),
-    "ship": ("make a small folder of a run of text, to give away: expire-span ship RUN --out FOLDER", run_ship),
-    "recipes": ("list the recipes", run_recipes),
-    "memories": ("list the memory systems", run_memories),
-    "retrofit": ("teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT", run_retrofit),
-    "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", run_evaluate_cache),
-    "chat": ("chat with a retrofitted model in bounded memory", run_chat),
-    "serve": ("serve a retrofitted model as OpenAI's API does", run_serve),
-    "study": ("run a study of memory and write its page: entrances, word-rnn, questions", run_study),
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("train a recipe: expire-span train RECIPE [--field value ...]", "runs.run_train"),
+    "resume": ("go on with an interrupted run", "runs.run_resume"),
+    "eval": ("score a run's newest checkpoint", "runs.run_eval"),
+    "generate": ("write text with a run's newest checkpoint", "generate.run_generate"),
+    "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", "verify.run_verify"),
+    "report": ("write a run's report.html", "runs.run_report"),
+    "trace": (
+        "write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE",
+        "trace.run_trace",
+    ),
+    "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", "view.run_view"),
+    "figure": (
+        "write a figure for a paper: expire-span figure spans|timeline|words|growth|.. RUN",
+        "figure.run_figure",
+    ),
+    "analyse": (
+        "what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN",
+        "analyse.run_analyse",
+    ),
+    "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", "compare.run_compare"),
+    "demo": ("train the recall recipe and show what it remembers", "runs.run_demo"),
+    "data": ("fetch or make a data set: expire-span data enwik8|books|collision", "data.run_data"),
+    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", "play.run_play"),
+    "import": ("make a run of a checkpoint that the paper's released code wrote", "importing.run_import"),
+    "ship": ("make a small folder of a run of text, to give away: expire-span ship RUN --out FOLDER", "ship.run_ship"),
+    "recipes": ("list the recipes", "lists.run_recipes"),
+    "memories": ("list the memory systems", "lists.run_memories"),
+    "retrofit": (
+        "teach a Hugging Face model what to forget: expire-span retrofit MODEL --data TEXT",
+        "retrofit.run_retrofit",
+    ),
+    "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", "evaluate_cache.run_evaluate_cache"),
+    "chat": ("chat with a retrofitted model in bounded memory", "chat.run_chat"),
+    "serve": ("serve a retrofitted model as OpenAI's API does", "serve.run_serve"),
+    "study": ("run a study of memory and write its page: entrances, word-rnn, questions", "study.run_study"),
 }

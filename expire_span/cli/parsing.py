@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from expire_span.errors import UserError
+from expire_span.field_docs import without_fields
 
 from .short_help import show_usual
 
@@ -32,7 +33,7 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
     said = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), without_fields():
             return tyro.cli(
                 kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff), **options
             )
