@@ -14,6 +14,7 @@ from matplotlib.ticker import NullFormatter
 
 from expire_span.runs import UserError, write_atomic
 
+from .lines import lay_out
 from .pair_figures import SINGLE
 from .pictures import PALETTE, STYLE, count_alive
 from .trace import Trace
@@ -66,7 +67,7 @@ def draw_tokens(trace: Trace) -> Figure:
     steps = trace.steps[:SHOWN]
     spans = np.log1p(np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0))
     share = (spans - spans.min()) / max(float(np.ptp(spans)), 1e-6)
-    places = _lay_out([step["text"] for step in steps])
+    places = lay_out([step["text"] for step in steps], COLUMNS)
     rows = 1 + max((row for _, row in places), default=0)
     figure = Figure(figsize=(6.8, 0.2 * rows + 0.1))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
@@ -77,18 +78,6 @@ def draw_tokens(trace: Trace) -> Figure:
         colour = "white" if value > 0.55 else "black"
         axes.text(column, row + 0.7, step["text"], fontsize=6, family="monospace", color=colour, bbox=box)
     return figure
-
-
-def _lay_out(texts: list[str]) -> list[tuple[float, int]]:
-    """Column and row of each piece of text, in lines of `COLUMNS` letters."""
-    places, column, row = [], 0.0, 0
-    for text in texts:
-        width = len(text) + (0.6 if len(text) > 1 else 0)
-        if column + width > COLUMNS:
-            column, row = 0.0, row + 1
-        places.append((column, row))
-        column += width
-    return places
 
 
 def _blue(share: float) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .lines import lay_out
 from .trace import Trace
 
 COLUMNS = 96
@@ -74,19 +75,7 @@ def _shares(row: np.ndarray, low: float | None = None, high: float | None = None
 
 
 def _rows_of(texts: Sequence[str]) -> int:
-    return 1 + max((row for _, row in _lay_out(texts)), default=0)
-
-
-def _lay_out(texts: Sequence[str]) -> list[tuple[float, int]]:
-    """Column and row of each piece of text, in lines of `COLUMNS` letters."""
-    places, column, row = [], 0.0, 0
-    for text in texts:
-        width = len(text) + (0.6 if len(text) > 1 else 0)
-        if column + width > COLUMNS:
-            column, row = 0.0, row + 1
-        places.append((column, row))
-        column += width
-    return places
+    return 1 + max((row for _, row in lay_out(texts, COLUMNS)), default=0)
 
 
 def _panels(count: int, rows: int) -> tuple[Figure, list[Axes]]:
@@ -97,7 +86,7 @@ def _panels(count: int, rows: int) -> tuple[Figure, list[Axes]]:
 
 
 def _write(axes: Axes, texts: Sequence[str], shares: np.ndarray, title: str, scale: np.ndarray) -> None:
-    places = _lay_out(texts)
+    places = lay_out(texts, COLUMNS)
     axes.set_axis_off()
     axes.set(xlim=(0, COLUMNS), ylim=(_rows_of(texts), 0))
     axes.set_title(title, fontsize=7, loc="left", pad=2)

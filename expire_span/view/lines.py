@@ -1,0 +1,17 @@
+"""Text as lines of equal length, for figures that draw it letter by letter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def lay_out(texts: Sequence[str], columns: int) -> list[tuple[float, int]]:
+    """Column and row of each piece of text, in lines of `columns` letters."""
+    places, column, row = [], 0.0, 0
+    for text in texts:
+        width = len(text) + (0.6 if len(text) > 1 else 0)
+        if column + width > columns:
+            column, row = 0.0, row + 1
+        places.append((column, row))
+        column += width
+    return places
