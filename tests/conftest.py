@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+import pytest
 import torch
 
 if importlib.util.find_spec("triton") is not None:
@@ -10,3 +11,18 @@ if importlib.util.find_spec("triton") is not None:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def call_compare(capsys, monkeypatch, tmp_path):
+    """`expire-span compare` in this process, in an empty folder: exit code, output, errors."""
+    from expire_span.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(["compare", *args])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run

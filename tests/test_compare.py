@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from expire_span.cli import main
 from expire_span.compare import plan
 from expire_span.compare.budgets import default_memories, has_knob, learns_spans, with_budget
 from expire_span.compare.conduct import Pace
@@ -147,18 +146,6 @@ def test_seconds_become_steps(tmp_path):
 # Refusals
 
 
-@pytest.fixture
-def call(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(["compare", *args])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
-
-
 BAD = [
     ([], "compare needs a recipe"),
     (["recal", "--mixers", "full"], "did you mean recall"),
@@ -191,8 +178,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("args", "words"), BAD, ids=lambda x: " ".join(x)[:50] if isinstance(x, list) else None)
-def test_bad_input_is_one_sentence_and_leaves_nothing(call, tmp_path, args, words):
-    code, _, err = call(*args)
+def test_bad_input_is_one_sentence_and_leaves_nothing(call_compare, tmp_path, args, words):
+    code, _, err = call_compare(*args)
     assert code == 2 and words in err and len(err.strip().splitlines()) == 1, err
     assert list(tmp_path.iterdir()) == []
 

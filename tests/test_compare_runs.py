@@ -12,28 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from expire_span.cli import main
 from expire_span.compare.page import write_page
 from expire_span.compare.plan import Comparison
 from expire_span.compare.table import as_markdown, collect_rows
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import text_small
 from expire_span.runs import RunFolder
+from tests.browser import find_chromium
 from tests.tiny import as_options, noisy_config, spawn, write_text
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.fixture
-def call(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(["compare", *args])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
+CHROMIUM = find_chromium()
 
 
 # A whole comparison
@@ -148,7 +136,7 @@ def test_outcome_is_measured(unbroken):
 
 
 @pytest.mark.slow
-def test_other_settings_are_refused_and_more_systems_are_added(unbroken, call, monkeypatch):
+def test_other_settings_are_refused_and_more_systems_are_added(unbroken, call_compare, monkeypatch):
     shutil.copytree(unbroken / "runs" / "whole", unbroken / "runs" / "grown")
     base = ["text_small", "--mixers", "gru_torch,expire_span", "--name", "grown", *options(unbroken)]
     before = finished(unbroken, "grown")
@@ -157,36 +145,36 @@ def test_other_settings_are_refused_and_more_systems_are_added(unbroken, call, m
         (["--train-seconds", "9"], "train seconds None, got 9.0"),
         (["--model.mixer.max-span", "32"], "model.mixer.max_span 64, got 32"),
     ):
-        code, _, err = call(*base, *change)
+        code, _, err = call_compare(*base, *change)
         assert code == 2 and words in err and "another --name" in err, err
-    code, _, err = call("recall", "--mixers", "full", "--name", "grown", "--runs-dir", str(unbroken / "runs"))
+    code, _, err = call_compare("recall", "--mixers", "full", "--name", "grown", "--runs-dir", str(unbroken / "runs"))
     assert code == 2 and "is of recipe text_small, got recall" in err
     made = []
     monkeypatch.setattr("expire_span.compare.conduct._run_child", lambda c, name, *_: made.append(name) or "no time")
-    code, _, err = call(*base, "--mixers", "gru_torch,expire_span,full", "--seeds", "2")
+    code, _, err = call_compare(*base, "--mixers", "gru_torch,expire_span,full", "--seeds", "2")
     assert code == 1 and "the same command tries again" in err
     assert made == ["full-seed0", "gru_torch-seed1", "expire_span-seed1", "full-seed1"]
     assert finished(unbroken, "grown") == before
 
 
 @pytest.mark.slow
-def test_folders_of_something_else_are_refused(unbroken, call):
+def test_folders_of_something_else_are_refused(unbroken, call_compare):
     runs = ["--runs-dir", str(unbroken / "runs" / "whole")]
-    code, _, err = call("recall", "--mixers", "full", "--name", "gru_torch-seed0", *runs)
+    code, _, err = call_compare("recall", "--mixers", "full", "--name", "gru_torch-seed0", *runs)
     assert code == 2 and "is the folder of a run, not of a comparison" in err
     (unbroken / "runs" / "other").mkdir()
     (unbroken / "runs" / "other" / "notes.txt").write_text("mine")
-    code, _, err = call("recall", "--mixers", "full", "--name", "other", "--runs-dir", str(unbroken / "runs"))
+    code, _, err = call_compare("recall", "--mixers", "full", "--name", "other", "--runs-dir", str(unbroken / "runs"))
     assert code == 2 and "is no comparison" in err
     shutil.copytree(unbroken / "runs" / "whole", unbroken / "runs" / "mixed")
     shutil.rmtree(unbroken / "runs" / "mixed" / "gru_torch-seed0")
     shutil.copytree(unbroken / "runs/mixed/expire_span-seed0", unbroken / "runs/mixed/gru_torch-seed0")
     base = ["text_small", "--mixers", "gru_torch", "--name", "mixed", *options(unbroken)]
-    code, _, err = call(*base)
+    code, _, err = call_compare(*base)
     assert code == 2 and "belongs to another run: it has" in err, err
     told = unbroken / "runs/mixed/compare.json"
     told.write_text(told.read_text().replace('"format": 2', '"format": 9', 1))
-    code, _, err = call(*base)
+    code, _, err = call_compare(*base)
     assert code == 2 and "has format 9" in err
 
 
