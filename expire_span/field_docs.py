@@ -10,14 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-
 _without_fields = False
+
+_parsing = threading.Lock()
+"""One thread at a time: in Python 3.11 two threads that parse at once may both fail ("recursion depth mismatch")."""
 
 
 @contextlib.contextmanager
@@ -70,7 +73,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def _classes_of(path: str | None) -> dict[str, ast.ClassDef]:
     """The classes of a file by name. None without a source, as in a frozen program: names and defaults still help."""
     try:
-        tree = ast.parse(Path(path or "").read_text(encoding="utf-8"))
+        with _parsing:
+            tree = ast.parse(Path(path or "").read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return {}
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

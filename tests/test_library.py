@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import gc
 import pydoc
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import expire_span
+from expire_span import field_docs
 from expire_span.cli.study import _show
 from tests import matrix
 
@@ -85,3 +89,24 @@ def test_the_matrix_says_what_happened():
     outcomes = [matrix.Outcome("3.11", "3.9.0", "2.13.0", "== 17 passed in 61.20s (0:01:01) ==", 70.2, True)]
     assert "| 3.11 | 3.9.0 | 2.13.0 | 17 passed | 70 |" in matrix.as_table(outcomes)
     assert {v.rsplit(".", 1)[0] for v in matrix.TRITONS} == {"3.6", "3.7", "3.8", "3.9"}
+
+
+def test_many_threads_may_ask_what_fields_mean():
+    """A server asks from several threads. Python 3.11 fails if one parses while the collector lets another one parse."""
+    files = sorted(str(path) for path in Path(expire_span.__file__).parent.rglob("*.py"))[:100]
+    before = gc.get_threshold()
+    gc.freeze()  # so that a collection looks at what is new only
+    gc.set_threshold(100)
+    gc.callbacks.append(_let_others_run)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(field_docs._classes_of.__wrapped__, files))
+    finally:
+        gc.callbacks.remove(_let_others_run)
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    assert any(found)
+
+
+def _let_others_run(phase: str, info: dict) -> None:
+    time.sleep(1e-3)

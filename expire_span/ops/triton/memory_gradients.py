@@ -22,6 +22,10 @@ from .layout import (
 )
 
 
+ROUNDING = tl.constexpr(2.0**-23)
+"""Two roundings of a float32, as a share of it."""
+
+
 @triton.jit
 def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
     """x of these queries, or `beyond` for those beyond the last."""
@@ -37,6 +41,9 @@ def _walk_queries(
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
+    # On the ramp is where 0 < life < ramp. At the age that equals the span, life is the ramp, up to two roundings of the sum of
+    # both; without this allowance such a memory, whose mask is 1, would get a gradient.
+    half = (ramp - reach * ROUNDING) / 2
     for n in range(begin, pause + stop - again):
         qt = n
         if MASKED:
@@ -70,8 +77,7 @@ def _walk_queries(
             if EPS != 0:
                 e = tl.where(m > 0, e, 0.0)
             p = m * e
-            half = ramp / 2  # on the ramp is where 0 < life < ramp
-            dspan += tl.sum(tl.where(tl.abs(life - half) < half, e * dp, 0.0), 1)
+            dspan += tl.sum(tl.where(tl.abs(life - half[:, None]) < half[:, None], e * dp, 0.0), 1)
         else:
             e = tl.math.exp2(s)
             p = e
