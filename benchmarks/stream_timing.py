@@ -275,11 +275,28 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
     }
 
 
-SLOT_TILES = ((128, 4), (128, 8), (64, 4), (64, 2), (32, 2))
+SLOT_TILES = ((64, 2), (64, 2, 2), (64, 2, 3), (64, 4, 3), (32, 1, 3), (32, 2, 3), (16, 1, 4))
 PRODUCT_TILES = {
     1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),
     256: ((64, 64, 64, 4, 4), (64, 32, 128, 4, 3), (32, 64, 64, 4, 4), (64, 64, 128, 4, 3), (32, 32, 128, 4, 4)),
 }
+
+
+def where_time_goes(stream: Stream, steps: int = 64) -> dict[str, float]:
+    """Microseconds of a step by kernel, and those of them all: the rest of a step's time the device waits."""
+    steady = stream.generate(Sampling(seed=3))
+    for _ in range(5):
+        next(steady)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            next(steady)
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
+    found = {f"{row.key[:60]} x{row.count / steps:.1f}": row.device_time_total / steps for row in rows[:14]}
+    found["all"] = sum(row.device_time_total for row in rows) / steps
+    for name, us in found.items():
+        print(f"{us:9.1f} us  {name}", flush=True)
+    return found
 
 
 def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
@@ -299,6 +316,7 @@ def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
             found[f"batch {rows}, {name}"] = ms = wall_ms(lambda: next(steady), 30, 3)["min"]
             print(f"batch {rows}, {name}: {ms:.4f} ms", flush=True)
 
+        found[f"batch {rows}, kernels"] = where_time_goes(stream)
         for tiles in SLOT_TILES:
             slots.override(slots.Tiles(*tiles))
             measure(f"slots {tiles}")

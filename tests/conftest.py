@@ -11,6 +11,7 @@ if importlib.util.find_spec("triton") is not None:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # and for the programs that tests start
 
 
 @pytest.fixture

@@ -74,16 +74,16 @@ def unbroken(tmp_path_factory) -> Path:
     return folder
 
 
-def interrupt(folder: Path, name: str, signum: int) -> tuple[int, str, Path]:
-    """Send a signal to a comparison whose second system is in training, and wait until no process of it is left."""
+def interrupt(folder: Path, name: str, run: str, signum: int) -> tuple[int, str, Path]:
+    """Send a signal to a comparison while `run` is in training, and wait until no process of it is left."""
     process = start(folder, name)
-    second = folder / "runs" / name / "expire_span-seed0"
-    wait_until(lambda: (second / "metrics.jsonl").exists() and (second / "metrics.jsonl").stat().st_size > 900, process)
+    path = folder / "runs" / name / run
+    wait_until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 900, process)
     process.send_signal(signum)
     _, err = process.communicate(timeout=200)
     wait_until(lambda: not child_of(str(folder / "runs" / name)), None, seconds=120)
-    assert not (second / "result.json").exists()
-    return process.returncode, err, second
+    assert not (path / "result.json").exists()
+    return process.returncode, err, path
 
 
 def goes_on_as_if_nothing_had_happened(unbroken: Path, name: str) -> None:
@@ -101,17 +101,17 @@ def goes_on_as_if_nothing_had_happened(unbroken: Path, name: str) -> None:
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_killed_then_resumed(unbroken):
     """No process stays behind. The short twin of this test sends Ctrl-C; a killed worker is told of in test_errors.py."""
-    interrupt(unbroken, "killed", signal.SIGKILL)
+    interrupt(unbroken, "killed", "expire_span-seed0", signal.SIGKILL)
     goes_on_as_if_nothing_had_happened(unbroken, "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_ctrl_c_saves_and_says_how_to_go_on(unbroken):
-    code, err, second = interrupt(unbroken, "asked", signal.SIGINT)
-    assert code == 130 and "1 of 2 systems finished; the same command goes on" in err and "Traceback" not in err, err
-    newest = max(p.name for p in (second / "checkpoints").iterdir())
-    steps = [json.loads(line)["step"] for line in (second / "metrics.jsonl").read_text().splitlines()]
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    code, err, first = interrupt(tmp_path, "asked", "gru_torch-seed0", signal.SIGINT)
+    assert code == 130 and "0 of 2 systems finished; the same command goes on" in err and "Traceback" not in err, err
+    newest = max(p.name for p in (first / "checkpoints").iterdir())
+    steps = [json.loads(line)["step"] for line in (first / "metrics.jsonl").read_text().splitlines()]
     assert int(newest.removeprefix("step-")) >= max(steps), "what was trained when the signal came is saved"
 
 

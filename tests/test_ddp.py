@@ -54,22 +54,22 @@ def check_same(one: list[dict], two: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    check_two_processes(tmp_path, "ddp")
+    check_two_processes(tmp_path, "ddp", steps=4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_equal_one_and_resume_exactly(tmp_path, kind):
     """The short twin trains with DDP alone."""
-    check_resume_is_exact(kind, check_two_processes(tmp_path, kind))
+    check_resume_is_exact(kind, check_two_processes(tmp_path, kind, steps=10))
 
 
-def check_two_processes(tmp_path: Path, kind: str) -> RunFolder:
+def check_two_processes(tmp_path: Path, kind: str, steps: int) -> RunFolder:
     config = tiny_config(
         write_text(tmp_path),
-        steps=10,
+        steps=steps,
         log_every=1,
-        eval_every=5,
+        eval_every=steps // 2,
         checkpoint_every=4,
         accumulate=2,
         batch=8,

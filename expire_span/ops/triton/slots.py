@@ -27,10 +27,11 @@ MOST_SPLITS = 16
 
 
 class Tiles(NamedTuple):
-    """How a program of the step is cut: slots that it reads at once, and its warps."""
+    """How a program of the step is cut: slots that it reads at once, its warps, and how many reads are under way at once."""
 
     slots: int = 64
     warps: int = 2
+    stages: int = 1
 
 
 _tiles = Tiles()
@@ -87,7 +88,7 @@ def _step(
     width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1)
     heads = kv_heads * group
@@ -103,7 +104,7 @@ def _step(
     acc = tl.zeros([D_PAD], tl.float32)
     total = 0.0
     peak = float("-inf")
-    for tile in range(split, tl.cdiv(end, BLOCK_N), SPLITS):
+    for tile in tl.range(split, tl.cdiv(end, BLOCK_N), SPLITS, num_stages=STAGES):
         i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (i < end) & ((i >= FRESH) | (i < now))
         age = now.to(tl.float32) - tl.load(pos + base + i, mask=held, other=0.0)
@@ -223,7 +224,7 @@ def triton_step(
         group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
         hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None, ROTARY=angles is not None,
         MIN_AGE=0 if include_self else 1, WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
-        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, num_warps=_tiles.warps, num_stages=2,
+        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, STAGES=_tiles.stages, num_warps=_tiles.warps,
     )  # fmt: skip
     if splits > 1:
         constants = dict(D=dim, D_PAD=padded, SPLITS=splits, SPLITS_PAD=power_of_2(splits), num_warps=2)
