@@ -21,7 +21,6 @@ from .layout import (
     order_at,
 )
 
-
 ROUNDING = tl.constexpr(2.0**-23)
 """Two roundings of a float32, as a share of it."""
 
