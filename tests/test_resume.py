@@ -53,12 +53,13 @@ def wait_for_lines(path: Path, count: int, process) -> None:
         time.sleep(0.005)
 
 
-def test_kill_9_at_random_moments(config, tmp_path):
+@pytest.mark.parametrize("moments", [(4,), pytest.param((1, 2, 4, 6), marks=pytest.mark.long)], ids=str)
+def test_kill_9_at_random_moments(config, tmp_path, moments):
     unbroken = train(config, tmp_path / "runs" / "unbroken", recipe="text_small", shown=False)
     draw = random.Random(os.getpid())
     process = start(config, tmp_path, "killed")
     path = tmp_path / "runs" / "killed" / "metrics.jsonl"
-    for lines in (2, 6):
+    for lines in moments:
         wait_for_lines(path, lines, process)
         time.sleep(draw.random() * 0.2)
         process.kill()
@@ -74,7 +75,7 @@ class Crash(BaseException):
     """Stands for a power cut inside this process."""
 
 
-@pytest.mark.parametrize("stop_after", [1, 7, 23, 24])
+@pytest.mark.parametrize("stop_after", [7, 24, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 23))])
 def test_a_crash_after_any_step_changes_nothing(config, tmp_path, monkeypatch, stop_after):
     unbroken = _unbroken(config, tmp_path)
     real = SupervisedLearner.step

@@ -43,7 +43,11 @@ print("compiled", *map(compile, KERNELS))
 """
 
 
-@pytest.mark.parametrize("constants", [dict(WINDOW=0, EPS=0.0), dict(WINDOW=256, EPS=1e-8)], ids=str)
+@pytest.mark.parametrize(
+    "constants",
+    [dict(WINDOW=0, EPS=0.0), pytest.param(dict(WINDOW=256, EPS=1e-8), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_kernels_compile_for_compute_capability_9(constants):
     out = subprocess.run([sys.executable, "-c", CODE, json.dumps(constants)], capture_output=True, text=True)
     assert out.stdout.startswith("compiled"), out.stderr[-3000:]

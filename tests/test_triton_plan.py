@@ -11,7 +11,7 @@ from .triton_interpreter import DEVICE, ON_GPU, layout, lists, small_tiles
 pytestmark = [pytest.mark.usefixtures(small_tiles.__name__), *([pytest.mark.gpu] if ON_GPU else [])]
 
 
-@pytest.mark.parametrize(("longest", "window"), [(1e6, 0), (300.0, 25)])
+@pytest.mark.parametrize(("longest", "window"), [pytest.param(1e6, 0, marks=pytest.mark.long), (300.0, 25)])
 def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
     """Each query tile's runs against the mask itself: nothing alive is missed, and hardly a dead tile is walked.
 
