@@ -180,11 +180,14 @@ def _time(args: list[str]) -> float:
     return end.children_user + end.children_system - begin.children_user - begin.children_system
 
 
-def test_generate_streams_bytes(call, tmp_path, options):
+def test_generate_streams_bytes_and_starts_without_the_compiler(call, tmp_path, options):
     assert call("train", "text_small", *options)[0] == 0
-    process = spawn("generate", str(tmp_path / "runs/text_small"), "--prompt", "one ", "--max-tokens", "5", text=False)
+    args = ("generate", str(tmp_path / "runs/text_small"), "--prompt", "one ", "--max-tokens", "5")
+    process = spawn(*args, launcher=("-X", "importtime", "-m", "expire_span"), text=False)
     out, err = process.communicate()
     assert process.returncode == 0 and out.startswith(b"one ") and len(out) == len(b"one ") + 5 + 1, err
+    loaded = {line.split(b"|")[-1].strip() for line in err.splitlines()}
+    assert b"torch" in loaded and b"torch._dynamo" not in loaded, "it takes more than a second"
 
 
 def test_demo_and_report(call, tmp_path, monkeypatch):

@@ -1,21 +1,16 @@
-"""Kernels of flash-linear-attention (`fla-core`) for rivals on a GPU: which layer may use them, and how they are called.
+"""Kernels of flash-linear-attention (`fla-core`) for rivals on a GPU: which layer may use them. See `fla_kernels.py`.
 
-The package is an extra (`pip install 'expire-span[fla]'`) and is imported at the first call. Its kernels are opaque to
-torch.compile: what stands before and after a call is compiled, the call itself is not.
+The package is an extra (`pip install 'expire-span[fla]'`).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 Kernels = Literal["auto", "torch", "fla"]
 LEAST_COUNT = 16
@@ -62,27 +57,3 @@ def _warn_once(kind: str, obstacle: str) -> None:
         return
     _warned.add(reason)
     warnings.warn(reason, stacklevel=4)
-
-
-@functools.cache
-def _load(module: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(module), name)
-
-
-@torch.compiler.disable()
-def gated_delta_kernel(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, strength: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: q, k [B, T, H, K] of length 1, v [B, T, H, V], gates [B, T, H], state [B, H, K, V]."""
-    rule = _load("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
-    return rule(q, k, v, log_gate, strength, initial_state=state, output_final_state=True)
-
-
-@torch.compiler.disable()
-def forgetting_kernel(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor) -> Tensor:
-    """Forget-gate attention of a sequence that stands alone: q [B, T, H, D], k, v [B, T, Hkv, D], log_gate [B, T, H].
-
-    Keys are those of the queries themselves: the kernel cannot take a memory of earlier blocks beside them.
-    """
-    attend = _load("fla.ops.forgetting_attn", "parallel_forgetting_attn")
-    return attend(q, k, v, log_gate)

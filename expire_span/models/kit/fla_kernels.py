@@ -1,0 +1,39 @@
+"""How the kernels of flash-linear-attention (`fla-core`) are called; the package is imported at the first call.
+
+The kernels are opaque to torch.compile: what stands before and after a call is compiled, the call itself is not. To say so
+loads the compiler, which takes a second, so that only the systems that have such kernels import this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def _load(module: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(module), name)
+
+
+@torch.compiler.disable()
+def gated_delta_kernel(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: q, k [B, T, H, K] of length 1, v [B, T, H, V], gates [B, T, H], state [B, H, K, V]."""
+    rule = _load("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    return rule(q, k, v, log_gate, strength, initial_state=state, output_final_state=True)
+
+
+@torch.compiler.disable()
+def forgetting_kernel(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor) -> Tensor:
+    """Forget-gate attention of a sequence that stands alone: q [B, T, H, D], k, v [B, T, Hkv, D], log_gate [B, T, H].
+
+    Keys are those of the queries themselves: the kernel cannot take a memory of earlier blocks beside them.
+    """
+    attend = _load("fla.ops.forgetting_attn", "parallel_forgetting_attn")
+    return attend(q, k, v, log_gate)
