@@ -131,6 +131,12 @@ def test_norm_product_and_activation_are_one_kernel():
         torch.testing.assert_close(found, wanted, rtol=step, atol=1e-4)
 
 
+def test_products_are_cut_so_that_no_part_of_the_device_is_idle():
+    assert products.choose_tiles(1, 512) == products.FEW_ROWS
+    assert products.choose_tiles(256, 2048).outputs == 64 and products.choose_tiles(256, 1536).outputs == 32
+    assert products.choose_tiles(256, 512)[:2] == (32, 32)
+
+
 @torch.inference_mode()
 def test_a_step_of_half_precision_with_folded_norms_is_within_its_rounding(monkeypatch):
     """The same weights in float64 judge both: the folded step may err no more than twice what the plain one does."""
@@ -178,7 +184,7 @@ for kernel in (slots._step, slots._join_splits, slots._square_relu):
     compile(kernel, SIZES | MODERN, "bf16")
 compile(slots._step, SIZES | PAPER, "fp32")
 POINTERS |= dict.fromkeys("gain weight residual".split(), "bf16")
-for tiles in (products.FEW_ROWS, products.MANY_ROWS):
+for tiles in (products.FEW_ROWS, *products.MANY_ROWS):
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles))
     compile(products._linear, blocks | dict(NORM=True, SQUARE=True, ADD=False), "bf16")
 print("compiled")

@@ -30,7 +30,10 @@ class Tiles(NamedTuple):
 
 
 FEW_ROWS = Tiles(16, 16, 128, 4, 4)
-MANY_ROWS = Tiles(64, 64, 128, 4, 3)
+MANY_ROWS = (Tiles(64, 64, 128, 4, 3), Tiles(64, 32, 128, 4, 3), Tiles(32, 32, 128, 4, 4))
+"""The largest tiles first: they read least. Smaller ones where larger ones would leave a part of the GPU idle."""
+MULTIPROCESSORS = 132
+"""Of a large GPU."""
 _override: Tiles | None = None
 
 
@@ -40,8 +43,13 @@ def override(tiles: Tiles | None) -> None:
     _override = tiles
 
 
-def choose_tiles(rows: int) -> Tiles:
-    return _override or (FEW_ROWS if rows <= 32 else MANY_ROWS)
+def choose_tiles(rows: int, outputs: int) -> Tiles:
+    if _override is not None or rows <= 32:
+        return _override or FEW_ROWS
+    enough = (
+        t for t in MANY_ROWS if triton.cdiv(rows, t.rows) * triton.cdiv(outputs, t.outputs) >= 0.9 * MULTIPROCESSORS
+    )
+    return next(enough, MANY_ROWS[-1])
 
 
 @triton.jit
@@ -78,7 +86,7 @@ def _linear(
 
 def _run(x: Tensor, weight: Tensor, y: Tensor, gain: Tensor, eps: float, **flags: bool) -> Tensor:
     rows, width, outputs = x.shape[0], x.shape[1], weight.shape[0]
-    t = choose_tiles(rows)
+    t = choose_tiles(rows, outputs)
     grid = (triton.cdiv(outputs, t.outputs), triton.cdiv(rows, t.rows))
     run_kernel(
         _linear, grid, x, gain, weight, y, y, rows, width, outputs, x.stride(0), eps, **flags,
