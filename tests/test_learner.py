@@ -86,9 +86,10 @@ def test_a_time_limit_ends_the_run_at_the_end_of_its_schedule(tmp_path, monkeypa
     step = learner.step
     monkeypatch.setattr(learner, "step", lambda index: places.append(index) or step(index))
     monkeypatch.setattr(Clock, "elapsed", property(lambda clock: float(len(places))))
-    config = replace(CONFIG, train=replace(SETTINGS, steps=100, seconds=10.0))
+    config = replace(CONFIG, train=replace(SETTINGS, steps=100, seconds=10.0, warmup=3))
     run = session.begin(learner, config, tmp_path / "a", shown=False)
-    assert places == list(range(0, 100, 10)) and run.read_result()["step"] == 10
+    assert places == [0, 1, 2, *range(30, 100, 10)], "warm-up counts steps"
+    assert run.read_result()["step"] == 10
     slack = replace(CONFIG, train=replace(SETTINGS, steps=10, seconds=1000.0))
     places.clear()
     assert session.begin(learner, slack, tmp_path / "b", shown=False).read_result()["step"] == 10

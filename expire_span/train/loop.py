@@ -50,6 +50,8 @@ class LoopSettings(Protocol):
     @property
     def seconds(self) -> float | None: ...
     @property
+    def warmup(self) -> int: ...
+    @property
     def log_every(self) -> int: ...
     @property
     def eval_every(self) -> int: ...
@@ -163,11 +165,16 @@ class TrainingLoop:
                     raise Interrupted(f"stopped at step {self.step} of {steps} and saved; {advice}", asked)
 
     def _place(self) -> int:
-        """The place in the schedule: steps made, or what the clock says where a time limit is ahead of them."""
+        """The place in the schedule: steps made, or what the clock says where a time limit is ahead of them.
+
+        Warm-up is counted in steps in any case: compiling takes longer than warm-up and must not pass for it.
+        """
         seconds, steps = self.settings.seconds, self.settings.steps
         if seconds is None:
             return self.step
-        return max(self.step, min(int(steps * self.clock.elapsed / seconds), steps))
+        passed = min(int(steps * self.clock.elapsed / seconds), steps)
+        warming = self.step < self.settings.warmup and passed < steps
+        return self.step if warming else max(self.step, passed)
 
     def _agree_to_stop(self, stop: StopRequest, logs: bool) -> int:
         """The signal to obey now, or 0. Processes agree at log steps, since all must stop after the same step."""
