@@ -21,17 +21,19 @@ from .forward import LOG2E
 from .launch import run_kernel
 from .layout import power_of_2
 
-PROGRAMS = 264
-"""Programs that fill a GPU: two for each multiprocessor of a large one."""
 MOST_SPLITS = 16
 
 
 class Tiles(NamedTuple):
-    """How a program of the step is cut: slots that it reads at once, its warps, and how many reads are under way at once."""
+    """How a step is cut into programs."""
 
     slots: int = 64
+    """Slots that a program reads at once."""
     warps: int = 2
     stages: int = 1
+    """How many reads of a program are under way at once."""
+    programs: int = 264
+    """Programs that fill a GPU, two for each multiprocessor of a large one: heads are split while there are fewer."""
 
 
 _tiles = Tiles()
@@ -194,7 +196,7 @@ def square_relu_(x: Tensor) -> Tensor:
 
 def choose_splits(rows: int, longest: int) -> int:
     """Programs for each of `rows` query heads, of which the longest has so many slots."""
-    return max(1, min(PROGRAMS // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
+    return max(1, min(_tiles.programs // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
 
 
 def triton_step(
