@@ -20,11 +20,12 @@ from typing import Any
 from expire_span.compare.conduct import conduct
 from expire_span.compare.plan import Comparison, list_systems, parse_mixers
 from expire_span.compare.prepare import describe_plan, prepare
-from expire_span.compare.table import Row, collect_rows, measure, show_count, show_score, write_table
+from expire_span.compare.table import collect_rows, write_table
 from expire_span.config import RunConfig, TextTask
 from expire_span.recipes import enwik8, text_small
 from expire_span.task_configs import BooksTask, CollisionTask
 from expire_span.task_recipes import collision
+from expire_span.view.efficiency import Row, measure, show_count, show_score
 
 from .record import save
 

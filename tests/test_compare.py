@@ -17,7 +17,7 @@ from expire_span.compare.matched import count_parameters, match_parameters
 from expire_span.compare.page import points_of
 from expire_span.compare.plan import Comparison, System, list_systems, parse_budgets
 from expire_span.compare.prepare import check_memory
-from expire_span.compare.table import Row, as_markdown, find_front
+from expire_span.compare.table import as_markdown, find_front
 from expire_span.compare.worker import with_steps_for
 from expire_span.config import BudgetConfig, DecoderConfig
 from expire_span.models.decoder import Decoder
@@ -25,6 +25,7 @@ from expire_span.models.mixer import build_mixer
 from expire_span.models.systems import SYSTEMS
 from expire_span.recipes import RECIPES, text_small
 from expire_span.runs import UserError
+from expire_span.view.efficiency import Row
 from tests.tiny import tiny_config, write_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,10 +14,11 @@ import pytest
 
 from expire_span.compare.page import write_page
 from expire_span.compare.plan import Comparison
-from expire_span.compare.table import as_markdown, collect_rows
+from expire_span.compare.table import as_markdown, collect_rows, how_measured
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import text_small
 from expire_span.runs import RunFolder
+from expire_span.view.efficiency import tabulate
 from tests.browser import find_chromium
 from tests.tiny import as_options, noisy_config, spawn, write_text
 
@@ -185,6 +186,9 @@ def test_page_is_self_contained(unbroken):
     assert "http" not in page and "prefers-color-scheme: dark" in page and page.count("<svg") == 5
     assert 'data-value="expire_span"' in page and "memories alive" in page
     assert (comparison.path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    table = tabulate(RunFolder.open(comparison.path / "expire_span-seed0"), None)  # as the run's own report shows it
+    assert [row[0] for row in table.rows] == ["gru_torch", "expire_span"] and table.own == 1
+    assert table.told == how_measured(comparison) and all(cell in page for row in table.rows for cell in row)
     empty = replace(comparison, path=unbroken / "empty", runs=comparison.runs)
     (unbroken / "empty").mkdir()
     assert "No run is finished yet" in write_page(empty, []).read_text()

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import efficiency
 from expire_span.compare.plan import list_systems
 from expire_span.compare.prepare import prepare
-from expire_span.compare.table import Row
 from expire_span.train.estimate import count_parameters
+from expire_span.view.efficiency import Row
 
 
 def row(kind: str, score: float) -> Row:

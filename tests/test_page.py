@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import socket
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from expire_span.view.assets import SCRIPTS, parts, render_page
 from expire_span.view.frame import show
 from expire_span.view.server import Source, bind_port
 from tests.browser import made_trace, serving, wait_until
-from tests.tiny import spawn, tiny_config, write_text
+from tests.tiny import tiny_config, write_text
 
 
 @pytest.fixture(scope="module")
@@ -248,32 +247,6 @@ def test_a_taken_port_gives_the_next():
     assert second.getsockname()[1] > first.getsockname()[1] and second.getsockname()[0] == "127.0.0.1"
     first.close()
     second.close()
-
-
-def test_command_serves_and_says_where(run):
-    taken = bind_port(8950)
-    taken.listen()
-    port = taken.getsockname()[1]
-    process = spawn("view", str(run.path), "--no-browser", "--port", str(port))
-    try:
-        said = re.fullmatch(rf"port {port} is in use, taking (\d+)\n", process.stdout.readline())
-        assert said and int(said[1]) > port  # the next one may be somebody else's
-        address = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
-        wait_until(lambda: _answers(int(address[1])), 60)
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        taken.close()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return ask(port, "/api/info", method="GET")[0] == 200
-    except ConnectionError:
-        return False
 
 
 @pytest.mark.parametrize(

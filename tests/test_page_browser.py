@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 import xml.etree.ElementTree
 
 import pytest
 
+from expire_span.runs import RunFolder
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
 from expire_span.view.tracer import Tracer
@@ -15,6 +17,11 @@ from tests.browser import Watched, open_browser, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
 TEXT = "Egypt <script>alert(1)</script> is far, \U0001f600 é far away.\nEgypt again."
+
+PASTE = """(size) => { const data = new DataTransfer(), options = { clipboardData: data, bubbles: true, cancelable: true };
+    data.setData("text/plain", "x".repeat(size));
+    return !document.getElementById("es-text").dispatchEvent(new ClipboardEvent("paste", options)); }"""
+"""Pastes so many bytes into the text field; whether the page refused them."""
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +41,10 @@ def server(tmp_path_factory):
             time.sleep(0.1)
             yield step
 
-    with pytest.MonkeyPatch.context() as patch, serving(Source(run)) as (port, app):
+    source = Source(run)
+    with pytest.MonkeyPatch.context() as patch, serving(source) as (port, app):
         patch.setattr(Tracer, "generate", unhurried)
-        yield f"http://127.0.0.1:{port}/", app
+        yield f"http://127.0.0.1:{port}/", app, source
 
 
 @pytest.fixture
@@ -83,6 +91,19 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     before, after = map(float, re.search(r"at once ([\d.]+) → ([\d.]+)", tab.text("sums")).groups())
     assert after < before
     assert all("-" in text for text in tab.page.locator("#es-moved small").all_inner_texts())
+    tab.page.fill("#es-limit", "")
+    tab.page.fill("#es-budget", "6")
+    tab.press("compare")
+    wait_until(lambda: tab.page.is_hidden("#es-status"))
+    tab.page.locator("#es-moved button").first.click()  # shows the other trace
+    header, *steps = tab.view("view.state.trace.lines")
+    living = [sum(step["live"]) / header["layers"] for step in steps]
+    assert header["budget"] == 6 and 3 < sum(living) / len(steps) <= 6 * 1.02
+    most = max(sum(step["live"]) for step in steps)
+    assert f" → {most:.0f}. " in tab.text("sums")
+    tab.page.fill("#es-budget", "0")
+    tab.press("compare")
+    wait_until(lambda: "live must be a number between 1 and" in tab.text("status"))
 
 
 def test_writing_live(tab, server):
@@ -127,14 +148,66 @@ def test_two_tabs(tab, browser, server):
 def test_bad_input_is_said_in_the_page(tab):
     tab.press("read")
     assert "the text is empty" in tab.text("status")
-    tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(1024 * 1024)")
+    tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(300000)")
     tab.press("read")
-    assert "at most 200,000 bytes" in tab.text("status") and "1,048,576" in tab.text("status")
+    assert "at most 200,000 bytes" in tab.text("status") and "300,000" in tab.text("status")
+    tab.page.fill("#es-text", "")
+    assert tab.page.evaluate(PASTE, 10 * 1024 * 1024), "refused before the field takes it"
+    assert "at most 200,000 bytes" in tab.text("status") and "10,485,760" in tab.text("status")
+    assert "expire-span trace" in tab.text("status") and tab.page.input_value("#es-text") == ""
+    assert not tab.page.evaluate(PASTE, 1000)
     tab.page.set_input_files("#es-file", {"name": "a.bin", "mimeType": "text/plain", "buffer": b"\xff\xfe<b>\x00"})
     tab.wait("view.dataset.read === '6'")
     tab.rest()
     assert tab.page.locator("#es-tokens span").all_inner_texts() == ["\\xff", "\\xfe", "<", "b", ">", "\\x00"]
     read(tab, "still here")
+
+
+def test_a_server_that_is_gone_is_said_in_the_page(tab):
+    tab.page.route("**/api/trace", lambda route: route.abort())
+    tab.page.fill("#es-text", "anyone there?")
+    tab.press("read")
+    wait_until(lambda: "the server does not answer; is expire-span view still running?" in tab.text("status"))
+    tab.page.unroute("**/api/trace")
+    read(tab, "back again")
+
+
+@pytest.fixture
+def young(server, tmp_path):
+    """A run that trains while the page is open; it has no checkpoint yet, and `add` gives it one, sound or cut short."""
+    source, whole = server[2], server[2].run
+    held = tmp_path / "held"
+    shutil.copytree(whole.path, tmp_path / "young")
+    (tmp_path / "young" / "result.json").unlink()
+    shutil.move(tmp_path / "young" / "checkpoints", held)
+    (tmp_path / "young" / "checkpoints").mkdir()
+
+    def add(step: int, sound: bool = True) -> None:
+        folder = tmp_path / "young" / "checkpoints" / f"step-{step:08d}"
+        shutil.copytree(next(held.iterdir()), folder)
+        if not sound:
+            (folder / "model.safetensors").write_bytes(b"half")
+
+    source.run = RunFolder.open(tmp_path / "young")
+    yield add
+    source.run, source.trace = whole, None
+
+
+def test_a_run_in_training_shows_its_last_good_checkpoint(young, browser, server, tmp_path):
+    tab = Watched(browser)
+    tab.open(server[0])
+    assert "has no checkpoint yet" in tab.text("status") and tab.page.is_hidden("#es-input")
+    for step, sound, shown in ((3, True, 3), (4, False, 3), (5, True, 5)):
+        young(step, sound)
+        tab.open(server[0])
+        assert f"still training; this is its checkpoint step-{shown:08d}" in tab.text("status")
+        assert tab.view("view.state.trace.size") > 100 and tab.page.is_visible("#es-input")
+    source = server[2]
+    source.run, source.trace = None, tmp_path / "old.jsonl"
+    source.trace.write_text('{"kind": "header", "version": 9}\n')
+    tab.open(server[0])
+    assert "has version 9, this version of expire-span reads version 1" in tab.text("status")
+    tab.close(server[0])
 
 
 def test_link_opens_the_same_view(tab, browser, server):

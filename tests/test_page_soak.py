@@ -1,9 +1,10 @@
-"""The page's server under hostile and parallel requests: it answers all along, and its memory stays flat."""
+"""The command `expire-span view` as a process: it says where it is, and hostile and parallel requests leave it as it was."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import re
 import socket
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from expire_span.train.supervised import train
+from expire_span.view.server import bind_port
 from tests.tiny import spawn, tiny_config, write_text
 
 WORKERS = 6
@@ -27,38 +29,56 @@ TEXT = "one two three memory fades \U0001f600 <script>alert(1)</script> "
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[tuple[int, psutil.Process]]:
-    """Port and process of the real command."""
+    """Port and process of the real command, which was asked for a port that is taken and says which one it takes instead."""
     folder = tmp_path_factory.mktemp("soak")
     run = train(tiny_config(write_text(folder), steps=2), folder / "runs" / "tiny", shown=False)
+    taken = bind_port(8980)
+    wanted = taken.getsockname()[1]
     complaints = (folder / "stderr.txt").open("w")  # a pipe that nobody reads would fill up and stop the server
-    process = spawn("view", str(run.path), "--no-browser", "--port", "8980", stderr=complaints)
-    assert process.stdout is not None
-    line = next(line for line in process.stdout if " at http" in line)
-    yield int(re.search(r":(\d+)/", line)[1]), psutil.Process(process.pid)
-    process.terminate()
-    process.wait(20)
-    complaints.close()
+    process = spawn("view", str(run.path), "--no-browser", "--port", str(wanted), stderr=complaints)
+    try:
+        assert process.stdout is not None
+        said = re.fullmatch(rf"port {wanted} is in use, taking (\d+)\n", process.stdout.readline())
+        assert said and int(said[1]) > wanted  # the next one may be somebody else's
+        assert f"{run.path} at http://127.0.0.1:{said[1]}/" in process.stdout.readline()
+        yield int(said[1]), psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(20)
+        complaints.close()
+        taken.close()
     assert "Traceback" not in (folder / "stderr.txt").read_text()
 
 
 @dataclass
 class Soak:
-    """Requests of all kinds, as fast as the server answers them."""
+    """Requests of all kinds, as fast as the server answers them: each worker goes through all of them, in orders of its own."""
 
     port: int
+    rounds: float
+    """How often, ..."""
     ends: float
-    seen: Counter = field(default_factory=Counter)
+    """... and until when."""
+    done: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def seen(self) -> Counter[str]:
+        """Requests of each kind that were answered as they should be."""
+        return Counter(self.done)
 
     def run(self, seed: int) -> None:
         draw = random.Random(seed)
         kinds = [self.read, self.cut, self.sample, self.write_and_leave, self.bad_json, self.too_long, self.foreign]
         kinds += [self.half_a_request, self.unknown, self.page, self.odd_bytes, self.act_on_nothing]
-        while time.monotonic() < self.ends:
-            kind = draw.choice(kinds)
+        order: list[Callable[[random.Random], None]] = []
+        left = self.rounds * len(kinds)
+        while left > 0 and time.monotonic() < self.ends:
+            order, left = order or draw.sample(kinds, len(kinds)), left - 1
+            kind = order.pop()
             try:
                 kind(draw)
-                self.seen[kind.__name__] += 1
+                self.done.append(kind.__name__)
             except (OSError, http.client.HTTPException) as error:
                 self.faults.append(f"{kind.__name__}: {type(error).__name__} {error}")
             except AssertionError as error:
@@ -131,16 +151,18 @@ class Soak:
         self.expect(400, f"/api/generate/{draw.randrange(99)}/{draw.choice(['pause', 'stop', 'explode'])}", b"")
 
 
-def soak(port: int, process: psutil.Process, seconds: float) -> tuple[Soak, list[float]]:
-    """Ask for so long; returns what was asked and the server's memory in MB, looked at throughout."""
-    asked = Soak(port, time.monotonic() + seconds)
+def soak(
+    port: int, process: psutil.Process, *, rounds: float = math.inf, seconds: float = math.inf
+) -> tuple[Soak, list[float]]:
+    """Ask so often or for so long; returns what was asked and the server's memory in MB, looked at throughout."""
+    asked = Soak(port, rounds, time.monotonic() + seconds)
     threads = [threading.Thread(target=asked.run, args=(seed,)) for seed in range(WORKERS)]
     memory = []
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         memory.append(process.memory_info().rss / 1e6)
-        time.sleep(min(1.0, seconds / 20))
+        time.sleep(min(1.0, seconds / 20) if seconds < math.inf else 0.1)
     return asked, memory
 
 
@@ -151,17 +173,17 @@ def check(asked: Soak, memory: list[float], still: Callable[[], int]) -> None:
 
 def test_hostile_and_parallel_requests(server):
     port, process = server
-    asked, memory = soak(port, process, 5)
+    asked, memory = soak(port, process, rounds=2)
     check(asked, memory, lambda: asked.ask("/api/info", method="GET")[0])
-    assert sum(asked.seen.values()) > WORKERS, asked.seen
+    assert set(asked.seen.values()) == {2 * WORKERS} and len(asked.seen) == 12, asked.seen
     assert memory[-1] - memory[0] < 200, memory  # buffers that are made once; the long twin shows that it stops
 
 
 @pytest.mark.long
 def test_ten_minutes_of_them(server):
     port, process = server
-    soak(port, process, 20)  # every path has been taken once
-    asked, memory = soak(port, process, 600)
+    soak(port, process, seconds=20)  # every path has been taken once
+    asked, memory = soak(port, process, seconds=600)
     check(asked, memory, lambda: asked.ask("/api/info", method="GET")[0])
     sixth = len(memory) // 6
     early, late = statistics.median(memory[:sixth]), statistics.median(memory[-sixth:])

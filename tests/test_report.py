@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 import re
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expire_span.analyse.analysis import analyse, write_analysis
 from expire_span.config import (
     BudgetConfig,
     DecoderConfig,
@@ -24,6 +27,8 @@ from expire_span.config import (
 from expire_span.runs import RunFolder
 from expire_span.sizes import show_bytes
 from expire_span.train.supervised import train
+from expire_span.view.efficiency import Row, tabulate
+from expire_span.view.findings import read_findings
 from expire_span.view.pictures import count_alive, draw_curves, draw_lifelines, draw_span_map, to_svg
 from expire_span.view.report import explain_budget, flatten, series_of, show_value, write_report
 from expire_span.view.sample import Sample, find_keepsakes
@@ -40,11 +45,19 @@ def recall_page(tmp_path_factory) -> tuple[RunFolder, str]:
 
 
 @pytest.fixture(scope="module")
-def text_page(tmp_path_factory) -> str:
+def text_run(tmp_path_factory) -> RunFolder:
+    """A run of text that was analysed."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "data.txt").write_bytes(b"<script>alert(1)</script> & more words\n" * 60)
+    (folder / "data.txt").write_bytes(b"<script>alert(1)</script> & more words of Egypt\n" * 60)
     config = RunConfig(TextTask(path=str(folder / "data.txt")), MODEL, replace(TRAIN, device="cpu"))
-    return write_report(train(config, folder / "text", shown=False)).read_text()
+    run = train(config, folder / "text", shown=False)
+    write_analysis(run.path, analyse(run, count=50, limits=[8, 2]))
+    return run
+
+
+@pytest.fixture(scope="module")
+def text_page(text_run) -> str:
+    return write_report(text_run).read_text()
 
 
 def test_page_names_nothing_outside_itself(recall_page, text_page):
@@ -129,12 +142,10 @@ def test_unfinished_run_without_a_checkpoint(tmp_path, lines):
     assert ("<b>3.5</b>" in page) == bool(lines)
 
 
-def test_missing_data_leaves_a_note(tmp_path):
-    (tmp_path / "data.txt").write_bytes(b"some words to learn\n" * 60)
-    config = RunConfig(TextTask(path=str(tmp_path / "data.txt")), MODEL, replace(TRAIN, device="cpu"))
-    run = train(config, tmp_path / "text", shown=False)
-    (tmp_path / "data.txt").unlink()
-    page = write_report(run).read_text()
+def test_missing_data_leaves_a_note(text_run, tmp_path):
+    shutil.copytree(text_run.path, tmp_path / "text")
+    moved = replace(text_run.config, task=TextTask(path=str(tmp_path / "nowhere.txt")))
+    page = write_report(replace(text_run, path=tmp_path / "text", config=moved)).read_text()
     assert "No sample could be read" in page and "<span>weights</span>" in page
 
 
@@ -142,6 +153,81 @@ def test_report_is_replaced_at_once(recall_page):
     run, page = recall_page
     assert write_report(run).read_text() == page, "the same run gives the same page"
     assert not [p for p in run.path.iterdir() if p.suffix == ".tmp"]
+
+
+# What it costs, and what was found
+
+
+def cells_of(page: str, title: str) -> list[list[str]]:
+    """Rows of the table after a title, as text."""
+    (table,) = re.findall(rf"{re.escape(title)}.*?</table>", page, re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
+    return [[html.unescape(re.sub(r"<[^>]+>", "", x)) for x in re.findall(r"<t[hd].*?</t[hd]>", row)] for row in rows]
+
+
+def test_a_run_by_itself_has_its_own_row(recall_page):
+    run, page = recall_page
+    headings, row = cells_of(page, "<h2>What it costs</h2>")
+    result, speed = run.read_result(), run.read_speed()
+    shown = dict(zip(headings, row))
+    assert shown["system"] == "expire_span" and shown["success"] == f"{result['score']:.1%}"
+    assert shown["bytes per row"] == show_bytes(result["mean_bytes"] / result["rows"]) and shown["steps"] == "2"
+    assert shown["device memory"] == show_bytes(max(line["peak_bytes"] for line in speed))
+
+
+def test_the_row_of_a_compared_run_is_marked(recall_page, tmp_path):
+    run, _ = recall_page
+    rows = [
+        Row(name, name, None, 1, 0.5, None, 3.0, 4.0, 1e3, 2e3, 5e6, 7.25, 1e4, 99, 2, 1) for name in ("<gru>", "own")
+    ]
+    told = {"score": {"name": "success"}, "conditions": "Two steps & no more.", "rows": [asdict(row) for row in rows]}
+    (tmp_path / "compare.json").write_text("{}")
+    compared = replace(run, path=tmp_path / "own-seed0")
+    for table, words in ((told, ""), ({"rows": [{}]}, "cannot be read"), ({"rows": 3}, "cannot be read")):
+        (tmp_path / "table.json").write_text(json.dumps(table))
+        found = tabulate(compared, None)
+        assert (words in found.told and not found.rows) if words else found.own == 1
+    (tmp_path / "table.json").write_text(json.dumps(told))
+    shutil.copytree(run.path, compared.path)
+    page = write_report(compared).read_text()
+    headings, *shown = cells_of(page, "<h2>What it costs</h2>")
+    assert [row[0] for row in shown] == ["<gru>", "own"] and shown[0][headings.index("ms/batch")] == "7.2"
+    assert "<gru>" not in page and "Two steps &amp; no more." in page and page.count('<tr class="own">') == 1
+
+
+def test_an_unfinished_run_has_no_costs(tmp_path):
+    run = RunFolder.create(tmp_path / "young", RECALL, recipe="recall", environment={})
+    assert tabulate(run, 100).rows == [] and read_findings(run).told == ""
+
+
+def test_what_analyse_wrote_is_shown(text_run, text_page):
+    found = json.loads((text_run.path / "analysis.json").read_text())
+    layers, cuts = found["layers"], found["cut"]
+    _, counts, *rows = cells_of(text_page, "Mean span by class of letter")
+    assert counts[0] == "letters seen" and counts[-1] == "50"
+    for layer, row in zip(layers, rows):
+        means = [*(x["mean"] for x in layer["classes"]), layer["mean"]]
+        assert row == [str(layer["layer"]), *(f"{mean:.1f}" for mean in means)]
+    _, *rows = cells_of(text_page, "Bits more a letter")
+    assert [row[0] for row in rows] == ["8", "2"] and rows[0][-1] == f"{cuts[0]['bits_cut'] - cuts[0]['bits']:+.4f}"
+    headings, *_ = cells_of(text_page, "Mean span where “Egypt” stood")
+    assert headings == ["layer", "Egypt", "somewhere", "Humpty Dumpty"]
+    _, first, *_ = cells_of(text_page, "Letters that live longest")
+    assert first[1] == "".join(layers[0]["longest"][0]["around"]).replace("\n", "⏎")
+    pictures = re.findall(r'<img src="data:image/png;base64,([^"]+)"', text_page)
+    wanted = [text_run.path / f"analysis_{name}.png" for name in ("classes", "replaced", "cut")]
+    assert [base64.b64decode(data) for data in pictures] == [path.read_bytes() for path in wanted]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{", "not valid JSON"), (b'{"format": 7}', "has format 7"), (b'{"format": 1, "layers": []}', "not an analysis")],
+    ids=["cut short", "foreign", "empty"],
+)
+def test_an_analysis_that_cannot_be_read_is_said(text_run, tmp_path, content, words):
+    (tmp_path / "analysis.json").write_bytes(content)
+    found = read_findings(replace(text_run, path=tmp_path))
+    assert words in found.told and "expire-span analyse" in found.told and not found.tables and not found.pictures
 
 
 # Pictures

@@ -134,7 +134,8 @@ def _compare(comparison: Comparison) -> int:
     from expire_span.compare.conduct import conduct
     from expire_span.compare.page import write_page
     from expire_span.compare.prepare import describe_plan
-    from expire_span.compare.table import collect_rows, measure, print_table, show_count, write_table
+    from expire_span.compare.table import collect_rows, print_table, write_table
+    from expire_span.view.efficiency import measure, show_count
 
     def describe(name: str) -> str:
         run = comparison.run_of(name)

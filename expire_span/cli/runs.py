@@ -97,7 +97,7 @@ class Eval(OnRun):
 
 @dataclass(frozen=True)
 class Report(OnRun):
-    """Write the run's report.html: curves, live memories, spans over a sample."""
+    """Write the run's report.html: curves, live memories, spans over a sample, what it costs, what `analyse` found."""
 
 
 @dataclass(frozen=True)

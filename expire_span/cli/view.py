@@ -53,7 +53,7 @@ def run_view(args: list[str]) -> int:
         print(f"port {command.port} is in use, taking {port}")
     address = f"http://127.0.0.1:{port}/"
     print(f"{source.path} at {address} (Ctrl+C ends)", flush=True)
-    source.describe()  # loads the model before the first page asks for it
+    source.warm()
     serve(source, sock, ready=None if command.no_browser else lambda _: _open_browser(address))
     return 0
 

@@ -12,12 +12,13 @@ from expire_span import __version__
 from expire_span.config import to_dict
 from expire_span.runs import write_atomic
 from expire_span.train.progress import show_bytes
+from expire_span.view.efficiency import Row, show_count, show_score
 from expire_span.view.pictures import Points, draw_curves, draw_trade, to_png, to_svg
 from expire_span.view.report import flatten, series_of, show_values
 
 from .budgets import describe_knob
 from .plan import Comparison
-from .table import Row, columns_of, describe_front, how_measured, show_count, show_score
+from .table import columns_of, describe_front, how_measured
 
 
 def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:

@@ -3,71 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from expire_span.agent_configs import AgentRunConfig
-from expire_span.runs import RunFolder, to_json, write_atomic
-from expire_span.train.progress import show_bytes
+from expire_span.runs import to_json, write_atomic
+from expire_span.view.efficiency import TABLE, Column, Row, list_columns, measure
 
 from .plan import Comparison, System
-
-
-@dataclass(frozen=True)
-class Row:
-    label: str
-    kind: str
-    budget: int | None
-    seeds: int
-    """Finished runs that the row is the mean of."""
-    score: float
-    spread: float | None
-    """Standard deviation of the score over seeds; None for a single one."""
-    live: float
-    """Living memories a query finds, the mean over layers and the evaluation."""
-    peak_live: float
-    """The same for the block with the most."""
-    bytes: float
-    """Bytes of memory that one row of the batch holds, all layers, the mean over the evaluation."""
-    peak_bytes: float
-    device_bytes: float
-    """The most that training took of the device (on a CPU: of the process)."""
-    ms_per_step: float
-    """Median training step."""
-    tokens_per_second: float
-    """Median over training."""
-    parameters: int
-    steps: float
-    train_seconds: float
-    """Time of all training steps, evaluations and checkpoints left out."""
-
-
-def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
-    """The numbers of one finished run."""
-    result, speed = run.read_result() or {}, run.read_speed()
-    rows = result["rows"]
-    paces = [line["ms_per_step"] for line in speed]
-    steps = [line["step"] for line in speed]
-    spent = sum(pace * (step - before) for pace, step, before in zip(paces, steps, [0, *steps])) / 1000
-    return {
-        "score": result["score"],
-        "live": statistics.fmean(result["live"]),
-        "peak_live": statistics.fmean(result["peak_live"]),
-        "bytes": result["mean_bytes"] / rows,
-        "peak_bytes": result["peak_bytes"] / rows,
-        "device_bytes": max(line["peak_bytes"] for line in speed),
-        "ms_per_step": statistics.median(_steady(paces)),
-        "tokens_per_second": statistics.median(_steady([line["tokens_per_second"] for line in speed])),
-        "parameters": parameters,
-        "steps": run.config.train.steps,
-        "train_seconds": spent,
-    }
-
-
-def _steady(values: Sequence[float]) -> Sequence[float]:
-    """Without the first window, which compiles and tunes, where there are others."""
-    return values[1:] or values
 
 
 def collect_rows(comparison: Comparison) -> list[Row]:
@@ -90,39 +34,9 @@ def _mean_row(label: str, runs: list[tuple[System, dict[str, Any]]]) -> Row:
     return Row(label, system.kind, system.budget, len(runs), spread=spread, **means)
 
 
-def show_count(count: float) -> str:
-    return f"{count:,.0f}" if count >= 100 else f"{count:.1f}"
-
-
-def show_score(row: Row, name: str) -> str:
-    percent = name == "success"
-    text = f"{row.score:.1%}" if percent else f"{row.score:.4f}"
-    if row.spread is None:
-        return text
-    return f"{text} ± {100 * row.spread:.1f}" if percent else f"{text} ± {row.spread:.4f}"
-
-
-Column = tuple[str, Callable[[Row], float | str], Callable[[Row], str]]
-
-
 def columns_of(comparison: Comparison) -> list[Column]:
     """Heading, the value that sorts, and the value as shown."""
-    name = comparison.score["name"]
-    return [
-        ("system", lambda r: r.label, lambda r: r.label),
-        (name, lambda r: r.score, lambda r: show_score(r, name)),
-        ("memories alive", lambda r: r.live, lambda r: show_count(r.live)),
-        ("peak", lambda r: r.peak_live, lambda r: show_count(r.peak_live)),
-        ("bytes per row", lambda r: r.bytes, lambda r: show_bytes(r.bytes)),
-        ("peak bytes per row", lambda r: r.peak_bytes, lambda r: show_bytes(r.peak_bytes)),
-        ("device memory", lambda r: r.device_bytes, lambda r: show_bytes(r.device_bytes)),
-        ("ms/batch", lambda r: r.ms_per_step, lambda r: show_count(r.ms_per_step)),
-        ("tokens/s", lambda r: r.tokens_per_second, lambda r: f"{r.tokens_per_second:,.0f}"),
-        ("parameters", lambda r: r.parameters, lambda r: f"{r.parameters:,}"),
-        ("steps", lambda r: r.steps, lambda r: f"{r.steps:,.0f}"),
-        ("training", lambda r: r.train_seconds, lambda r: f"{r.train_seconds:,.0f} s"),
-        ("seeds", lambda r: r.seeds, lambda r: str(r.seeds)),
-    ]
+    return list_columns(comparison.score["name"])
 
 
 def find_front(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
@@ -189,7 +103,7 @@ def write_table(comparison: Comparison, rows: Sequence[Row]) -> None:
     environments = [run.environment for run in (comparison.run_of(name) for name in comparison.runs) if run is not None]
     head["best_for_bytes"] = [row.label for row in find_front(comparison, rows)]
     head["environment"] = environments[0] if environments else {}
-    write_atomic(comparison.path / "table.json", to_json({**head, "rows": [asdict(row) for row in rows]}))
+    write_atomic(comparison.path / TABLE, to_json({**head, "rows": [asdict(row) for row in rows]}))
     write_atomic(comparison.path / "table.md", as_markdown(comparison, rows).encode())
 
 

@@ -39,11 +39,14 @@ class Ledger:
     def __post_init__(self) -> None:
         self.alive = [[0] * self.heads for _ in range(self.layers)]
 
-    def add(self, layer: int, head: int, birth: int, span: float, ramp: float) -> None:
+    def add(self, birth: int, spans: Sequence[Sequence[float]], ramp: float) -> None:
+        """The memories of one step, one for each layer and head."""
         # In float32, as the store compares: a sum that rounds onto a whole number must die there in both.
-        death = birth + max(math.ceil(np.float32(span) + np.float32(ramp)), 0)
-        heapq.heappush(self.due, (death, layer, head, birth))
-        self.alive[layer][head] += 1
+        lives = np.ceil(np.array(spans, np.float32) + np.float32(ramp)).clip(0).tolist()  # [layers][heads]
+        for layer, heads in enumerate(lives):
+            for head, life in enumerate(heads):
+                heapq.heappush(self.due, (birth + int(life), layer, head, birth))
+                self.alive[layer][head] += 1
 
     def expire(self, now: int) -> list[list[int]]:
         """Take out what is dead for the query at `now`; [layer, head, birth] each."""
@@ -127,9 +130,7 @@ class MemoryLog:
         return line
 
     def _born(self, spans: Sequence[Sequence[float]], state: Any) -> Line:
-        for layer, heads in enumerate(spans):
-            for head, span in enumerate(heads):
-                self.ledger.add(layer, head, self.position, span, self.facts.ramp)
+        self.ledger.add(self.position, spans, self.facts.ramp)
         deaths = self.ledger.expire(self.position)
         if self.facts.cap is not None:
             deaths += self._evictions(state)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from expire_span.generate import START, Sampling
@@ -74,7 +75,7 @@ class TextReader(ABC):
         tracer = self.tracer()
         yield tracer.header()
         yield from self._in_turn(tracer.read(tokens))
-        yield from self._in_turn(tracer.generate(sampling, max_tokens))
+        yield from self._in_turn(_on_one_thread(tracer.generate(sampling, max_tokens)))
 
     def _in_turn(self, steps: Iterator[Line]) -> Iterator[Line]:
         while True:
@@ -83,6 +84,24 @@ class TextReader(ABC):
             if step is None:
                 return
             yield step
+
+
+def _on_one_thread(steps: Iterator[Line]) -> Iterator[Line]:
+    """The same steps, each made by one thread of the processor.
+
+    A single token is too little work to share out: threads that wait for one another take more time than they save, and on a
+    busy machine ten times as much.
+    """
+    threads = torch.get_num_threads()
+    while True:
+        torch.set_num_threads(1)
+        try:
+            step = next(steps, None)
+        finally:
+            torch.set_num_threads(threads)
+        if step is None:
+            return
+        yield step
 
 
 def refuse_empty(tokens: Any) -> None:

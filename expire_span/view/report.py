@@ -1,4 +1,4 @@
-"""`expire-span report RUN`: one self-contained page about a run, from its folder alone."""
+"""`expire-span report RUN`: one self-contained page about a run, from its folder (and its comparison's table) alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from expire_span.sizes import show_bytes
 
 from .agent import AgentReader
 from .assets import environment, pack_trace, parts
+from .efficiency import tabulate
+from .findings import read_findings
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
 from .sample import Sample, find_keepsakes, marks_of, sample_from
 from .source import AnyReader, about_task, open_reader
@@ -43,6 +45,7 @@ def write_report(run: RunFolder) -> Path:
     weights, trace, page["note"] = look_inside(run)
     page["facts"], page["budget"] = collect_facts(run, metrics, weights), explain_budget(run)
     page["curves"] = draw_training(metrics, name_score(run))
+    page |= {"efficiency": tabulate(run, weights), "findings": read_findings(run)}
     if trace is not None:
         page["packed"] = pack_trace(Trace(trace.header, trace.steps[:VIEW_TOKENS]))
     if trace is not None and trace.has_spans:

@@ -6,7 +6,8 @@ import contextlib
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from expire_span.checkpoint import list_checkpoints
+from expire_span.checkpoint import list_checkpoints, newest_sound
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
 
@@ -26,6 +27,7 @@ from .limit import WHOLE, Cut
 from .sessions import Session, Sessions
 from .source import AnyReader, open_adapter, open_reader
 from .trace import Line, encode, read_lines
+from .tracer import READ_BLOCK
 
 NEXT_PORTS = 50
 """Ports tried after the wanted one."""
@@ -49,7 +51,7 @@ class Source:
         """`model` is where the adapter's base model is, if that is not where the adapter says."""
         self.run, self.trace, self.adapter, self.model = run, trace, adapter, model
         self._reader: AnyReader | None = None
-        self._step = ""
+        self._newest = self._shown = ""
         self._lock = threading.Lock()
 
     @property
@@ -57,7 +59,7 @@ class Source:
         return self.run.path if self.run else self.trace or self.adapter
 
     def reader(self) -> AnyReader:
-        """The model of the newest checkpoint. One that is still training moves on, and so does this."""
+        """The model of the newest sound checkpoint. One that is still training moves on, and so does this."""
         with self._lock:
             if self.adapter is not None:
                 self._reader = self._reader or open_adapter(self.adapter, self.model)
@@ -65,9 +67,17 @@ class Source:
             if self.run is None:
                 raise UserError(f"{self.trace} is a trace without a model; open a run to read other texts")
             newest = next((path.name for path in list_checkpoints(self.run)), "")
-            if self._reader is None or newest != self._step:
-                self._reader, self._step = open_reader(self.run), newest
+            if self._reader is None or newest != self._newest:
+                self._reader = open_reader(self.run)
+                sound = newest_sound(self.run)
+                self._newest, self._shown = newest, sound.name if sound else ""
             return self._reader
+
+    def warm(self) -> None:
+        """Load the model and let it read a block, so that the first page waits for neither."""
+        if self.trace is None and self.describe()["text"]:
+            for _ in self.reader().trace_text(b"read " * (READ_BLOCK // 5)):
+                pass
 
     def describe(self) -> dict[str, Any]:
         info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
@@ -76,7 +86,7 @@ class Source:
         if self.trace is None:
             try:
                 reader = self.reader()
-                info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._step}
+                info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._shown}
                 info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
                 info["vocabulary"] = reader.vocabulary
             except (RunError, ValueError) as error:
@@ -133,7 +143,7 @@ def build_app(source: Source, port: int) -> FastAPI:
         session = Session(reader.generate(fields["text"], sampling, count), prompt + 1)
         session.left = request.is_disconnected
         session.running = not fields.get("paused", False)
-        return _json_lines(_announce(sessions, sessions.add(session)))
+        return _answer(_announce(sessions, sessions.add(session)))
 
     @app.post("/api/generate/{name}/{action}")
     async def act(name: str, action: str) -> dict[str, bool]:
@@ -157,49 +167,47 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
 
 
-async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[Line]:
-    yield {"kind": "session", "name": session.name}
-    async for line in sessions.stream(session):
-        yield line
+async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[bytes]:
+    yield encode({"kind": "session", "name": session.name})
+    async for part in sessions.stream(session):
+        yield part
 
 
-async def _stream_lines(request: Request, start: Any) -> StreamingResponse:
+async def _stream_lines(request: Request, start: Callable[[], Iterator[Line]]) -> StreamingResponse:
     """A trace as it is made. What is wrong at once is an answer of its own; what goes wrong later is the last line."""
-    lines = await run_in_threadpool(start)
-    first = await run_in_threadpool(next, lines)
+    parts = _encode_parts(await run_in_threadpool(start))
+    first = await run_in_threadpool(next, parts)
 
-    async def rest() -> AsyncIterator[Line]:
+    async def rest() -> AsyncIterator[bytes]:
         yield first
-        async for batch in iterate_in_threadpool(_batches(lines)):
+        async for part in iterate_in_threadpool(parts):
             if await request.is_disconnected():  # a closed tab: nobody reads the rest
                 return
-            for step in batch:
-                yield step
+            yield part
 
-    return _json_lines(rest())
-
-
-def _batches(lines: Iterator[Line], size: int = 64) -> Iterator[list[Line]]:
-    """Several lines at a time: a change of thread for each would take longer than to make it."""
-    batch: list[Line] = []
-    for line in lines:
-        batch.append(line)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    yield batch
+    return _answer(rest())
 
 
-def _json_lines(lines: AsyncIterator[Line]) -> StreamingResponse:
-    async def encoded() -> AsyncIterator[bytes]:
+def _encode_parts(lines: Iterator[Line], size: int = READ_BLOCK) -> Iterator[bytes]:
+    """The header, then as many lines at a time as the model reads at once.
+
+    To change threads, or to send, for every single line would take longer than to make it.
+    """
+    yield encode(next(lines))
+    while part := b"".join(map(encode, islice(lines, size))):
+        yield part
+
+
+def _answer(parts: AsyncIterator[bytes]) -> StreamingResponse:
+    async def whole() -> AsyncIterator[bytes]:
         try:
-            async for line in lines:
-                yield encode(line)
+            async for part in parts:
+                yield part
         except (ValueError, RunError) as error:
             yield encode({"kind": "error", "error": " ".join(str(error).split())})
 
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-    return StreamingResponse(encoded(), media_type="application/x-ndjson", headers=headers)
+    return StreamingResponse(whole(), media_type="application/x-ndjson", headers=headers)
 
 
 def bind_port(wanted: int) -> socket.socket:

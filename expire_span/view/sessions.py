@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from starlette.concurrency import run_in_threadpool
 
 from expire_span.runs import UserError
 
-from .trace import Line
+from .trace import Line, encode
+from .tracer import READ_BLOCK
 
 MOST_SESSIONS = 8
 """Texts written at the same time."""
@@ -55,15 +56,20 @@ class Session:
             self.stopped |= self.left is not None and await self.left()
         return False
 
-    async def stream(self) -> AsyncIterator[Line]:
-        count = 0
-        while not self.stopped and (count < self.prompt or await self.may_go()):
-            line = await run_in_threadpool(next, self.lines, None)
-            if line is None:
+    def take(self, most: int) -> bytes:
+        """The next lines, encoded, so many at most; nothing once there are no more."""
+        return b"".join(map(encode, islice(self.lines, most)))
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        left = self.prompt
+        while not self.stopped and (left > 0 or await self.may_go()):
+            count = min(max(left, 1), READ_BLOCK)
+            part = await run_in_threadpool(self.take, count)
+            if not part:
                 return
-            count += 1
+            left -= count
             self.stopped |= self.left is not None and await self.left()
-            yield line | {"at": round(time.time() * 1000, 1)} if count > self.prompt else line
+            yield part
 
 
 class Sessions:
@@ -83,11 +89,11 @@ class Sessions:
             raise UserError(f"no text {name!r} is being written; it has ended or was stopped")
         self.open[name].act(action)
 
-    async def stream(self, session: Session) -> AsyncIterator[Line]:
+    async def stream(self, session: Session) -> AsyncIterator[bytes]:
         """The session's lines. A closed tab cancels this, and the session is gone with it."""
         try:
-            async for line in session.stream():
-                yield line
+            async for part in session.stream():
+                yield part
         finally:
             self.open.pop(session.name, None)
             session.stopped = True

@@ -6,6 +6,7 @@ What it needs of a decoder is public: the spans of new tokens, the logits, the s
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,14 +64,16 @@ class TokenTracer(ABC):
             yield step if extras is None else step | extras[n]
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
-        """Steps for tokens that the model draws itself; something must have been read before."""
+        """Steps for tokens that the model draws itself, each with the time; something must have been read before."""
         if self.logits is None:
             raise ValueError("generating needs a token to go on from, got none; read a prompt first")
         generator = torch.Generator().manual_seed(sampling.seed)
         for _ in range(max_tokens):
             chances = narrow(self.logits.unsqueeze(0), sampling)
             (token,) = torch.multinomial(chances[0], 1, generator=generator).tolist()
-            yield from self._advance([token], {})
+            drawn = round(time.time() * 1000, 1)
+            for step in self._advance([token], {}):
+                yield step | {"at": drawn}
 
     def _pace(self) -> int:
         if self.recurrent or self.log.facts.cap is not None:

@@ -6,7 +6,8 @@ function connect() {
   on("sample", "click", playAnother);
   on("number", "change", readSample);
   on("play", "click", play);
-  on("file", "change", async () => { const [file] = find("file").files; if (file) { if (file.size > info.most_text) say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(file.size)}`, true); else await read("api/trace", await file.arrayBuffer(), null); find("file").value = ""; } });
+  on("file", "change", readFile);
+  for (const name of ["text", "other"]) on(name, "paste", refuseTooLong);
   on("write", "click", write);
   on("pause", "click", () => act(writing && writing.paused ? "resume" : "pause"));
   on("step", "click", () => act("step"));

@@ -14,62 +14,109 @@ function say(message, lasting) {
   if (message && !lasting) say.timer = setTimeout(() => say(""), 6000);
 }
 
-// What has to be drawn anew, in order: everything, the text, the marks of the cursor, or only the window of time.
-const LEVELS = ["draw", "marks", "tokens", "all"];
+// What has to be drawn anew, in order: everything, the text, what new tokens add, the marks of the cursor, or only the window of time.
+const LEVELS = ["draw", "marks", "grown", "tokens", "all"];
 
 function soon(what = "draw") {
   soon.wanted = Math.max(soon.wanted || 0, LEVELS.indexOf(what));
-  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; const wanted = soon.wanted; soon.wanted = 0; redraw(wanted); noteDelay(); });
+  if (!waiting) waiting = requestAnimationFrame(drawFrame);
 }
 
-// How long ago the newest token shown was drawn by the model, in milliseconds; the last thousand frames.
-function noteDelay() {
-  if (!writing || !writing.newest) return;
-  root.delays.push(performance.timeOrigin + performance.now() - writing.newest);
-  if (root.delays.length > 1000) root.delays.shift();
-  writing.newest = 0;
+function drawFrame() {
+  const wanted = soon.wanted, began = performance.now(), shown = writing ? writing.unseen.splice(0) : [];
+  waiting = 0;
+  soon.wanted = 0;
+  redraw(wanted);
+  setTimeout(() => {  // the frame has been laid out and painted by now
+    if (wanted >= LEVELS.indexOf("tokens")) redraw.cost = performance.now() - began;
+    noteDelays(shown);
+  });
+}
+
+// How long ago each token that a frame has shown was drawn by the model, in milliseconds; the last thousand tokens.
+function noteDelays(drawn) {
+  const now = performance.timeOrigin + performance.now();
+  root.delays.push(...drawn.map((at) => now - at));
+  root.delays.splice(0, root.delays.length - 1000);
+}
+
+// While a text is written, the newest tokens and their lives are drawn at once. The rest follows part by part, so that no frame has
+// to wait for all of it, and the rarer the more it costs; each part is drawn once more after the last token.
+const PARTS = [() => { drawRanges(); drawBelow(); }, () => drawCosts(state.trace, state.cursor), () => drawMarks()];
+
+function grow() {
+  soon("grown");
+  grow.left = PARTS.length;
+  if (!grow.timer) grow.timer = setTimeout(follow, SETTLED);
+}
+
+function follow() {
+  const began = performance.now();
+  grow.turn = ((grow.turn || 0) + 1) % PARTS.length;
+  PARTS[grow.turn]();
+  grow.timer = --grow.left > 0 ? setTimeout(follow, Math.max(SETTLED, 8 * (performance.now() - began))) : 0;
 }
 
 function redraw(wanted) {
-  const { trace } = state;
+  const { trace } = state, reaches = (level) => wanted >= LEVELS.indexOf(level);
   if (!trace || !trace.size) return;
-  if (wanted >= LEVELS.indexOf("all")) choose();
-  if (wanted >= LEVELS.indexOf("tokens")) fillText();
+  if (reaches("all") || (reaches("grown") && choice.death && choice.death.length < trace.size)) choose();
+  if (reaches("all")) drawRanges();
+  if (reaches("grown")) fillText();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
-  if (wanted >= LEVELS.indexOf("marks")) drawMarks();
-  if (wanted >= LEVELS.indexOf("all")) drawCosts(trace, state.cursor);
+  if (wanted === LEVELS.indexOf("grown")) return;
+  if (reaches("marks")) drawMarks();
+  if (reaches("all")) drawCosts(trace, state.cursor);
+  drawBelow();
+}
+
+function drawBelow() {
+  const { trace } = state;
   if (trace.hasSpans) drawStrips(find("strips"), trace, ranges, ...tokenWindow(), state.cursor, state.layer);
   if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked, state.cursor);
 }
 
+// What is shown of the trace as it is now: the spans and deaths of the chosen layer and head, and their rows.
 function choose() {
   const { trace } = state, following = timeline.to >= timeline.end;
   if (trace.hasSpans) {
     choice = trace.choose(state.layer, state.head);
-    range = rangeOf(choice.span);
-    ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
+    const fresh = rangeOf(choice.span);
+    if (!writing || differ(fresh, range)) range = fresh;
     timeline.load(choice, state.layout, range, trace.header.ramp, trace.size);
     if (following || timeline.to <= timeline.from) timeline.move(timeline.from, trace.size);
+  } else choice = { span: null, death: null };
+  find("scrub").max = trace.size - 1;
+  if (state.cursor >= trace.size) goToEnd(trace);
+}
+
+// While a text is written its shortest and longest span move a little all the time; colours follow once that can be seen.
+function differ(fresh, old) { return fresh.some((x, n) => Math.abs(Math.log1p(Math.max(x, 0)) - Math.log1p(Math.max(old[n], 0))) > 0.05); }
+
+// What goes with the choice beside the pictures: legends, and which pictures there are.
+function drawRanges() {
+  const { trace } = state;
+  if (trace.hasSpans) {
+    ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
     find("shortest").textContent = show(range[0]);
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.";
-  } else choice = { span: null, death: null };
+  }
   for (const name of ["stage", "strips", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
   find("choice").hidden = !trace.hasSpans && trace.header.layers < 2;
   find("layout-box").hidden = find("legend-box").hidden = !trace.hasSpans;
   find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
   find("hidden-box").hidden = find("studies").hidden = !trace.hasHidden;
   if (trace.hasHidden) drawStretches();
-  find("scrub").max = trace.size - 1;
-  if (state.cursor >= trace.size) goToEnd(trace);
 }
 
 function fillText() {
-  const { trace } = state, [from, to] = tokenWindow();
+  const { trace } = state, [from, to] = tokenWindow(), box = find("tokens");
   find("turn").hidden = trace.size <= WINDOW;
   find("window").textContent = `tokens ${show(from)} to ${show(to - 1)} of ${show(trace.size)}`;
-  fillTokens(find("tokens"), trace, choice.span, range, from, to);
+  fillTokens(box, trace, choice.span, range, from, to, { key: [from, state.layer, state.head, ...range, darkMode.matches].join() });
+  if (writing && state.cursor === trace.size - 1) box.scrollTop = box.scrollHeight;
 }
 
 // What a recurrent state holds on to: stretches in which a unit stays as it is.
@@ -257,5 +304,5 @@ root.studies = { makeSeries, runCounter, detect, runLeaky, weightsOf, stretchLen
 root.delays = [];
 root.timeline = timeline;
 root.state = state;
-root.resting = () => !waiting && !drawSlowly.timer && !goTo.timer;
+root.resting = () => !waiting && !drawSlowly.timer && !goTo.timer && (!grow.timer || Boolean(writing && !writing.paused));
 start().catch((error) => say(error.message, true));

@@ -1,5 +1,7 @@
 // Reading, comparing and writing: what needs the server, and what the page does with its answers.
 
+const PAUSE = 400;  // milliseconds at least between two pictures of a trace that is still coming
+
 async function read(path, body, text) {
   busy?.abort();
   stopWriting();
@@ -10,7 +12,12 @@ async function read(path, body, text) {
     let last = 0, first = true;
     const trace = await fetchTrace(path, body, mine.signal, (growing) => {
       const now = performance.now();
-      if (growing.size && (first || now - last > 150)) { if (first) { setTrace(growing); noteFirst(began); } first = false; last = now; goToEnd(growing); soon("all"); }
+      if (!growing.size || (!first && now - last < Math.max(PAUSE, 8 * (redraw.cost || 0)))) return;  // the model needs the processor more
+      if (first) { setTrace(growing); noteFirst(began); }
+      first = false;
+      last = now;
+      goToEnd(growing);
+      soon("all");
     });
     if (!trace.size) throw new Error("there was nothing to read");
     if (first) { setTrace(trace); noteFirst(began); }
@@ -19,7 +26,7 @@ async function read(path, body, text) {
     find("other").value = (text ?? wholeText(trace)).slice(0, 20000);
     say("");
     soon("all");
-    requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.read = trace.size; }));
+    requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.opened ??= Math.round(performance.now()); root.dataset.read = trace.size; }));
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, true);
   }
@@ -39,8 +46,28 @@ function playAnother() {
 function readText() {
   const text = find("text").value, size = new TextEncoder().encode(text).length;
   if (!text) return say("the text is empty, and there is nothing to remember; give at least one character", true);
-  if (size > info.most_text) return say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace`, true);
+  if (size > info.most_text) return sayTooLong(size);
   return read("api/trace", { text }, text);
+}
+
+async function readFile() {
+  const [file] = find("file").files;
+  if (!file) return;
+  if (file.size > info.most_text) sayTooLong(file.size);
+  else await read("api/trace", await file.arrayBuffer(), null);
+  find("file").value = "";
+}
+
+function sayTooLong(size) {
+  say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace RUN --text FILE`, true);
+}
+
+// A paste that could not be read anyway is refused before the field takes it: to lay out megabytes would stop the page for long.
+function refuseTooLong(event) {
+  const size = new TextEncoder().encode(event.clipboardData ? event.clipboardData.getData("text/plain") : "").length;
+  if (!(size > info.most_text)) return;
+  event.preventDefault();
+  sayTooLong(size);
 }
 
 async function compare() {
@@ -65,15 +92,18 @@ function write() {
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
-    writing.newest = line.at || 0;
-    soon("all");
-  }, (error) => { writing = null; buttons(); if (error) say(error, true); });
+    if (line.at) started.unseen.push(line.at);
+    grow();
+  }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
   const started = writing;
   started.start({ text: find("text").value, temperature: Number(find("heat").value), seed: Number(find("seed").value) });
   buttons();
 }
 
-function stopWriting() { if (writing) { writing.abort.abort(); writing = null; } buttons(); }
+function stopWriting() {
+  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  buttons();
+}
 
 function buttons() {
   for (const name of ["pause", "step", "stop"]) find(name).disabled = !writing;

@@ -50,7 +50,7 @@ async function fetchTrace(path, body, signal, grown = () => {}) {
 
 // A text that the model writes while we watch.
 class Writing {
-  constructor(onLine, onEnd) { this.onLine = onLine; this.onEnd = onEnd; this.abort = new AbortController(); this.name = ""; this.paused = false; }
+  constructor(onLine, onEnd) { this.onLine = onLine; this.onEnd = onEnd; this.abort = new AbortController(); this.name = ""; this.paused = false; this.unseen = []; }
 
   async start(body) {
     try {

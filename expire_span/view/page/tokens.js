@@ -9,8 +9,11 @@ function paintToken(node, share) {
   node.style.color = inkOn(colour);
 }
 
-function fillTokens(box, trace, span, range, from, to, changed) {
-  const cells = cellsOf(trace, from, to), nodes = cells.map((cell) => {
+// Fills the box with a window of tokens, coloured by span. What it holds of them already, under the same key, stays as it is.
+function fillTokens(box, trace, span, range, from, to, { changed, key } = {}) {
+  const same = key && box.trace === trace && box.key === key && box.to <= to, kept = same ? countSettled(box) : 0;
+  if (same && box.to === to) return;
+  const cells = cellsOf(trace, kept ? box.cells[kept - 1].end : from, to), nodes = cells.map((cell) => {
     let widest = -Infinity;
     for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
     const text = cell.text.replace(/\n/g, "⏎\n");
@@ -22,8 +25,20 @@ function fillTokens(box, trace, span, range, from, to, changed) {
     return node;
   });
   box.classList.toggle("es-words", !["bytes", "pieces"].includes(trace.header.vocabulary));
-  box.replaceChildren(...nodes);
-  Object.assign(box, { cells, nodes, marks: new Uint8Array(cells.length) });
+  if (kept) {
+    for (const node of box.nodes.splice(kept)) node.remove();
+    box.append(...nodes);
+  } else box.replaceChildren(...nodes);
+  const marks = new Uint8Array(kept + cells.length);
+  if (kept) marks.set(box.marks.subarray(0, kept));
+  Object.assign(box, { trace, key, to, marks, cells: kept ? [...box.cells.slice(0, kept), ...cells] : cells, nodes: kept ? [...box.nodes, ...nodes] : nodes });
+}
+
+// Cells that stay as they are when more tokens come. A character has at most four bytes: nearer to the end, one may still be cut.
+function countSettled(box) {
+  let kept = box.cells.length;
+  while (kept && box.cells[kept - 1].start + 4 > box.to) kept--;
+  return kept;
 }
 
 // Marks the cursor's token, and underlines what is alive at it. Only what changes is touched: the rest costs no drawing.

@@ -44,7 +44,7 @@ function showComparison(before, after, layer, head, range, goTo) {
   const sides = [[find("old"), before], [find("new"), after]].map(([box, trace]) => {
     const choice = trace.hasSpans ? trace.choose(layer, head) : { span: null };
     const edge = trace.size - back;
-    fillTokens(box, trace, choice.span, range, first, Math.min(first + WINDOW, trace.size), (i) => i >= front && i < edge);
+    fillTokens(box, trace, choice.span, range, first, Math.min(first + WINDOW, trace.size), { changed: (i) => i >= front && i < edge });
     return choice;
   });
   const worse = [], moved = [];

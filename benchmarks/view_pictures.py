@@ -1,0 +1,124 @@
+"""The README's pictures of the page, from the model that ships: `python -m benchmarks.view_pictures [RUN] [--out docs/img]`.
+
+- view.png: the page after it has read the beginning of the sample, in the layer whose spans differ most
+- view.gif: memories that appear and expire while the model writes on after a shorter beginning
+
+Needs Chromium and playwright. Text, seed and steps are fixed, so the same model draws the same pictures again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from expire_span.runs import RunFolder, find_run
+from expire_span.shipped import SAMPLE, SHIPPED
+from expire_span.view.server import Source
+from tests.browser import Watched, open_browser, serving
+
+WIDE = 1100
+"""Pixels of the page; the animation is made smaller."""
+READ, PROMPT = 420, 220
+"""Bytes of the sample that the picture reads, and that the animation begins with."""
+FRAMES, STRIDE, LASTING = 24, 10, 250
+"""Frames of the animation, tokens written between two, milliseconds of each."""
+GIF_WIDE, COLOURS = 760, 48
+LAYER = 2
+
+
+def choose(tab: Watched, layer: int) -> None:
+    """Move the slider of layers, where there are several."""
+    if tab.page.is_visible("#es-layer"):
+        tab.page.fill("#es-layer", str(layer))
+    tab.rest()
+
+
+def shoot(tab: Watched, first: str, last: str, *, below: int = 0) -> bytes:
+    """The page as PNG, from one element's upper edge to another's lower edge, or `below` it."""
+    edge = "(id) => { const box = document.getElementById('es-' + id).getBoundingClientRect(); return [box.top, box.bottom]; }"
+    scrolled = tab.page.evaluate("scrollY")
+    top, bottom = tab.page.evaluate(edge, first)[0] + scrolled - 8, tab.page.evaluate(edge, last)[1] + scrolled + below
+    return tab.page.screenshot(full_page=True, clip={"x": 0, "y": top, "width": WIDE, "height": bottom - top})
+
+
+def draw_still(tab: Watched, text: str, path: Path) -> None:
+    tab.page.fill("#es-text", text)
+    tab.page.click("#es-read")
+    tab.wait(f"view.dataset.read === '{len(text.encode())}'")
+    choose(tab, LAYER)
+    path.write_bytes(shoot(tab, "choice", "strips", below=200))
+
+
+def write_step_by_step(tab: Watched, text: str) -> None:
+    """Begin to write, held from the first token on: the page then moves only when a step is asked for."""
+
+    def hold(route: Any) -> None:
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"paused": True}))
+
+    tab.page.route("**/api/generate", hold)
+    tab.page.fill("#es-text", text)
+    tab.page.click("#es-write")
+    tab.wait(f"Number(view.dataset.written) === {len(text.encode())}")
+    choose(tab, LAYER)
+
+
+def draw_moving(tab: Watched, text: str, path: Path, frames: int = FRAMES) -> None:
+    write_step_by_step(tab, text)
+    pictures = []
+    for _ in range(frames):
+        size = tab.view("view.state.trace.size") + STRIDE
+        for _ in range(STRIDE):
+            tab.page.click("#es-step")
+        tab.wait(f"view.state.trace.size === {size}")
+        tab.rest()
+        pictures.append(Image.open(io.BytesIO(shoot(tab, "stage", "strips", below=150))).convert("RGB"))
+    tab.page.click("#es-stop")
+    save_gif(pictures, path)
+
+
+def save_gif(pictures: list[Image.Image], path: Path) -> None:
+    """All frames in the palette of the last, which has every colour; where nothing changes, nothing is stored twice."""
+    high = min(picture.height for picture in pictures)
+    shape = (GIF_WIDE, round(high * GIF_WIDE / WIDE))
+    small = [picture.crop((0, 0, WIDE, high)).resize(shape, Image.Resampling.LANCZOS) for picture in pictures]
+    palette = small[-1].quantize(COLOURS)
+    first, *rest = (picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in small)
+    first.save(path, save_all=True, append_images=rest, duration=LASTING, loop=0, optimize=True)
+
+
+def sample_of(run: RunFolder) -> str:
+    own = run.path / SAMPLE
+    return (own if own.is_file() else SHIPPED / SAMPLE).read_text(encoding="utf-8", errors="replace")
+
+
+def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Path]:
+    """Both pictures, with a server and a browser of their own."""
+    paths = [folder / "view.png", folder / "view.gif"]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = sample_of(run)
+    with open_browser() as browser, serving(Source(run)) as (port, _):
+        tab = Watched(browser, color_scheme="light")
+        tab.page.set_viewport_size({"width": WIDE, "height": 860})
+        tab.open(f"http://127.0.0.1:{port}/")
+        draw_still(tab, text[:READ], paths[0])
+        draw_moving(tab, text[:PROMPT], paths[1], frames)
+        tab.close(f"http://127.0.0.1:{port}/")
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", default=SHIPPED.name, help="name or folder of a run of bytes")
+    parser.add_argument("--out", type=Path, default=Path("docs/img"))
+    args = parser.parse_args()
+    for path in draw_pictures(find_run(args.run, Path("runs")), args.out):
+        print(f"{path}, {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
