@@ -34,8 +34,9 @@ lint: .venv/.ready  ## style, types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: .venv/.ready  ## the operator on the CPU against dense attention
+bench: .venv/.ready  ## the operator on the CPU against dense attention, and the grid worlds
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.gridworlds
 
 bench-gpu: .venv/.ready  ## the operator, training steps and decoding on a GPU, and the pictures (about ten minutes)
 	$(BIN)/python -m benchmarks.attention

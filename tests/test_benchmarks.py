@@ -181,3 +181,12 @@ def test_decode_judges_each_figure_by_its_goal() -> None:
     marks = [row("ours", 1, 1.0, 100, mark=10_000), row("ours", 1, 1.04, 106, mark=10_000_000)]
     found = {v["figure"]: v["won"] for v in verdicts(rows, marks, None)}
     assert list(found.values()) == [True, True, False, False, True, True, False], found
+
+
+def test_grid_worlds_are_timed_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import gridworlds
+
+    gridworlds.main(["--envs", "2", "--seconds", "0.001", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "gridworlds-cpu.json").read_text())
+    assert len(found["rows"]) == 9 and all(row["steps_per_second"] > 0 < row["with_info"] for row in found["rows"])
+    assert "goal 200,000 steps/s: missed by Corridor-Easy" in capsys.readouterr().out  # two rows cannot reach it

@@ -332,8 +332,8 @@ def test_held_out_pairs_never_occur_in_training():
     seen = build_engine(InstructionTask(instructions=6, talk=20), 300)
     new = build_engine(InstructionTask(instructions=6, talk=20, pairs="held_out"), 300)
     held = {verb * len(OBJECTS) + thing for verb, thing in HELD_OUT}
-    assert not held & set(np.unique([seen.first_act, seen.second_act]).tolist())
-    assert set(np.unique(new.first_act).tolist()) == held
+    assert not held & set(np.unique(seen.said[..., 2]).tolist())
+    assert set(np.unique(new.said[:, :6, 2]).tolist()) == held
     rest = [p for p in PAIRS if p not in HELD_OUT]
     assert {p[0] for p in rest} == set(range(len(VERBS))) and {p[1] for p in rest} == set(range(len(OBJECTS)))
 

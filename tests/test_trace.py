@@ -279,7 +279,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
     begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
-    for name, kind in zip(FIGURES, ("png", "png", "svg", "pdf", "png")):
+    for name, kind in zip(FIGURES, ("png", "png", "svg", "pdf", "png", "pdf"), strict=True):
         assert main(["figure", name, "a.jsonl", "--out", f"{name}.{kind}"]) == 0
         data = (tmp_path / f"{name}.{kind}").read_bytes()
         assert data.startswith(begins[kind]) and len(data) > 2000
@@ -289,11 +289,27 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         (["spam", "a.jsonl"], "unknown figure 'spam'"),
         (["spans", "nothing"], "'nothing'"),
         (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
+        (["ages", "a.jsonl", "--needed", "-1"], "an age of 0 or more for the figure ages, got -1"),
         (["words", "a.jsonl"], "compares what a model does; give a run, got the trace a.jsonl"),
         (["words", str(run.path), "--word", "Troy"], "does not hold the word 'Troy'"),
     ):
         assert main(["figure", *args]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_ages_at_which_memories_die():
+    """The figure counts what the trace says, and shows the age that was needed."""
+    from expire_span.view.figures import draw_ages
+
+    header = {"layers": 2, "heads": 1, "ramp": 2, "system": "expire_span"}
+    deaths = {4: [[0, 0, 0]], 5: [[0, 0, 1], [1, 0, 3]], 6: [[0, 0, 3]]}  # last read at age 3, 3 and 2; and at age 1
+    steps = [{"i": i, "spans": [[1.0], [1.0]], "deaths": deaths.get(i, [])} for i in range(8)]
+    axes = draw_ages(Trace(header, steps), needed=3).axes[0]
+    shares = [list(patch.get_data().values) for patch in axes.patches]
+    assert shares == [[0, 0, 1 / 3, 2 / 3], [0, 1, 0, 0]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()][1:] == ["layer 2, 1 deleted", "needed: 3"]
+    with pytest.raises(ValueError, match="gru gives tokens no spans"):
+        draw_ages(Trace(header | {"system": "gru"}, [step | {"spans": None} for step in steps]))
 
 
 def test_figures_that_compare(run, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from .parsing import PROGRAM, nearest, parse
 
 SHOWN = 4096
 """Tokens of the sample in a figure that compares two traces."""
-NAMES = ("spans", "timeline", "tokens", "growth", "layers", "words", "cut", "patterns")
+NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cut", "patterns")
 """Kept here too, so that a wrong name is answered without loading what draws."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
@@ -28,13 +28,13 @@ STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody
 class FigureCommand:
     """Write a figure of what a run's model remembers.
 
-    spans (histogram), timeline, tokens, growth, layers (one text layer by layer), words (a word replaced by others), cut (which
-    tokens get worse when lives are cut). Without a run, growth is of every memory system (bytes and time against length,
-    measured), and so is patterns (who reads whom).
+    spans (histogram), timeline, tokens, growth, ages (at which memories die), layers (one text layer by layer), words (a word
+    replaced by others), cut (which tokens get worse when lives are cut). Without a run, growth is of every memory system (bytes
+    and time against length, measured), and so is patterns (who reads whom).
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """spans, timeline, tokens, growth, layers, words, cut or patterns."""
+    """spans, timeline, tokens, growth, ages, layers, words, cut or patterns."""
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|TRACE]")] = None
     """Name or folder of a run, whose sample is read, or a trace file; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
@@ -51,6 +51,8 @@ class FigureCommand:
     """Of cut: the longest span; None is 1/16 of the model's own, unless --live is given."""
     live: float | None = None
     """Of cut: a budget of memories alive on average."""
+    needed: int | None = None
+    """Of ages: an age that memories must reach, drawn as a line; in popgym's RepeatPrevious it is k - 1."""
     mixers: str = ""
     """Memory systems of growth and patterns without a run, like full,expire_span; all of them where none is named."""
     longest: int = 8192
@@ -61,6 +63,8 @@ def run_figure(args: list[str]) -> int:
     command = parse(FigureCommand, args, f"{PROGRAM} figure")
     if command.name not in NAMES:
         raise UserError(f"unknown figure {command.name!r}; {nearest(command.name, list(NAMES))}")
+    if command.needed is not None and (command.name != "ages" or command.needed < 0):
+        raise UserError(f"--needed is an age of 0 or more for the figure ages, got {command.needed} for {command.name}")
     if command.run is None and command.name in OF_SYSTEMS:
         return _figure_of_systems(command, command.out or Path(f"{command.name}.pdf"))
     if command.name == "patterns":
@@ -82,7 +86,7 @@ def run_figure(args: list[str]) -> int:
 
 
 def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, out: Path) -> None:
-    from expire_span.view.figures import write_figure
+    from expire_span.view.figures import draw_ages, save_figure, write_figure
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
@@ -91,7 +95,10 @@ def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, 
     else:
         reader = open_reader(run)
         trace = Trace.of(reader.trace_sample() if raw is None else reader.trace_text(raw))
-    write_figure(command.name, trace, out)
+    if command.name == "ages":
+        save_figure(lambda: draw_ages(trace, command.needed), out)
+    else:
+        write_figure(command.name, trace, out)
 
 
 def _draw_pair(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:

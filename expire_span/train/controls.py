@@ -88,13 +88,15 @@ class Swap(Control):
             raise ValueError(f"the control swap needs a corridor with two colours, got {task.env}")
         self.policy, self.twin, self.engine = policy, twin, engine
         self.twin.begin(seed)
-        self._flip()
+        self._flip(torch.ones(count, dtype=torch.bool, device=device))
         self.state = policy.initial_state(count, "hidden")
         self.swapped = torch.zeros(count, dtype=torch.bool, device=device)
 
-    def _flip(self) -> None:
-        """Give all episodes the other colour as cue. Beginning one derives the cues of all anew, so all are flipped again."""
-        self.engine.first_cue = 1 - self.engine.first_cue
+    def _flip(self, rows: Tensor) -> None:
+        """Give the episodes that have just begun the other colour as cue."""
+        arrays, cue = self.engine.arrays, self.engine.first_cue
+        flipped = rows.cpu().numpy() if arrays.is_numpy else rows
+        self.engine.first_cue = arrays.where(flipped, 1 - cue, cue)
         self.twin.observation = {n: to_tensor(x, self.twin.device) for n, x in self.engine.observe().items()}
 
     def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
@@ -111,7 +113,7 @@ class Swap(Control):
         assert bool((out.ended == ended).all())
         self.swapped = self.swapped & ~ended
         if bool(ended.any()):
-            self._flip()
+            self._flip(ended)
             self.state = self.policy.reset_rows(self.state, ended)
 
 

@@ -6,7 +6,6 @@ import difflib
 import re
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from .environments import Environments, to_tensor
 
 
 class GridWorlds(Environments):
-    """Environments of one engine; all of its state lies in arrays, which a checkpoint copies."""
+    """Environments of one engine, which says itself what a checkpoint must hold."""
 
     batched = True
 
@@ -38,12 +37,12 @@ class GridWorlds(Environments):
         return {name: to_tensor(x, self.device) for name, x in self.engine.info().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        arrays = {name: torch.as_tensor(x).clone() for name, x in vars(self.engine).items() if _is_array(x)}
+        arrays = {name: torch.as_tensor(x).clone() for name, x in self.engine.snapshot().items()}
         return {"arrays": arrays, "observation": self.observation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, x in state["arrays"].items():
-            setattr(self.engine, name, x.cpu().numpy().copy() if self.engine.arrays.is_numpy else x.to(self.device))
+        move = (lambda x: x.cpu().numpy().copy()) if self.engine.arrays.is_numpy else (lambda x: x.to(self.device))
+        self.engine.restore({name: move(x) for name, x in state["arrays"].items()})
         self.observation = {name: x.to(self.device) for name, x in state["observation"].items()}
 
     def _begin_all(self, seed: int) -> None:
@@ -60,10 +59,6 @@ class GridWorlds(Environments):
 
     def _observe(self) -> dict[str, Tensor]:
         return {name: to_tensor(x, self.device) for name, x in self.engine.observe().items()}
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (np.ndarray, Tensor))
 
 
 def _settings(task: EnvTask) -> Any:

@@ -101,11 +101,42 @@ def draw_growth(trace: Trace) -> Figure:
     return figure
 
 
+def draw_ages(trace: Trace, needed: int | None = None) -> Figure:
+    """Share of each layer's memories by the last age at which they can be read; `needed` is an age that they must reach.
+
+    Only memories that die within the trace are counted. With several heads, each head's memory is one.
+    """
+    figure = Figure(figsize=(3.4, 2.3), layout="constrained")
+    axes = figure.add_subplot(xlabel="last age at which a memory is read (steps)", ylabel="share of memories")
+    ages = _last_ages(trace)
+    edges = np.arange(max([needed or 0, *(max(found, default=0) for found in ages)]) + 2) - 0.5
+    for layer, found in enumerate(ages):
+        share, _ = np.histogram(found, edges)
+        label = f"layer {layer + 1}, {len(found):,} deleted"
+        axes.stairs(share / max(len(found), 1), edges, color=PALETTE[layer % len(PALETTE)], label=label, lw=1.2)
+    if needed is not None:
+        axes.axvline(needed, color="black", ls=":", lw=1, label=f"needed: {needed}")
+    axes.legend(fontsize=6, ncols=1 + len(ages) // 7)
+    return figure
+
+
+def _last_ages(trace: Trace) -> list[list[int]]:
+    """Of each layer: the last age at which its memories could be read, of those that died."""
+    out: list[list[int]] = [[] for _ in range(trace.header["layers"])]
+    for step in trace.steps:
+        for layer, _, birth in step.get("deaths") or ():
+            out[layer].append(step["i"] - 1 - birth)
+    if not trace.has_spans:
+        raise ValueError(f"the memory system {trace.header['system']} gives tokens no spans, so no deaths are known")
+    return out
+
+
 FIGURES: dict[str, Callable[[Trace], Figure]] = {
     "spans": draw_spans,
     "timeline": draw_timeline,
     "tokens": draw_tokens,
     "growth": draw_growth,
+    "ages": draw_ages,
     **SINGLE,
 }
 KINDS = ("pdf", "png", "svg")

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 Backend = Literal["numpy", "torch"]
+Kind = Literal["bool", "uint8", "int32", "int64", "float32"]
+"""Names that numpy and torch share for the types of numbers."""
 Array = Any
 """A numpy array or a torch tensor. The engines use only what both offer with the same meaning."""
 
@@ -44,14 +46,22 @@ class Arrays:
 
         return torch.as_tensor(values, device=self.device).to(torch.int64)
 
-    def zeros(self, *shape: int) -> Array:
-        return self.constant(np.zeros(shape, np.int64))
+    def zeros(self, *shape: int, kind: Kind = "int64") -> Array:
+        if self.is_numpy:
+            return np.zeros(shape, kind)
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, kind), device=self.device)
 
     def falses(self, *shape: int) -> Array:
-        return self.zeros(*shape) != 0
+        return self.zeros(*shape, kind="bool")
 
     def arange(self, count: int) -> Array:
-        return self.constant(np.arange(count))
+        if self.is_numpy:
+            return np.arange(count)
+        import torch
+
+        return torch.arange(count, device=self.device)
 
     def where(self, condition: Array, left: Any, right: Any) -> Array:
         if self.is_numpy:
@@ -68,12 +78,45 @@ class Arrays:
 
         return torch.stack(parts, -1)
 
-    def cast(self, array: Array, kind: Literal["uint8", "int32", "int64", "float32"]) -> Array:
+    def join(self, left: Array, right: Array) -> Array:
+        """Two arrays one behind the other along the last axis."""
+        if self.is_numpy:
+            return np.concatenate([left, right], -1)
+        import torch
+
+        return torch.cat([left, right], -1)
+
+    def cast(self, array: Array, kind: Kind) -> Array:
         if self.is_numpy:
             return array.astype(kind)
         import torch
 
         return array.to(getattr(torch, kind))
+
+    def hold(self, array: Array, last: Array | int) -> Array:
+        """Numbers held between 0 and `last`."""
+        if self.is_numpy:
+            return np.minimum(np.maximum(array, 0), last)
+        return array.clamp(min=0).clamp(max=last)
+
+    def positions(self, rows: Array) -> Array | None:
+        """Numbers of the rows that are True; None on a GPU, where counting them would wait for the device."""
+        if self.is_numpy:
+            return np.flatnonzero(rows)
+        return rows.nonzero()[:, 0] if self.device == "cpu" else None
+
+    def merge(self, old: Array, new: Array, rows: Array, positions: Array | None) -> Array:
+        """`old` with some rows replaced. `new` has the rows at `positions`, or all rows where `positions` is None.
+
+        The result is a new array, since callers may still hold the old one.
+        """
+        if positions is None:
+            return self.where(rows.reshape((-1,) + (1,) * (len(old.shape) - 1)), new, old)
+        if len(positions) == len(old):
+            return new
+        out = old.copy() if self.is_numpy else old.clone()
+        out[positions] = new
+        return out
 
     def bytes_of(self, array: Array) -> Array:
         """The four bytes of each number below 2**31, lowest first, along a new last axis."""
@@ -95,7 +138,7 @@ def mix(z: Array) -> Array:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def below(draws: Array, limit: int) -> Array:
+def below(draws: Array, limit: Array | int) -> Array:
     """Uniform integers in [0, limit) from the upper 31 bits of the draws."""
     return (((draws >> 33) & (2**31 - 1)) * limit) >> 31
 
@@ -112,9 +155,7 @@ def below_low(draws: Array, limit: int) -> Array:
 
 def ranks(draws: Array) -> Array:
     """[B, N] -> the rank of each draw within its row, [B, N]: a uniform permutation. Equal draws keep their order."""
-    size = draws.shape[1]
-    smaller = draws[:, None, :] < draws[:, :, None]
-    count = smaller.sum(-1)
-    for n in range(1, size):
-        count[:, n] += (draws[:, :n] == draws[:, n : n + 1]).sum(-1)
-    return count
+    place = (draws * 0 + 1).cumsum(1)
+    mine, other = draws[:, :, None], draws[:, None, :]
+    first = (other < mine) | ((other == mine) & (place[:, None, :] < place[:, :, None]))
+    return first.sum(-1)

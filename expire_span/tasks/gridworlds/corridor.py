@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from expire_span.task_configs import CorridorTask
 
-from .arrays import Array, below, below_low, chance, ranks
-from .engine import BALL, BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, Engine, cell
+from .arrays import Array, below, below_low, chance, mix, ranks
+from .engine import BALL, BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UP, WALL, Engine, cell
 
 LENGTH, CUE, SHUFFLE, NICHE, RECUE, SECOND_CUE = range(6)
 """Purposes of draws."""
@@ -23,33 +23,83 @@ STEP_COST = 0.005
 
 class Corridor(Engine):
     name = "corridor"
+    state = ("position",)
     num_actions = 4
     config: CorridorTask
+    position: Array
+    """[B]: the agent's cell."""
+    length: Array
+    """[B]: cells of the corridor."""
+    middle: Array
+    """[B]: the cell beside which a second cue may lie."""
+    first_cue: Array
+    """[B]: colour of the cue at the start."""
+    second_cue: Array
+    """[B]: colour of the second cue, where there is one."""
+    recued: Array
+    """[B]: whether there is a second cue."""
+    target_slot: Array
+    """[B]: place of the right door, counted from the end of the corridor backwards, above before below."""
+    target: Array
+    """[B]: colour of the right door."""
+    door_colours: Array
+    """[B, K]: colour of the door in each slot."""
+    niche_keys: Array
+    """[B]: key of the draws for the boxes in the walls."""
 
-    def _begin(self, rows: Array) -> None:
-        config, where = self.config, self.arrays.where
-        self.length = config.min_length + below(self.draw(LENGTH), config.max_length - config.min_length + 1)
-        self.middle = self.length // 2
-        first, second = below(self.draw(CUE), config.colours), below(self.draw(SECOND_CUE), config.colours)
-        room = (self.middle > 0) & (self.middle < self.length - (config.colours + 1) // 2)
-        self.recued = chance(self.draw(RECUE), config.recue_prob) & room
-        self.first_cue, self.second_cue = first, second
-        self.target = where(self.recued, second, first)
-        slots = self.arrays.arange(config.colours)[None, :] + self.rows[:, None] * 0  # [B, K]: slot of each colour
-        self.slot_of = ranks(self.draw(SHUFFLE, slots)) if config.shuffled else slots
-        self.target_slot = self.slot_of[self.rows, self.target]
-        self.position = where(rows, 0, self.position) if hasattr(self, "position") else self.rows * 0
+    def _build_tables(self) -> None:
+        sides, offsets = self.arrays.arange(2)[None, :, None], self.offsets[:, None, :]
+        self.wall_offsets = (
+            2 * offsets + sides
+        )  # [1, 2, V]: places in the walls, two to a column, relative to the agent
+        self.slot_offsets = (
+            sides - 2 * offsets
+        )  # [1, 2, V]: slots of doors at these places, relative to the agent's column
+        self.changes = self.arrays.constant([-1, 1, 0, 0])  # how each action changes the agent's cell
+        self.door_rows = (
+            self.rows[:, None, None] * self.config.colours
+        )  # where a row's slots begin in the flat door_colours
+
+    def _draw_facts(self, keys: Array) -> dict[str, Array]:
+        config, arrays = self.config, self.arrays
+        purposes = mix(keys + arrays.arange(6)[:, None])  # [6, n]
+        draws = mix(purposes)
+        length = config.min_length + below(draws[LENGTH], config.max_length - config.min_length + 1)
+        middle = length // 2
+        room = (middle > 0) & (middle < length - (config.colours + 1) // 2)
+        recued = chance(draws[RECUE], config.recue_prob) & room
+        cues = below(draws, config.colours)
+        target = arrays.where(recued, cues[SECOND_CUE], cues[CUE])
+        slot_of, door_colours = self._draw_doors(purposes[SHUFFLE])
+        return {
+            "length": length,
+            "middle": middle,
+            "first_cue": cues[CUE],
+            "second_cue": cues[SECOND_CUE],
+            "recued": recued,
+            "target": target,
+            "target_slot": slot_of[arrays.arange(len(keys)), target],
+            "door_colours": door_colours,
+            "niche_keys": purposes[NICHE],
+        }
+
+    def _draw_doors(self, keys: Array) -> tuple[Array, Array]:
+        """[n, K] each: the slot of each colour, and the colour in each slot."""
+        slots = self.arrays.arange(self.config.colours)[None, :] + keys[:, None] * 0
+        if not self.config.shuffled:
+            return slots, slots
+        slot_of = ranks(mix(keys[:, None] + slots))
+        return slot_of, ((slot_of[:, None, :] == slots[:, :, None]) * slots[:, None, :]).sum(-1)
+
+    def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
+        return {"position": facts["length"] * 0}
 
     def _advance(self, actions: Array, running: Array) -> tuple[Array, Array, Array]:
         where, last = self.arrays.where, self.length - 1
         slot = 2 * (last - self.position) + (actions == DOWN)
-        opened = ((actions == UP) | (actions == DOWN)) & (slot < self.config.colours)
-        if self.config.passive:
-            change = where(opened, 0, 1)
-        else:
-            change = where(actions == RIGHT, 1, where(actions == LEFT, -1, 0))
-        moved = (self.position + change).clip(min=0)
-        self.position = where(running, where(moved > last, last, moved), self.position)
+        opened = (actions >= UP) & (slot < self.config.colours)
+        moved = self.position + (~opened if self.config.passive else self.changes[actions])
+        self.position = where(running, self.arrays.hold(moved, last), self.position)
         success = opened & (slot == self.target_slot)
         return where(success, 1 - STEP_COST, -STEP_COST), opened, success
 
@@ -59,37 +109,42 @@ class Corridor(Engine):
     def observe(self) -> dict[str, Array]:
         columns = self.position[:, None] + self.offsets  # [B, V]
         inside = (columns >= 0) & (columns < self.length[:, None])
-        sides = self._walls(columns, inside)  # [B, V, 2]: above and below the corridor
+        cells = self.arrays.zeros(self.num_envs, 3, self.view, kind="int32")
+        cells[:, 0::2] = self._walls(columns)
+        cells[:, 1] = self.arrays.where(inside, EMPTY, cell(WALL, GREY))
+        image = self.arrays.zeros(
+            self.num_envs, self.view, self.view, 3, kind="uint8"
+        )  # what lies further off is unseen
         half = self.view // 2
-        parts = [columns * 0 + UNSEEN] * self.view
-        middle = self.arrays.where(inside, EMPTY, cell(WALL, GREY))
-        parts[half - 1 : half + 2] = sides[..., 0], middle, sides[..., 1]
-        return {"image": self.paint(self.arrays.stack(parts).swapaxes(1, 2))}
+        image[:, half - 1 : half + 2] = self.arrays.bytes_of(cells)[..., :3]
+        return {"image": image}
 
-    def _walls(self, columns: Array, inside: Array) -> Array:
-        """Cells above and below the corridor at the given columns, [B, V, 2]."""
+    def _walls(self, columns: Array) -> Array:
+        """Cells above and below the corridor in view, [B, 2, V]."""
         where, config = self.arrays.where, self.config
-        sides = self.arrays.arange(2)[None, None, :]
-        columns, inside = columns[..., None], inside[..., None]  # [B, V, 1]
-        slot = 2 * (self.length[:, None, None] - 1 - columns) + sides  # [B, V, 2]
-        draws = self.draw(NICHE, 2 * columns + sides)
-        niche = inside & (columns > 0) & chance(draws, config.niche_prob)
+        places = 2 * self.position[:, None, None] + self.wall_offsets
+        slots = (
+            2 * (self.length - 1 - self.position)[:, None, None] + self.slot_offsets
+        )  # from 0 on inside the corridor
+        draws = mix(self.niche_keys[:, None, None] + places)
+        niche = (
+            (places >= 2) & (slots >= 0) & chance(draws, config.niche_prob)
+        )  # the first column, places 0 and 1, has none
         cells = where(niche, cell(BOX, below_low(draws, config.colours)), cell(WALL, GREY))
-        cells = where((sides == 0) & (columns == 0), cell(BALL, self.first_cue)[:, None, None], cells)
+        above = where(columns == 0, cell(BALL, self.first_cue)[:, None], cells[:, 0])
         if config.recue_prob > 0:
-            again = (sides == 0) & (columns == self.middle[:, None, None]) & self.recued[:, None, None]
-            cells = where(again, cell(BALL, self.second_cue)[:, None, None], cells)
-        door = inside & (slot < config.colours)
-        return where(door, cell(DOOR, self._door_colours(slot), CLOSED), cells)
+            again = (columns == self.middle[:, None]) & self.recued[:, None]
+            above = where(again, cell(BALL, self.second_cue)[:, None], above)
+        cells[:, 0] = above
+        # Slots of doors never reach back to the first column: corridors are longer than that.
+        door = (slots >= 0) & (slots < config.colours)
+        return where(door, cell(DOOR, self._colours_of(slots), CLOSED), cells)
 
-    def _door_colours(self, slot: Array) -> Array:
+    def _colours_of(self, slots: Array) -> Array:
         """Colour of the door in each slot; slots beyond the doors give any colour."""
         if not self.config.shuffled:
-            return slot
-        colour = slot * 0
-        for k in range(self.config.colours):
-            colour = self.arrays.where(slot == self.slot_of[:, k, None, None], k, colour)
-        return colour
+            return slots
+        return self.door_colours.reshape(-1)[self.door_rows + self.arrays.hold(slots, self.config.colours - 1)]
 
     def optimal_action(self) -> Array:
         where, column = self.arrays.where, self._door_column()

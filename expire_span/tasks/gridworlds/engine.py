@@ -1,7 +1,8 @@
 """The base of the grid worlds: many environments side by side, stepped by array operations alone.
 
 Every draw is a hash of (seed, environment, episode, purpose, place), so an episode depends on nothing else: not on the batch it
-runs in, not on the backend, not on the device. Nothing random is stored.
+runs in, not on the backend, not on the device. Speed comes from few and large array operations: episodes are drawn only for the
+rows that begin one, and what an agent sees is looked up in tables where it has few forms.
 
 Observations use MiniGrid's encoding: each cell is (type, colour, state). The view is a square centred on the agent.
 """
@@ -22,6 +23,8 @@ COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 GREY = 5
 CLOSED = 1
 """State of a door that is shut."""
+SAVED = ("keys", "episodes", "steps", "over", "success")
+"""Arrays of every world that a snapshot holds."""
 LEFT, RIGHT, UP, DOWN = range(4)
 MOVES = ("left", "right", "up", "down")
 
@@ -40,12 +43,22 @@ class Step:
 
 
 class Engine(ABC):
-    """`num_envs` environments side by side. Those that are over stand still, with reward 0, until they are begun anew."""
+    """`num_envs` environments side by side. Those that are over stand still, with reward 0, until they are begun anew.
+
+    Two kinds of arrays describe the running episodes: facts, which are drawn when an episode begins and stay the same until
+    its end, and state, which steps change. Facts follow from (seed, environment, episode), so only state has to be saved.
+    """
 
     name: ClassVar[str]
+    state: ClassVar[tuple[str, ...]]
+    """Names of the arrays that a world's steps change, beside those of `SAVED`."""
     num_actions: int
     text_length: int = 0
     """Word ids of a sentence; 0 where observations have no text."""
+    keys: Array
+    """[B]: hash of seed and environment."""
+    episodes: Array
+    """[B]: number of the running episode."""
 
     def __init__(self, config: Any, num_envs: int, *, backend: Backend = "numpy", device: str = "cpu") -> None:
         if num_envs < 1:
@@ -53,11 +66,11 @@ class Engine(ABC):
         self.config, self.num_envs, self.view = config, num_envs, config.view
         self.arrays = Arrays(backend, device)
         self.rows = self.arrays.arange(num_envs)
-        offsets = self.arrays.arange(self.view) - self.view // 2
-        self.offsets = offsets[None, :]  # [1, V]: columns or rows of the view, relative to the agent
+        self.offsets = self.arrays.arange(self.view)[None, :] - self.view // 2  # [1, V], relative to the agent
         self.steps = self.arrays.zeros(num_envs)
         self.over = self.arrays.falses(num_envs)
         self.success = self.arrays.falses(num_envs)
+        self._build_tables()
         self.reset(seed=0)
 
     # Episodes
@@ -78,20 +91,38 @@ class Engine(ABC):
         return self.observe()
 
     def begin(self, rows: Array) -> None:
-        """Begin the next episode in the rows [B] that are True; the others go on."""
-        where = self.arrays.where
-        self.episodes = where(rows, self.episodes + 1, self.episodes)
-        self.episode_keys = mix(self.keys ^ mix(self.episodes))
-        self.steps = where(rows, 0, self.steps)
-        self.over, self.success = self.over & ~rows, self.success & ~rows
-        self._begin(rows)
+        """Begin the next episode in the rows [B] that are True; the others go on.
 
-    def draw(self, purpose: int, places: Array | int = 0) -> Array:
-        """Hashed draws of the running episodes for one purpose: [B], or [B, ...] for places of that shape."""
-        key = mix(self.episode_keys + purpose)
-        if isinstance(places, int):
-            return mix(key + places)
-        return mix(key.reshape((-1,) + (1,) * (len(places.shape) - 1)) + places)
+        On the CPU only these rows are drawn: in a large batch a few episodes end at nearly every step.
+        """
+        positions = self.arrays.positions(rows)
+        if positions is not None and len(positions) == 0:
+            return
+        self.episodes = self.episodes + rows
+        self.steps = self.arrays.where(rows, 0, self.steps)
+        self.over, self.success = self.over & ~rows, self.success & ~rows
+        facts = self._draw_facts(self._episode_keys(positions))
+        for name, new in {**facts, **self._first_state(facts)}.items():
+            old = getattr(self, name, None)
+            setattr(self, name, new if old is None else self.arrays.merge(old, new, rows, positions))
+
+    def _episode_keys(self, positions: Array | None = None) -> Array:
+        """Hash of seed, environment and episode, of some rows or of all."""
+        keys, episodes = self.keys, self.episodes
+        if positions is not None and len(positions) < self.num_envs:
+            keys, episodes = keys[positions], episodes[positions]
+        return mix(keys ^ mix(episodes))
+
+    def snapshot(self) -> dict[str, Array]:
+        """The arrays that `restore` needs."""
+        return {name: getattr(self, name) for name in (*SAVED, *self.state)}
+
+    def restore(self, saved: dict[str, Array]) -> None:
+        """Stand where `snapshot` was taken; what follows from the episodes' numbers is drawn anew. Other names are ignored."""
+        for name in (*SAVED, *self.state):
+            setattr(self, name, saved[name])
+        for name, values in self._draw_facts(self._episode_keys()).items():
+            setattr(self, name, values)
 
     # Steps
 
@@ -132,9 +163,16 @@ class Engine(ABC):
 
     # What each world defines
 
+    def _build_tables(self) -> None:  # noqa: B027 (a world may need none)
+        """Tables that depend on the settings alone."""
+
     @abstractmethod
-    def _begin(self, rows: Array) -> None:
-        """Derive what the new episodes need from their draws."""
+    def _draw_facts(self, keys: Array) -> dict[str, Array]:
+        """What stays the same through the episodes with the given keys [n], by the names of attributes; [n, ...] each."""
+
+    @abstractmethod
+    def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
+        """The arrays of `state` at the beginning of episodes with these facts."""
 
     @abstractmethod
     def _advance(self, actions: Array, running: Array) -> tuple[Array, Array, Array]:
@@ -171,7 +209,7 @@ class Engine(ABC):
     # Images
 
     def paint(self, cells: Array) -> Array:
-        """Codes of `cell` [B, V, V] as an image [B, V, V, 3] uint8: the three lower bytes of each code."""
+        """Codes of `cell` [..., V, V] as images [..., V, V, 3] uint8: the three lower bytes of each code."""
         parts = self.arrays.bytes_of(cells)
         return parts[..., :3].copy() if self.arrays.is_numpy else parts[..., :3].contiguous()
 

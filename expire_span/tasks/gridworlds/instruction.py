@@ -10,12 +10,10 @@ other act. The episode ends when everything that is still asked for has been don
 
 from __future__ import annotations
 
-from typing import Any
-
 from expire_span.task_configs import InstructionTask
 
 from . import sentences
-from .arrays import Array, Backend, below, mix, ranks
+from .arrays import Array, below, mix, ranks
 from .engine import COLOURS, DOWN, FLOOR, LEFT, RIGHT, UNSEEN, UP, Engine, cell
 from .sentences import BLAME, CANCEL, FIRST_TALK, GO, INSTRUCT, PRAISE, REPLACE, TEMPLATES, WHERE
 
@@ -23,84 +21,155 @@ START, PLACE_ORDER, TIME, CHANGE_TIME, CHANGE, PAIR, SECOND_PAIR, TALK, FILL = r
 """Purposes of draws."""
 NUM_OBJECTS = len(sentences.OBJECTS)
 NEVER = 1 << 40
+STAYS, CANCELLED, REPLACED = range(3)
+"""What becomes of an instruction."""
 
 
 class Instruction(Engine):
     name = "instruction"
+    state = ("place", "feedback", "done")
     num_actions = 4 + len(sentences.PAIRS)
     text_length = sentences.LENGTH
     config: InstructionTask
-
-    def __init__(
-        self, config: InstructionTask, num_envs: int, *, backend: Backend = "numpy", device: str = "cpu"
-    ) -> None:
-        self._tables: dict[str, Any] = {}
-        super().__init__(config, num_envs, backend=backend, device=device)
+    place: Array
+    """[B]: where the agent is."""
+    feedback: Array
+    """[B]: template of the answer to the last act, 0 for none."""
+    done: Array
+    """[B, M]: instructions that have been carried out."""
+    start: Array
+    """[B]: where the agent is at first."""
+    goal: Array
+    """[B, M]: place of each instruction."""
+    change: Array
+    """[B, M]: STAYS, CANCELLED or REPLACED."""
+    told_at: Array
+    """[B, M]: step at which each instruction is given."""
+    changed_at: Array
+    """[B, M]: step at which it is cancelled or replaced, or NEVER."""
+    final_act: Array
+    """[B, M]: the act that is right in the end."""
+    said: Array
+    """[B, 2M, 3]: template, place and act of the sentences that give instructions, then of those that change them."""
+    said_at: Array
+    """[B, 2M]: their steps."""
+    done_at: Array
+    """[B, M]: step at which the expert carries out each instruction."""
+    whole_route: Array
+    """[B]: steps of the episode for the expert."""
+    talk_keys: Array
+    """[B, 2]: keys of the draws for the talk and for the words that fill it."""
 
     def _build_tables(self) -> None:
-        constant, config = self.arrays.constant, self.config
+        arange, constant, config = self.arrays.arange, self.arrays.constant, self.config
         held = set(sentences.HELD_OUT)
         allowed = {
             "seen": [p for p in sentences.PAIRS if p not in held],
             "held_out": list(sentences.HELD_OUT),
             "all": list(sentences.PAIRS),
         }[config.pairs]
-        self._tables = {
-            "pairs": constant([verb * NUM_OBJECTS + thing for verb, thing in allowed]),
-            "templates": constant([sentences.encode_template(template) for template in TEMPLATES]),
-            "order": self.arrays.arange(config.instructions)[None, :],
-            "places": self.arrays.arange(config.size**2)[None, :],
-        }
+        self.pairs = constant([verb * NUM_OBJECTS + thing for verb, thing in allowed])
+        self.order = arange(config.instructions)[None, :]
+        self.moves = constant([[self._move(p, action) for action in range(4)] for p in range(config.size**2)]).reshape(
+            -1
+        )
+        self.views = self._draw_views()
+        self._build_speech()
+
+    def _move(self, place: int, action: int) -> int:
+        """Where a move leads; walls hold the agent back."""
+        size = self.config.size
+        y, x = divmod(place, size)
+        x = min(max(x + (action == RIGHT) - (action == LEFT), 0), size - 1)
+        y = min(max(y + (action == DOWN) - (action == UP), 0), size - 1)
+        return y * size + x
+
+    def _build_speech(self) -> None:
+        """Tables of what may be said when, and of the words that say it."""
+        constant, config = self.arrays.constant, self.config
+        half, count = config.talk // 2, config.instructions
+        early, late = half // count, (config.talk - half) // count  # the shares of `_times`
+        candidates = [min(t // early, count - 1) for t in range(half)]
+        candidates += [count + min((t - half) // late, count - 1) for t in range(half, config.talk)]
+        self.candidates = constant(
+            [*candidates, 0]
+        )  # the one sentence of `said` that may fall on each step of the talk
+        self.first_candidates = self.rows * 2 * count  # where a row's sentences begin in flat arrays
+        slots = [slot for slot, _ in sentences.SLOTS.values()]  # -1, -2, ...
+        templates = [sentences.encode_template(template) for template in TEMPLATES]
+        self.fixed_words = constant([[max(word, 0) for word in template] for template in templates])
+        self.open_slots = constant([[1 + slots.index(w) if w < 0 else 0 for w in template] for template in templates])
+        self.first_fillers = self.rows[:, None] * (1 + len(slots))
+        firsts = [sentences.first_id(group) for _, group in sentences.SLOTS.values()]
+        self.first_words = constant([0, *firsts])[None, :]
+        self.limits = constant([config.size**2, len(sentences.PAIRS), len(sentences.NAMES), len(sentences.ADJECTIVES)])
+        self.one_two = constant([1, 2])
 
     # Episodes
 
-    def _begin(self, rows: Array) -> None:
-        arrays, config = self.arrays, self.config
-        where = arrays.where
-        if not self._tables:
-            self._build_tables()
-            self.place, self.feedback = arrays.zeros(self.num_envs), arrays.zeros(self.num_envs)
-            self.done = arrays.falses(self.num_envs, config.instructions)
-        order = self._tables["order"] + self.rows[:, None] * 0  # [B, M]
-        places = self._tables["places"] + self.rows[:, None] * 0  # [B, P]
-        rank = ranks(self.draw(PLACE_ORDER, places))
-        self.goal = ((rank[:, None, :] == order[:, :, None]) * places[:, None, :]).sum(-1)  # [B, M]: place of each
-        self.change = self._changes(order)  # [B, M]: 0 stays, 1 is cancelled, 2 is replaced
+    def _draw_facts(self, keys: Array) -> dict[str, Array]:
+        arrays, config, order = self.arrays, self.config, self.order
+        purposes = mix(keys + arrays.arange(9)[:, None])  # [9, n]
+        draws = mix(purposes[:, :, None] + order)  # [9, n, M]
+        rank = ranks(mix(purposes[PLACE_ORDER][:, None] + arrays.arange(config.size**2)))  # [n, P]
+        places = arrays.arange(config.size**2)[None, None, :]
+        goal = ((rank[:, None, :] == order[:, :, None]) * places).sum(-1)  # [n, M]
+        change = self._changes(draws[CHANGE])
         half = config.talk // 2
-        self.told_at = self._times(TIME, order, 0, half)
-        self.changed_at = where(self.change > 0, self._times(CHANGE_TIME, order, half, config.talk - half), NEVER)
-        pairs = self._tables["pairs"]
-        self.first_act = pairs[below(self.draw(PAIR, order), len(pairs))]
-        self.second_act = pairs[below(self.draw(SECOND_PAIR, order), len(pairs))]
-        self.final_act = where(self.change == 2, self.second_act, self.first_act)
-        start = below(self.draw(START), config.size**2)
-        self.place = where(rows, start, self.place)
-        self.feedback = where(rows, 0, self.feedback)
-        self.done = self.done & ~rows[:, None]
-        self.done_at, self.whole_route = self._expert_route(start)
+        told_at = self._times(draws[TIME], 0, half)
+        later = self._times(draws[CHANGE_TIME], half, config.talk - half)
+        changed_at = arrays.where(change == STAYS, NEVER, later)
+        first = self.pairs[below(draws[PAIR], len(self.pairs))]
+        second = self.pairs[below(draws[SECOND_PAIR], len(self.pairs))]
+        start = below(draws[START, :, 0], config.size**2)
+        done_at, whole_route = self._expert_route(start, goal, change)
+        return {
+            "start": start,
+            "goal": goal,
+            "change": change,
+            "told_at": told_at,
+            "changed_at": changed_at,
+            "final_act": arrays.where(change == REPLACED, second, first),
+            "said": self._sentences(goal, change, first, second),
+            "said_at": arrays.join(told_at, changed_at),
+            "done_at": done_at,
+            "whole_route": whole_route,
+            "talk_keys": purposes[TALK : FILL + 1].T,
+        }
 
-    def _changes(self, order: Array) -> Array:
-        config, draws = self.config, self.draw(CHANGE, order)
-        share = below(draws, 1 << 20)
-        cancelled = (share < int(config.cancel_prob * (1 << 20))) & (order > 0)
+    def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
+        start = facts["start"]
+        return {"place": start, "feedback": start * 0, "done": facts["goal"] < 0}
+
+    def _sentences(self, goal: Array, change: Array, first: Array, second: Array) -> Array:
+        """Template, place and act of each instruction and of its change, [n, 2M, 3]."""
+        arrays = self.arrays
+        changes = arrays.where(change == CANCELLED, CANCEL, REPLACE)
+        template = arrays.join(goal * 0 + INSTRUCT, changes)
+        return arrays.stack([template, arrays.join(goal, goal), arrays.join(first, second)])
+
+    def _changes(self, draws: Array) -> Array:
+        config, share = self.config, below(draws, 1 << 20)
+        lower = int(config.cancel_prob * (1 << 20))
         upper = int((config.cancel_prob + config.replace_prob) * (1 << 20))
-        replaced = (share >= int(config.cancel_prob * (1 << 20))) & (share < upper)
-        return self.arrays.where(cancelled, 1, self.arrays.where(replaced, 2, 0))
+        cancelled = (share < lower) & (self.order > 0)
+        replaced = (share >= lower) & (share < upper)
+        return self.arrays.where(cancelled, CANCELLED, self.arrays.where(replaced, REPLACED, STAYS))
 
-    def _times(self, purpose: int, order: Array, start: int, length: int) -> Array:
+    def _times(self, draws: Array, start: int, length: int) -> Array:
         """A step within equal shares of a stretch of the talk, so that no two sentences fall on one step."""
         share = length // self.config.instructions
-        return start + order * share + below(self.draw(purpose, order), share)
+        return start + self.order * share + below(draws, share)
 
-    def _expert_route(self, start: Array) -> tuple[Array, Array]:
-        """Step at which the expert does each instruction [B, M], and its steps in all [B]: always on to the nearest place."""
-        where, open_ = self.arrays.where, self.change != 1
-        clock, place = self.rows * 0 + self.config.talk, start
-        done_at = self.goal * 0
+    def _expert_route(self, start: Array, goals: Array, change: Array) -> tuple[Array, Array]:
+        """Step at which the expert does each instruction [n, M], and its steps in all [n]: always on to the nearest place."""
+        where, open_ = self.arrays.where, change != CANCELLED
+        clock, place = start * 0 + self.config.talk, start
+        done_at = goals * 0
         for _ in range(self.config.instructions):
-            chosen = self._nearest(place, open_)  # [B, M], one True a row, or none
+            chosen = self._nearest(place, goals, open_)  # [n, M], one True a row, or none
             any_left = chosen.any(-1)
-            goal = (chosen * self.goal).sum(-1)
+            goal = (chosen * goals).sum(-1)
             clock = where(any_left, clock + self._distance(place, goal) + 1, clock)
             done_at = where(chosen, clock[:, None] - 1, done_at)
             place = where(any_left, goal, place)
@@ -111,9 +180,9 @@ class Instruction(Engine):
         size = self.config.size
         return abs(place // size - goal // size) + abs(place % size - goal % size)
 
-    def _nearest(self, place: Array, open_: Array) -> Array:
-        """[B, M]: True at the open instruction whose place is nearest; of equally near ones the smallest place."""
-        cost = self._distance(place[:, None], self.goal) * 64 + self.goal
+    def _nearest(self, place: Array, goals: Array, open_: Array) -> Array:
+        """[n, M]: True at the open instruction whose place is nearest; of equally near ones the smallest place."""
+        cost = self._distance(place[:, None], goals) * 64 + goals
         cost = self.arrays.where(open_, cost, NEVER)
         least = cost.min(-1) if self.arrays.is_numpy else cost.amin(-1)
         return open_ & (cost == least[:, None])
@@ -126,22 +195,21 @@ class Instruction(Engine):
 
     def still_open(self) -> Array:
         """[B, M]: instructions that are still to be done."""
-        return (self.change != 1) & ~self.done
+        return (self.change != CANCELLED) & ~self.done
 
     def _advance(self, actions: Array, running: Array) -> tuple[Array, Array, Array]:
-        where, size = self.arrays.where, self.config.size
-        walking = running & ~self.listening
-        acts = actions >= 4
-        here = (self.goal == self.place[:, None]) & self.still_open() & (self.final_act == (actions - 4)[:, None])
+        where = self.arrays.where
+        walking, acts = running & ~self.listening, actions >= 4
+        still_open = self.still_open()
+        here = (self.goal == self.place[:, None]) & still_open & (self.final_act == (actions - 4)[:, None])
         hit = here & (walking & acts)[:, None]  # [B, M]
         self.done = self.done | hit
         right = hit.any(-1)
         wrong = running & acts & ~right
-        x = (self.place % size + where(actions == RIGHT, 1, where(actions == LEFT, -1, 0))).clip(0, size - 1)
-        y = (self.place // size + where(actions == DOWN, 1, where(actions == UP, -1, 0))).clip(0, size - 1)
-        self.place = where(walking & ~acts, y * size + x, self.place)
+        moved = self.moves[self.place * 4 + self.arrays.hold(actions, 3)]
+        self.place = where(walking & ~acts, moved, self.place)
         self.feedback = where(running, where(right, PRAISE, where(wrong, BLAME, 0)), self.feedback)
-        ended = walking & ~self.still_open().any(-1)
+        ended = walking & ~(still_open & ~hit).any(-1)
         return where(right, 1.0, where(wrong, -0.2, 0.0)), ended, ended
 
     def _limits(self) -> int:
@@ -150,55 +218,50 @@ class Instruction(Engine):
     # Observations
 
     def observe(self) -> dict[str, Array]:
-        where, size = self.arrays.where, self.config.size
-        x = (self.place % size)[:, None, None] + self.offsets[:, None, :]
-        y = (self.place // size)[:, None, None] + self.offsets[:, :, None]
+        return {"image": self.views[self.place], "text": self.arrays.cast(self.sentence(), "int32")}
+
+    def _draw_views(self) -> Array:
+        """What is seen from every place: [P, V, V, 3]."""
+        size, number = self.config.size, self.arrays.arange(self.config.size**2)[:, None, None]
+        x, y = number % size + self.offsets[:, None, :], number // size + self.offsets[:, :, None]
         inside = (x >= 0) & (x < size) & (y >= 0) & (y < size)
         place = y * size + x
-        image = self.paint(where(inside, cell(FLOOR, place % len(COLOURS), place // len(COLOURS)), UNSEEN))
-        return {"image": image, "text": self.arrays.cast(self.sentence(), "int32")}
+        cells = cell(FLOOR, place % len(COLOURS), place // len(COLOURS))
+        return self.paint(self.arrays.where(inside, cells, UNSEEN))
 
     def sentence(self) -> Array:
         """[B, S]: word ids of the present step."""
-        where = self.arrays.where
-        template, place, act = self._topic()
-        draws = self.draw(FILL, self.steps[:, None])[:, 0]
-        verb, thing = act // NUM_OBJECTS, act % NUM_OBJECTS
-        name = below(mix(draws + 1), len(sentences.NAMES))
-        adjective = below(mix(draws + 2), len(sentences.ADJECTIVES))
-        words = self._tables["templates"][template]  # [B, S]
-        for (slot, group), value in zip(sentences.SLOTS.values(), (place, verb, thing, name, adjective)):
-            words = where(words == slot, (sentences.first_id(group) + value)[:, None], words)
-        return words
+        draws = mix(self.talk_keys + self.steps[:, None])  # [B, 2]: what is talked about, and what fills it
+        more = mix(draws[:, :, None] + self.one_two).reshape(-1, 4)
+        place, act, name, adjective = below(more, self.limits).T
+        template, place, act = self._topic(draws[:, 0], place, act)
+        words = [place * 0, place, act // NUM_OBJECTS, act % NUM_OBJECTS, name, adjective]
+        fillers = self.arrays.stack(words) + self.first_words  # [B, 6]
+        return self.fixed_words[template] + fillers.reshape(-1)[self.first_fillers + self.open_slots[template]]
 
-    def _topic(self) -> tuple[Array, Array, Array]:
-        """Template of the present sentence, and the place and the act (verb and object) that it names."""
-        where, now = self.arrays.where, self.steps[:, None]
-        told, changed = self.told_at == now, self.changed_at == now  # [B, M]
-        draws = self.draw(TALK, now)[:, 0]
+    def _topic(self, draws: Array, place: Array, act: Array) -> tuple[Array, Array, Array]:
+        """Template of the present sentence, and the place and the act (verb and object) that it names.
+
+        `place` and `act` are those of distracting talk.
+        """
+        where = self.arrays.where
         kinds = len(TEMPLATES) - FIRST_TALK + 1
         talk = below(draws, kinds)
         template = where(talk == kinds - 1, WHERE, FIRST_TALK + talk)
-        place = below(mix(draws + 1), self.config.size**2)
-        act = below(mix(draws + 2), len(sentences.PAIRS))
         template = where(self.listening, template, where(self.steps == self.config.talk, GO, WHERE))
         template = where(self.feedback > 0, self.feedback, template)
-        told_any, changed_any = told.any(-1), changed.any(-1)
-        template = where(told_any, INSTRUCT, template)
-        cancelled = (changed & (self.change == 1)).any(-1)
-        template = where(changed_any, where(cancelled, CANCEL, REPLACE), template)
-        spoken = told | changed
         place = where(template == WHERE, self.place, place)
-        place = where(spoken.any(-1), (spoken * self.goal).sum(-1), place)
-        act = where(told_any, (told * self.first_act).sum(-1), act)
-        act = where(changed_any, (changed * self.second_act).sum(-1), act)
+        candidate = self.first_candidates + self.candidates[self.arrays.hold(self.steps, self.config.talk)]
+        spoken = self.said_at.reshape(-1)[candidate] == self.steps
+        said = self.said.reshape(-1, 3)[candidate].T
+        template, place, act = (where(spoken, new, old) for new, old in zip(said, (template, place, act)))
         return template, place, act
 
     # The expert
 
     def optimal_action(self) -> Array:
         where, open_ = self.arrays.where, self.still_open()
-        goal = (self._nearest(self.place, open_) * self.goal).sum(-1)
+        goal = (self._nearest(self.place, self.goal, open_) * self.goal).sum(-1)
         move = self.move_towards(goal)
         here = (self.goal == self.place[:, None]) & open_
         act = 4 + (here * self.final_act).sum(-1)
@@ -217,11 +280,11 @@ class Instruction(Engine):
         """An instruction is of use until it is changed or done, a change until the last act."""
         where, now = self.arrays.where, self.steps[:, None]
         told, changed = self.told_at == now, self.changed_at == now
-        until_told = where(self.change > 0, self.changed_at, self.done_at)
-        until_changed = where(self.change == 1, self.whole_route[:, None] - 1, self.done_at)
+        until_told = where(self.change != STAYS, self.changed_at, self.done_at)
+        until_changed = where(self.change == CANCELLED, self.whole_route[:, None] - 1, self.done_at)
         until = (told * until_told + changed * until_changed).sum(-1)
         spoken = told | changed
-        fact = (spoken * self._tables["order"]).sum(-1)
+        fact = (spoken * self.order).sum(-1)
         return where(spoken.any(-1), fact, -1), until
 
     def describe_hidden(self, row: int) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from expire_span.task_configs import PortalTask
 
-from .arrays import Array
-from .engine import BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, Engine, cell
+from .arrays import Array, mix
+from .engine import BOX, CLOSED, COLOURS, DOOR, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, Engine, cell
 
 RIGHT_COLOUR, LAYOUT = range(2)
 """Purposes of draws."""
@@ -24,86 +24,107 @@ HEIGHT = 2
 
 class Portal(Engine):
     name = "portal"
+    state = ("room", "lap", "farthest", "x", "y", "known")
     num_actions = 4
     config: PortalTask
+    room: Array
+    """[B]: number of the present room."""
+    lap: Array
+    """[B]: how often the chain has been passed."""
+    farthest: Array
+    """[B]: the most rooms that were passed so far, over all laps."""
+    x: Array
+    """[B]: the agent's column in its room."""
+    y: Array
+    """[B]: the agent's row, from the doors down."""
+    known: Array
+    """[B, N]: rooms in which a door has been opened."""
+    right: Array
+    """[B, N]: colour of the right door of each room, 0 red, 1 blue."""
+    left_colour: Array
+    """[B, N]: colour of the left door of each room."""
 
-    def _begin(self, rows: Array) -> None:
-        arrays, config = self.arrays, self.config
-        where = arrays.where
-        if not hasattr(self, "room"):
-            self.room, self.lap, self.farthest, self.x, self.y = (arrays.zeros(self.num_envs) for _ in range(5))
-            self.known = arrays.falses(self.num_envs, config.rooms)
-            self.numbers = arrays.arange(config.rooms)[None, :]
-            self.places = self.numbers + self.rows[:, None] * 0  # [B, N]
-        self.right = (self.draw(RIGHT_COLOUR, self.places) >> 40) & 1  # [B, N]: 0 red, 1 blue
-        self.left_colour = (self.draw(LAYOUT, self.places) >> 40) & 1  # [B, N]: colour of the left door
-        self.room, self.lap = where(rows, 0, self.room), where(rows, 0, self.lap)
-        self.farthest = where(rows, 0, self.farthest)
-        self.known = self.known & ~rows[:, None]
-        self._enter(rows)
+    def _build_tables(self) -> None:
+        self.numbers = self.arrays.arange(self.config.rooms)[None, :]
+        self.first_rooms = self.rows * self.config.rooms  # where a row's rooms begin in flat arrays
+        self.changes_x = self.arrays.constant([-1, 1, 0, 0])  # how each action moves the agent
+        self.changes_y = self.arrays.constant([0, 0, -1, 1])
+        self.views = self._draw_views()
 
-    def _enter(self, rows: Array) -> None:
-        """Put the agents of some rows at the entrance of their room."""
-        where = self.arrays.where
-        self.x, self.y = where(rows, self.config.width // 2, self.x), where(rows, HEIGHT - 1, self.y)
+    def _draw_facts(self, keys: Array) -> dict[str, Array]:
+        purposes = mix(keys + self.arrays.arange(2)[:, None])  # [2, n]
+        colours = (mix(purposes[:, :, None] + self.numbers) >> 40) & 1  # [2, n, N]
+        return {"right": colours[RIGHT_COLOUR], "left_colour": colours[LAYOUT]}
+
+    def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
+        zero = facts["right"][:, 0] * 0
+        x, y = zero + self.config.width // 2, zero + HEIGHT - 1
+        return {"room": zero, "lap": zero, "farthest": zero, "x": x, "y": y, "known": facts["right"] < 0}
+
+    def _here(self, of_rooms: Array) -> Array:
+        """The entry of the present room, [B], in an array [B, N]."""
+        return of_rooms.reshape(-1)[self.first_rooms + self.room]
 
     def _advance(self, actions: Array, running: Array) -> tuple[Array, Array, Array]:
         where, config = self.arrays.where, self.config
         opened = running & (actions == UP) & self._beneath_door()
-        here = (self.rows, self.room)
-        right = opened & (self._colour_above() == self.right[here])
+        right = opened & (self._colour_above() == self._here(self.right))
         self.known = self.known | (opened[:, None] & (self.numbers == self.room[:, None]))
-        self._walk(actions, running & ~opened)
+        x = self.arrays.hold(self.x + self.changes_x[actions], config.width - 1)
+        y = self.arrays.hold(self.y + self.changes_y[actions], HEIGHT - 1)
+        # Whoever goes through a door stands at the entrance of the next room.
+        self.x = where(opened, config.width // 2, where(running, x, self.x))
+        self.y = where(opened, HEIGHT - 1, where(running, y, self.y))
         after = where(right, self.room + 1, 0)
         passed = right & (after == config.rooms)
         self.lap = self.lap + passed
         done = passed & (self.lap == config.laps)
-        self.room = where(opened, where(after == config.rooms, 0, after), self.room)
+        self.room = where(opened, where(passed, 0, after), self.room)
         progress = self.lap * config.rooms + self.room
         new = opened & ~done & (progress > self.farthest)
         self.farthest = where(new, progress, self.farthest)
-        self._enter(opened)
         return where(done, 1.0, where(new, 0.1, 0.0)), done, done
-
-    def _walk(self, actions: Array, rows: Array) -> None:
-        where, last = self.arrays.where, self.config.width - 1
-        x = (self.x + where(actions == RIGHT, 1, where(actions == LEFT, -1, 0))).clip(0, last)
-        y = (self.y + where(actions == DOWN, 1, where(actions == UP, -1, 0))).clip(0, HEIGHT - 1)
-        self.x, self.y = where(rows, x, self.x), where(rows, y, self.y)
 
     def _beneath_door(self) -> Array:
         return (self.y == 0) & ((self.x == 0) | (self.x == self.config.width - 1))
 
     def _colour_above(self) -> Array:
         """Colour of the left door for agents in the left half, else of the right one."""
-        left = self.left_colour[self.rows, self.room]
+        left = self._here(self.left_colour)
         return self.arrays.where(self.x == 0, left, 1 - left)
 
     def _limits(self) -> int:
         return self.config.max_steps
 
     def observe(self) -> dict[str, Array]:
-        where, width = self.arrays.where, self.config.width
-        x = self.x[:, None, None] + self.offsets[:, None, :]  # [B, 1, V]
-        y = self.y[:, None, None] + self.offsets[:, :, None]  # [B, V, 1]
+        width, marker = self.config.width, self.room if self.config.marked else 0
+        number = ((marker * 2 + self._here(self.left_colour)) * HEIGHT + self.y) * width + self.x
+        return {"image": self.views[number]}
+
+    def _draw_views(self) -> Array:
+        """What is seen from every cell of every room with either layout: [rooms * 2 * HEIGHT * width, V, V, 3]."""
+        where, arange, width = self.arrays.where, self.arrays.arange, self.config.width
+        rooms = self.config.rooms if self.config.marked else 1
+        number = arange(rooms * 2 * HEIGHT * width)[:, None, None]
+        x = number % width + self.offsets[:, None, :]  # [S, 1, V]
+        y = number // width % HEIGHT + self.offsets[:, :, None]  # [S, V, 1]
+        left, room = number // (HEIGHT * width) % 2, number // (2 * HEIGHT * width)
         inside = (x >= 0) & (x < width) & (y >= 0) & (y < HEIGHT)
         near = (x >= -1) & (x <= width) & (y >= -1) & (y <= HEIGHT)
         door = (y == -1) & ((x == 0) | (x == width - 1))
-        left = self.left_colour[self.rows, self.room][:, None, None]
         marker = (y == HEIGHT) & (x == width // 2) & self.config.marked
-        room = self.room[:, None, None]
         door_cell = where(where(x == 0, left, 1 - left) == 0, *(cell(DOOR, c, CLOSED) for c in DOOR_COLOURS))
         marker_cell = cell(BOX, room % len(COLOURS), room // len(COLOURS))
         wall = where(near, cell(WALL, GREY), UNSEEN)
-        return {"image": self.paint(where(inside, EMPTY, where(door, door_cell, where(marker, marker_cell, wall))))}
+        return self.paint(where(inside, EMPTY, where(door, door_cell, where(marker, marker_cell, wall))))
 
     # The expert
 
     def _chosen_column(self) -> Array:
         """Column of the door that the expert takes in the present room."""
-        where, here = self.arrays.where, (self.rows, self.room)
-        colour = where(self.known[here], self.right[here], 0)
-        return where(self.left_colour[here] == colour, 0, self.config.width - 1)
+        where = self.arrays.where
+        colour = where(self._here(self.known), self._here(self.right), 0)
+        return where(self._here(self.left_colour) == colour, 0, self.config.width - 1)
 
     def optimal_action(self) -> Array:
         where, column = self.arrays.where, self._chosen_column()

@@ -1,0 +1,78 @@
+"""Steps a second of the grid worlds: python -m benchmarks.gridworlds [--device cuda] [--envs 256] [--seconds 1].
+
+Uniformly random actions, which are drawn before the clock starts; an episode that ends is followed at once by the next one of
+its row. Every step gives the whole observation. `with_info` also asks for the expert, as the Gymnasium faces do. On the CPU
+seconds are those of the process, so that other programs on the machine do not count; it should have one core (taskset).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from expire_span.tasks.gridworlds.engine import Engine
+from expire_span.tasks.gridworlds.levels import LEVELS, build_engine
+
+from .record import save
+
+GOALS = {"cpu": 200_000, "cuda": 5_000_000}
+"""Steps a second: in batches of 256 on the CPU, of 32,768 on a GPU."""
+WORLDS = ("Corridor", "Portal", "Instruction")
+AHEAD = 64
+"""Steps whose actions are drawn beforehand; then they are repeated."""
+
+
+def measure(engine: Engine, seconds: float, *, info: bool) -> float:
+    """Environment steps a second, after episodes have come to stand at different places."""
+    on_gpu = engine.arrays.device != "cpu"
+    clock = time.perf_counter if on_gpu else time.process_time
+    draw = np.random.default_rng(0)
+    actions = [engine.arrays.integers(draw.integers(0, engine.num_actions, engine.num_envs)) for _ in range(AHEAD)]
+    done, start = -AHEAD, 0.0
+    while True:
+        if done >= 0 and done % AHEAD == 0:
+            if on_gpu:
+                torch.cuda.synchronize()
+            if done == 0:
+                start = clock()
+            elif clock() - start >= seconds:
+                return done * engine.num_envs / (clock() - start)
+        engine.step(actions[done % AHEAD])
+        engine.begin(engine.over)
+        if info:
+            engine.info()
+        done += 1
+
+
+def measure_all(device: str, envs: int, seconds: float) -> list[dict[str, Any]]:
+    rows, backend = [], "numpy" if device == "cpu" else "torch"
+    for world in WORLDS:
+        for level, config in LEVELS[world].items():
+            engine = build_engine(config, envs, backend=backend, device=device)
+            plain, told = (measure(engine, seconds, info=info) for info in (False, True))
+            rows.append({"world": world, "level": level, "steps_per_second": plain, "with_info": told})
+            print(f"{world}-{level}: {plain:,.0f} steps/s, {told:,.0f} with info", flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--envs", type=int, default=None, help="rows of a batch; default 256, on a GPU 32,768")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each world and difficulty")
+    parser.add_argument("--out", default="benchmarks/out")
+    args = parser.parse_args(argv)
+    envs = args.envs or (256 if args.device == "cpu" else 32_768)
+    rows = measure_all(args.device, envs, args.seconds)
+    missed = [f"{r['world']}-{r['level']}" for r in rows if r["steps_per_second"] < GOALS[args.device]]
+    print(f"goal {GOALS[args.device]:,} steps/s: " + (f"missed by {', '.join(missed)}" if missed else "won by all"))
+    result = {"goal": GOALS[args.device], "envs": envs, "device": args.device, "rows": rows}
+    print(save(f"gridworlds-{args.device}", result, args.out))
+
+
+if __name__ == "__main__":
+    main()
