@@ -4,8 +4,9 @@
     python -m benchmarks.smollm2 --books FOLDER    # about 14 minutes on one H200, 7 of them training
 
 FOLDER has one .txt file a book. Sorted by name, every 16th book is for validation, the one after it for the test, the others
-teach. Everything goes under --out as soon as it is there: the model, the tokens, metrics.jsonl, the adapter, training.json, a
-table for each context, decode.json. --only does some of the steps; the adapter of an earlier call is found under --out.
+teach. Everything goes under --out as soon as it is there: the model, the tokens, the run folder with metrics and adapter,
+training.json, a table for each context, decode.json. --only does some of the steps; an interrupted training goes on from its
+last checkpoint, for another --minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.record import save
-from benchmarks.retrieval_lessons import LessonDistiller
+from benchmarks.retrieval_lessons import weave_facts
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.hf.evaluate import bootstrap, evaluate
 from expire_span.hf.loading import open_model, read_documents
 from expire_span.hf.questions import make_questions
 from expire_span.retrofit_configs import DistillConfig
+from expire_span.runs import RunFolder
+from expire_span.train.distill import distill, distill_on
 
 STEPS = ("train", "tables", "decode")
 
@@ -45,7 +47,7 @@ def main() -> None:
     print(f"{len(books['learn'])} books to learn from, {len(books['test'])} to test on", flush=True)
     if "train" in asked.only:
         note(asked, "training", teach(asked, model, tokenizer, books["learn"]))
-    handle = load_adapter(model, asked.out / "adapter")
+    handle = load_adapter(model, asked.adapter or asked.out / "run" / "adapter")
     for context in asked.contexts if "tables" in asked.only else ():
         note(asked, f"table_{context}", table(asked, handle, tokenizer, books["test"], context))
         print(f"{(time.perf_counter() - began) / 60:.1f} minutes so far", flush=True)
@@ -67,20 +69,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="time for training; budget and rate follow it")
     parser.add_argument("--steps", type=int, default=None, help="so many steps instead of --minutes")
     parser.add_argument("--train-context", type=int, default=8192)
-    parser.add_argument("--block", type=int, default=2048)
+    parser.add_argument("--block", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--budget", type=float, default=0.11, help="a little below 1/8: no book's peak may be above")
-    parser.add_argument("--budget-from", type=float, default=0.5)
+    parser.add_argument("--budget-from", type=float, default=1.0)
     parser.add_argument("--max-span", type=int, default=16384)
-    parser.add_argument(
-        "--initial-span", type=float, default=0.52, help="share of --max-span: the context and a little"
-    )
+    parser.add_argument("--keep-first", type=int, default=4)
     parser.add_argument("--ramp", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--calibrate", type=int, default=16, help="contexts whose attention sets the first spans")
+    parser.add_argument("--lr", type=float, default=None)
+    parser.add_argument("--bias-lr", type=float, default=0.02)
+    parser.add_argument("--decay", type=float, default=0.5)
     parser.add_argument("--gain", type=float, default=0.1)
-    parser.add_argument("--initial-weight", type=float, default=1e-5)
-    parser.add_argument("--fact-rows", type=int, default=1, help="rows of a batch in which facts are asked for later")
-    parser.add_argument("--facts", type=int, default=24, help="facts in such a row")
+    parser.add_argument("--fact-books", type=int, default=4, help="facts are asked for in every so many of the books")
+    parser.add_argument("--fact-every", type=int, default=340, help="tokens of such a book for each fact")
+    parser.add_argument("--adapter", type=Path, default=None, help="adapter folder to compare, in place of the run's")
     parser.add_argument("--train-books", type=int, default=48)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 4096])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.125, 0.25])
@@ -155,37 +158,34 @@ def places(books: list[Tensor], context: int, count: int) -> Tensor:
 # Learning
 
 
-def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, documents: list[Tensor]) -> dict[str, Any]:
-    """Distil for the given time, or the given number of steps."""
-    expiry = RetrofitConfig(max_span=asked.max_span, ramp=asked.ramp, initial_span=asked.initial_span)
+def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Tensor]) -> dict[str, Any]:
+    """Distil for the given time, or the given number of steps, in a run folder under --out; goes on with one that is there."""
+    expiry = RetrofitConfig(max_span=asked.max_span, ramp=asked.ramp, keep_first=asked.keep_first)
     options: dict[str, Any] = dict(budget=asked.budget, context=asked.train_context, block=asked.block)
-    options |= dict(batch=asked.batch, lr=asked.lr, budget_from=asked.budget_from, gain=asked.gain)
-    config = DistillConfig(steps=asked.steps or 10**6, initial_weight=asked.initial_weight, **options)
+    options |= dict(batch=asked.batch, lr=asked.lr, bias_lr=asked.bias_lr, budget_from=asked.budget_from)
+    options |= dict(gain=asked.gain, calibrate=asked.calibrate, decay=asked.decay)
+    options |= dict(eval_every=10**6, eval_contexts=asked.batch, checkpoint_every=40, log_every=5, tracker="none")
+    seconds = None if asked.steps else 60 * asked.minutes
+    config = DistillConfig(steps=asked.steps or 10**5, seconds=seconds, **options)
+    documents, folder = lessons(asked, tokenizer, books), asked.out / "run"
     with retrofit(model, expiry) as handle:
-        learner = LessonDistiller(handle, documents, config, tokenizer, asked.fact_rows, asked.facts)
-        lines = learn(asked, learner, handle)
-    last = lines[-20:]
-    means = {name: sum(line[name] for line in last) / len(last) for name in ("kl", "live", "span", "seconds")}
-    return {"steps": len(lines), "minutes": lines[-1]["minutes"], "target": learner.target, "end": means}
+        if (folder / "config.json").exists():
+            run = distill_on(handle, documents, RunFolder.open(folder), shown=True)
+        else:
+            run = distill(handle, documents, config, folder, shown=True)
+    lines = [line for line in run.read_metrics() if line["split"] == "train"]
+    return {"result": run.read_result(), "first": lines[:3], "last": lines[-3:]}
 
 
-def learn(asked: argparse.Namespace, learner: LessonDistiller, handle: Any) -> list[dict[str, Any]]:
-    began, lines, share = time.perf_counter(), [], 0.0
-    with open(asked.out / "metrics.jsonl", "w") as file:
-        while share < 1:
-            line = learner.step(len(lines), share)
-            line["minutes"] = (time.perf_counter() - began) / 60
-            lines.append(line)
-            file.write(json.dumps(line) + "\n")
-            share = len(lines) / asked.steps if asked.steps else line["minutes"] / asked.minutes
-            if len(lines) % 10 == 1 or share >= 1:
-                print(
-                    " ".join(f"{name} {value:.4g}" for name, value in line.items() if isinstance(value, float)),
-                    flush=True,
-                )
-                file.flush()
-                handle.save(asked.out / "adapter")
-    return lines
+def lessons(asked: argparse.Namespace, tokenizer: Any, books: list[Tensor]) -> list[Tensor]:
+    """The books, some of them with facts woven in; the last one is kept apart by the distillation."""
+    woven = [
+        weave_facts(tokenizer, ids, every=asked.fact_every, reach=asked.train_context, seed=n)
+        if n % asked.fact_books == 0
+        else ids
+        for n, ids in enumerate(books[:-1])
+    ]
+    return [*woven, books[-1]]
 
 
 # Comparing

@@ -24,6 +24,9 @@ class RetrofitConfig:
     """Share of max_span that every memory gets before training: nothing expires in a context of this length."""
     temperature: float = 1.0
     """Divides the predictors' input; below 1 they learn faster what sets tokens apart."""
+    keep_first: int = 0
+    """Number of tokens at the beginning that are kept whatever is predicted for them: pretrained models need a place where
+    attention goes when it has nothing to look for (attention sinks), and most use the first four tokens."""
     cap: int | None = None
     """Hard limit on stored memories per row and head; the one closest to its end goes first, which is not exact."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
@@ -32,6 +35,7 @@ class RetrofitConfig:
     def __post_init__(self) -> None:
         self.lifetimes()  # checks the fields that both have
         require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
+        require(0 <= self.keep_first <= self.max_span, f"keep_first must lie in [0, max_span], got {self.keep_first}")
 
     def lifetimes(self) -> ExpireSpanConfig:
         """The same in the words of the memory system: a span per key/value head that leaves hidden states as they are."""
@@ -71,12 +75,16 @@ class DistillConfig:
     """Rank of low-rank additions to the model's linear layers that learn too (LoRA, needs peft); 0 trains predictors only."""
     lora_lr: float = 1e-4
     """Learning rate of those additions."""
+    calibrate: int = 0
+    """Contexts whose attention in the base model says which spans to start from; 0 starts where nothing expires."""
     anneal: float = 0.6
-    """Share of the steps over which the budget falls from the whole context to its target."""
+    """Share of the steps over which the budget falls from the whole context to its target; calibrated spans begin there."""
     budget_from: float = 1.0
     """Share of the context from which on the budget counts, in proportion to the tokens read; 1 is at its end only."""
     lr: float | None = None
     """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
+    bias_lr: float = 0.02
+    """Learning rate of the predictors' biases, where it is above lr: the mean span of a head is one number."""
     decay: float = 0.3
     """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
     gain: float = 0.1
@@ -107,7 +115,8 @@ class DistillConfig:
         require(len(given) == 1, f"give one of budget, budget_tokens and budget_bytes, got {given or 'none'}")
         share = self.budget
         require(
-            share is None or 0 < share <= 1, f"budget is a share of the context and must lie in (0, 1], got {share}"
+            share is None or 0 < share <= 1,
+            f"budget is a share of the context and must lie in (0, 1], got {share}; budget_tokens takes a number of memories",
         )
         counts = ("context", "block", "batch", "steps", "eval_every", "eval_contexts", "checkpoint_every", "log_every")
         for name in counts:
@@ -117,6 +126,7 @@ class DistillConfig:
 
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
         require(self.seconds is None or self.seconds > 0, f"seconds must be greater than 0, got {self.seconds}")
+        require(self.calibrate >= 0, f"calibrate must be 0 or more, got {self.calibrate}")
         require(self.lora_rank >= 0, f"lora_rank must be 0 or more, got {self.lora_rank}")
         require(self.lora_lr > 0, f"lora_lr must be greater than 0, got {self.lora_lr}")
 
@@ -140,7 +150,8 @@ class DistillConfig:
         else:
             live = self.budget_tokens if self.budget_tokens is not None else (self.budget_bytes or 0) / bytes_per_token
         require(
-            live <= self.context, f"the budget of {live:g} memories is more than the context of {self.context} tokens"
+            live <= self.context,
+            f"the budget of {live:g} memories is more than the context of {self.context} tokens; give less or a longer context",
         )
         least = (
             f"every memory lives for its ramp of {ramp} tokens, so {ramp} is the least budget, got {live:g} memories"

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from expire_span.cli import main
+
 from .hf_models import model_folder, text
 
 PAGE = Path(__file__).parent.parent / "docs" / "hf.md"
@@ -17,9 +19,15 @@ def test_examples_run_in_order(tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text(text(100))
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(examples) == 3
+    assert len(examples) == 5
     for example in examples:
         assert len(example.splitlines()) <= 13
         exec(compile(example, str(PAGE), "exec"), {})
     said = capsys.readouterr().out
-    assert "tensor([[" in said and "What did the fox take?" in said
+    for words in ("tensor([[", "of the largest logit apart", "What did the fox take?", "What is my name?"):
+        assert words in said, words
+    commands = re.findall(r"^expire-span (verify adapter.*?) *(?:#.*)?$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert main([*command.split(), "--device", "cpu"]) == 0
+        assert "adapter: sound, made for MODEL" in capsys.readouterr().out

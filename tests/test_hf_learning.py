@@ -1,6 +1,7 @@
 """Distillation meets its budget, goes on where it stopped, and the commands around it work end to end."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.cli import main  # noqa: E402
-from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
+from expire_span.hf import RetrofitConfig, calibration, load_adapter, retrofit  # noqa: E402
 from expire_span.hf.evaluate import (  # noqa: E402
     MOST_DIAL,
     answers,
@@ -28,6 +29,7 @@ from expire_span.train.distill import DistillLearner, distill, distill_on  # noq
 from expire_span.train.distiller import Distiller, kl_divergence  # noqa: E402
 
 from .hf_models import VOCAB, byte_tokenizer, forgetful, model_folder, text, tiny, tokens  # noqa: E402
+from .tiny import spawn  # noqa: E402
 
 SMALL = dict(context=64, block=32, batch=2, checkpoint_every=4, log_every=2, eval_every=100, eval_contexts=1, lr=0.02)
 SMALL |= dict(device="cpu", tracker="none")
@@ -63,7 +65,9 @@ def test_it_learns_to_meet_the_budget(tmp_path):
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
     """Stopped in the middle of a line of metrics, with one made after its last checkpoint."""
-    settings = DistillConfig(budget=0.5, steps=8, **SMALL | dict(checkpoint_every=3))
+    short = pytest.MonkeyPatch()
+    short.setattr(calibration, "STEPS", 20)
+    settings = DistillConfig(budget=0.5, steps=8, calibrate=2, **SMALL | dict(checkpoint_every=3))
     handle = make()
     whole = distill(handle, documents(), settings, tmp_path / "whole")
     wanted = handle.learned()
@@ -91,6 +95,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
         assert (run.path / name).read_bytes() == (whole.path / name).read_bytes(), name
     with pytest.raises(ValueError, match="is finished"):
         distill_on(handle, documents(), run)
+    short.undo()
 
 
 def test_low_rank_additions_learn_too_and_come_off(tmp_path):
@@ -179,6 +184,12 @@ def test_budgets_in_shares_tokens_and_bytes():
             Distiller(handle, documents(), DistillConfig(**given, **SMALL))
     with pytest.raises(ValueError, match="every layer of MistralForCausalLM has a window of its own"):
         Distiller(retrofit(tiny("mistral")), documents(), DistillConfig(budget=0.5, **SMALL))
+    with pytest.raises(
+        ValueError, match="GPT2LMHeadModel has a learned table of 2048 positions, got a context of 3000 tokens"
+    ):
+        Distiller(
+            retrofit(tiny("gpt2")), list(tokens(1, 3000)), DistillConfig(budget=0.5, **SMALL | dict(context=3000))
+        )
     with pytest.raises(ValueError, match="no document has a context of 64 tokens, the longest has 9"):
         Distiller(handle, [torch.arange(9)], DistillConfig(budget=0.5, **SMALL))
 
@@ -238,8 +249,17 @@ def test_the_dial_meets_a_budget():
             _, peak = read(handle.model, new_cache(), ids, 16)
         assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and handle.dial == 1.0
     assert find_dial(handle, [ids], 10 * free, 16) == MOST_DIAL
-    with pytest.raises(ValueError, match="unknown method 'magic'; known are none, window"):
-        evaluate(handle, list(ids), [], ["magic"], [0.5])
+    for name, share, said in (
+        ("magic", 0.5, "unknown method 'magic'; known are none, window"),
+        (
+            "expire",
+            0.02,
+            r"budget of 0.02 leaves 3 memories of a context of 160 tokens, .* expire holds at least 4 \(a ramp",
+        ),
+        ("sinks", 0.04, "leaves 6 memories of a context of 160 tokens, but the method sinks holds at least 8;"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            evaluate(handle, list(ids), [], [name], [share])
 
 
 def test_rows_are_evaluated_as_each_alone():
@@ -300,13 +320,80 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     assert "tokens read" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_a_killed_command_goes_on_to_the_same_bits(tmp_path, capsys):
+    """The real command, ended by SIGKILL between two checkpoints and resumed, writes the adapter of an unbroken run.
+
+    Its short twin is `test_an_interrupted_run_goes_on_as_if_it_had_not_been`, in one process.
+    """
+    folder, book = model_folder(tmp_path / "model"), tmp_path / "book.txt"
+    book.write_text(text())
+    words = ["retrofit", str(folder), "--data", str(book), "--device", "cpu", "--tracker", "none", "--budget", "0.5"]
+    words += ["--max-span", "64", "--ramp", "8", "--context", "64", "--block", "32", "--batch", "1", "--lr", "0.02"]
+    words += ["--steps", "60", "--checkpoint-every", "7", "--log-every", "1", "--calibrate", "2", "--keep-first", "2"]
+    process = spawn(*words, "--out", str(tmp_path / "killed"))
+    lines, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 120
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 10:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "killed" / "adapter").exists()  # it was killed on the way
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the other process had: equal bits need equal sums
+    try:
+        assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+        assert main(["resume", str(tmp_path / "killed")]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "resum" in capsys.readouterr().out
+    for name in ("adapter/adapter.safetensors", "metrics.jsonl", "result.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def config_folder(path, kind):
+    """A model folder whose config alone is read: its weights are not what they should be."""
+    transformers.AutoConfig.for_model(kind).save_pretrained(path)
+    (path / "model.safetensors").write_bytes(b"none")
+    return path
+
+
 def test_commands_say_what_is_wrong(tmp_path, capsys):
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"x")
     book = tmp_path / "book.txt"
     book.write_text(text(50))
+    bad = {kind: config_folder(tmp_path / kind, kind) for kind in ("t5", "bert", "gemma2", "llama")}
+    data = ["--data", str(book)]
+    adapter = tmp_path / "adapter"
+    forgetful(tiny()).save(adapter)
     for words, said in (
+        (
+            ["retrofit", str(bad["t5"]), *data],
+            "needs a decoder-only model, got the encoder-decoder T5Config (t5); known",
+        ),
+        (
+            ["evaluate-cache", str(bad["t5"]), *data, "--methods", "none"],
+            "needs a decoder-only model, got the encoder-",
+        ),
+        (
+            ["retrofit", str(bad["bert"]), *data],
+            "unknown attention layout bert of BertConfig; known families are gemma",
+        ),
+        (["retrofit", str(bad["gemma2"]), *data], "soft-caps its attention scores at 50.0"),
+        (["retrofit", str(tmp_path / "no" / "model"), *data], "no model at"),
+        (
+            ["chat", str(bad["llama"]), "--adapter", str(adapter), "--device", "tpu"],
+            "auto, cpu, cuda or cuda:N, got 'tpu'",
+        ),
+        (
+            ["verify", str(adapter), "--model", str(bad["llama"]), "--device", "cuda:99"],
+            "device cuda:99 needs a GPU of",
+        ),
+        (["verify", str(adapter), "--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["evaluate-cache", "m", *data, "--methods", "magic"], "unknown method 'magic'; known are none, window"),
+        (["retrofit", "m", *data, "--keep-first", "-1"], "keep_first must lie in [0, max_span], got -1"),
         (["retrofit", str(pickled), "--data", str(book)], "has pickled weights only (pytorch_model.bin)"),
         (["retrofit", str(tmp_path), "--data", str(book)], "has no *.safetensors weights"),
         (["retrofit", "m", "--data", str(tmp_path / "no")], "no text at"),

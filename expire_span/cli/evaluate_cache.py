@@ -51,9 +51,10 @@ def run_evaluate_cache(args: list[str]) -> int:
         raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
     from expire_span.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
-    from expire_span.hf.evaluate import evaluate
+    from expire_span.hf.evaluate import check_methods, evaluate
     from expire_span.hf.loading import open_model
 
+    check_methods(methods)
     model, tokenizer = open_model(command.model, command.dtype, command.device)
     handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
     documents, questions = _material(command, tokenizer, next(model.parameters()).device)

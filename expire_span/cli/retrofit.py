@@ -94,6 +94,8 @@ def run_verify(args: list[str]) -> int:
     from expire_span.hf.loading import open_model
     from expire_span.hf.verify import streamed_error
 
+    if command.tokens < 2:
+        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     head = read_head(command.adapter)
     read_weights(command.adapter, head)
     name = command.model or head["base"]["name"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cache import ExpiringCache
     from .handle import Retrofit, load_adapter, retrofit
     from .streams import Sampling, Stream, stream
+    from .verify import streamed_error
 
 _PUBLIC = {
     "ExpiringCache": "cache",
@@ -25,6 +26,7 @@ _PUBLIC = {
     "load_adapter": "handle",
     "retrofit": "handle",
     "stream": "streams",
+    "streamed_error": "verify",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "load_adapter",
     "retrofit",
     "stream",
+    "streamed_error",
 ]
 
 

@@ -56,7 +56,7 @@ def load_into(handle: Any, folder: Path) -> None:
     head = read_head(folder)
     check_base(handle.model, head, folder)
     theirs, ours = (asdict(RetrofitConfig(**head["config"])), asdict(handle.config))
-    for name in ("max_span", "ramp", "temperature"):
+    for name in ("max_span", "ramp", "temperature", "keep_first"):
         if theirs[name] != ours[name]:
             raise ValueError(f"adapter {folder} was made with {name} {theirs[name]}, this retrofit has {ours[name]}")
     theirs, ours = head.get("lora_rank", 0), handle.lora_rank if handle.lora else 0

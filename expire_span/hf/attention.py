@@ -15,9 +15,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from expire_span.ops import expire_attention, spans_of_heads
 from expire_span.ops.reference import ages, expiry_mask
-from expire_span.store import NEVER
 
 NAME = "expire_span"
+KEPT = float(2**28)
+"""Span of tokens that are kept: no stream is read for so long. It is finite, so that they expire by the rule of all others."""
+
+
+def is_kept(span: Tensor) -> Tensor:
+    """Which spans are KEPT; adding a ramp and taking it off again may have rounded them."""
+    return span > KEPT / 2
 
 
 @dataclass(eq=False)
@@ -104,7 +110,9 @@ def dense_weights(q: Tensor, k: Tensor, r: Reading, q_pos: Tensor, k_pos: Tensor
     scores = q.unflatten(1, (kv_heads, -1)).float() @ k.float().unsqueeze(2).mT  # [B, Hkv, G, T, S]
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + mask.log()
     weights = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
-    place = torch.where(k_pos == NEVER, 0, k_pos)[:, :, None, None].expand_as(weights)
+    place = k_pos.clamp_min(0)[:, :, None, None].expand_as(
+        weights
+    )  # empty slots, whose weight is 0, count as position 0
     seen = r.start + q.shape[2]
     out = weights.new_zeros(*weights.shape[:-1], seen).scatter_add(-1, place, weights)
     return out.flatten(1, 2).to(q.dtype)

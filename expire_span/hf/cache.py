@@ -26,13 +26,48 @@ from .attention import Reading
 from .rotary import turn_keys
 
 
-class ExpiringLayer(CacheLayerMixin):
-    """One layer's memories, in a row for each batch row and key/value head."""
+class ForgettingLayer(CacheLayerMixin):
+    """What transformers asks of a cache layer that deletes for good; the answers that all such layers share."""
 
     is_compileable = False
     is_croppable = False
     is_sliding = False
     supports_early_init = False
+    seen: int
+    """Tokens read so far, whatever is left of them."""
+    has_buffers: bool
+    """Whether there is a place for memories already."""
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.has_buffers
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The base class writes this; here it follows from the buffers."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"an expiring cache cannot take back {abs(tokens_to_remove)} tokens, because what expired is gone; fork it "
+                "before, and decode without prompt lookup or an assistant model"
+            )
+
+
+class ExpiringLayer(ForgettingLayer):
+    """One layer's memories, in a row for each batch row and key/value head."""
 
     def __init__(self, ramp: float, cap: int | None = None, inverse_frequencies: Tensor | None = None) -> None:
         super().__init__()
@@ -43,12 +78,8 @@ class ExpiringLayer(CacheLayerMixin):
         self.staged: Reading | None = None
 
     @property
-    def is_initialized(self) -> bool:
+    def has_buffers(self) -> bool:
         return self.memory is not None
-
-    @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """The base class writes this; here it follows from the memory."""
 
     def stage(self, reading: Reading) -> None:
         """Take what `update` must know about the coming tokens."""
@@ -107,27 +138,8 @@ class ExpiringLayer(CacheLayerMixin):
 
     # What transformers asks
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
     def reset(self) -> None:
         self.memory, self.seen, self.staged = None, 0, None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError(
-                f"an expiring cache cannot take back {abs(tokens_to_remove)} tokens, because what expired is gone; fork it "
-                "before, and decode without prompt lookup or an assistant model"
-            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda memory: memory.select(beam_idx))

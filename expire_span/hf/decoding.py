@@ -17,6 +17,7 @@ from expire_span.models.slot_step import Clock, SlotRules
 from expire_span.sampling import Sampling
 from expire_span.stream.engines import SteadyEngine
 
+from .attention import is_kept
 from .cache import ExpiringCache
 from .handle import Retrofit
 from .layouts import ROTARY, text_config
@@ -56,7 +57,7 @@ class RetrofitStepper:
         handle = self.handle
         form = span_form(handle.predictor_of(layer), layer, handle.dial)
         assert form is not None
-        limit = layer.window if layer.window is not None else handle.longest_life + 1
+        limit = layer.window if layer.window is not None else handle.longest_life + 1 + handle.config.keep_first
         cap = handle.config.cap if layer.window is None else None
         return SlotRules(handle.ramp_of(layer), cap, True, 0.0, min(limit, cap or limit), handle.config.impl, form)
 
@@ -109,11 +110,24 @@ class RetrofitEngine(SteadyEngine):
         held = len(logits)
         if held != len(rows):
             raise ValueError(f"{len(rows)} rows need a cache with as many, got {held}")
+        self._check_kept(cache)
         if not any(self.active):
             self.clock.set(cache.seen, 0)
         self.load(rows, cache.layers, logits)  # type: ignore[arg-type]
         for row in rows:
             self.active[row] = True
+
+    def _check_kept(self, cache: ExpiringCache) -> None:
+        """A step over slots does not know which tokens are a row's first, so the cache must have read those."""
+        keep = self.handle.config.keep_first
+        memory = next((x.memory for x, y in zip(cache.layers, self.handle.layers) if y.window is None), None)
+        if not keep or memory is None:
+            return
+        kept = int(is_kept(memory.span).sum(-1).min())
+        if kept < keep:
+            raise ValueError(
+                f"the first {keep} tokens of a row are kept, but one of these rows has read {kept}; let the cache read more"
+            )
 
     @torch.no_grad()
     def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:

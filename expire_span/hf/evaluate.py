@@ -22,8 +22,8 @@ from transformers import DynamicCache
 
 from .cache import ExpiringCache
 from .handle import Retrofit
+from .rivals import LEAST_CAPACITY, EvictingCache, evicting
 from .rivals import METHODS as RIVALS
-from .rivals import EvictingCache, observed
 
 METHODS = ("none", *RIVALS, "expire")
 MOST_DIAL = 8.0
@@ -64,7 +64,7 @@ def method(handle: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Itera
         if any(x.window is not None for x in handle.layers):
             raise ValueError(f"method {name} needs a model without windows of its own, got {type(model).__name__}")
         layers = len(handle.layers)
-        with observed(model, [x.module for x in handle.layers], handle.configs):
+        with evicting([x.module for x in handle.layers], handle.configs):
             yield lambda: EvictingCache(name, tokens, layers)
 
 
@@ -175,9 +175,8 @@ def evaluate(
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """One line for each method and budget; documents [n] of one length, read `rows` at a time."""
-    unknown = [name for name in methods if name not in METHODS]
-    if unknown:
-        raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
+    check_methods(methods)
+    _check_budgets(handle, methods, budgets, len(documents[0]))
     lines = []
     batches = [torch.stack(documents[n : n + rows]) for n in range(0, len(documents), rows)]
     asked = _in_batches(questions, rows)
@@ -188,6 +187,27 @@ def evaluate(
             if progress is not None:
                 progress(line)
     return lines
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
+
+
+def _check_budgets(handle: Retrofit, methods: Sequence[str], budgets: Sequence[float], context: int) -> None:
+    """Refuse budgets that a method cannot meet, before anything is computed."""
+    ramp, first = handle.config.ramp, handle.config.keep_first
+    least = {"none": 0, "expire": ramp + first, **dict.fromkeys(RIVALS, LEAST_CAPACITY)}
+    for share in budgets:
+        tokens = peak_tokens(handle, share, context)[0]
+        for name in methods:
+            why = f" (a ramp of {ramp} and {first} tokens that are kept)" if name == "expire" else ""
+            if tokens < least[name]:
+                raise ValueError(
+                    f"a budget of {share:g} leaves {tokens} memories of a context of {context} tokens, but the method {name} "
+                    f"holds at least {least[name]}{why}; give a larger budget or longer documents"
+                )
 
 
 def _evaluate_one(

@@ -20,12 +20,12 @@ from transformers.utils import output_capturing
 from expire_span.retrofit_configs import RetrofitConfig
 
 from .adapter import check_base, load_into, read_head, save_adapter
-from .attention import NAME, Reading, register
+from .attention import KEPT, NAME, Reading, register
 from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, find_layers, table_length, text_config
 from .learning import LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
-from .predictors import build_predictor
+from .predictors import build_predictor, with_plain_states
 from .rotary import inverse_frequencies
 from .slots import SlotCache
 
@@ -107,7 +107,8 @@ class Retrofit:
         return weights | ({f"lora.{name}": x for name, x in lora_state(self.model).items()} if self.lora else {})
 
     def load_learned(self, weights: dict[str, Tensor]) -> None:
-        self.predictors.load_state_dict({n: x for n, x in weights.items() if not n.startswith("lora.")})
+        own = {n: x for n, x in weights.items() if not n.startswith("lora.")}
+        self.predictors.load_state_dict(with_plain_states(own))
         with torch.no_grad():
             for name, x in lora_state(self.model).items() if self.lora else ():
                 x.copy_(weights[f"lora.{name}"])
@@ -195,16 +196,21 @@ class Retrofit:
         if isinstance(past, SlotCache):
             step = past.layers[layer.index].slots
             return Reading(hidden, step.clock.now, self.ramp_of(layer), hidden=hidden, slots=step)
-        cache = _expiring(past, layer.index)
+        cache, mask = _expiring(past, layer.index), kwargs.get("attention_mask")
         start = 0 if cache is None else cache.layers[layer.index].seen
-        span = self._mark_padding(self.spans(layer, hidden), kwargs.get("attention_mask"), start, self.ramp_of(layer))
-        reading = Reading(span, start, self.ramp_of(layer), self.config.impl, hidden=hidden)
+        reading = Reading(self.spans(layer, hidden), start, self.ramp_of(layer), self.config.impl, hidden=hidden)
+        if cache is None and mask is None:
+            reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
+        real = self._real_tokens(mask, start, hidden.shape[1])
+        if layer.window is None and self.config.keep_first:
+            reading.span = self._keep_first(reading, real)
+        if real is not None:  # padding is dead at birth: seen by no query and deleted at once
+            new = real[:, -hidden.shape[1] :].to(hidden.device)
+            reading.span = torch.where(new.unsqueeze(1), reading.span, -reading.ramp)
         reading.wants_weights = bool(kwargs.get("output_attentions")) or _collects_attentions()
         if cache is not None:
             reading.predictor = self.predictor_of(layer)
             cache.layers[layer.index].stage(reading)
-        elif kwargs.get("attention_mask") is None:
-            reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
         return reading
 
     def spans(self, layer: AttentionLayer, hidden: Tensor) -> Tensor:
@@ -242,18 +248,31 @@ class Retrofit:
                 "models with rotary positions can go on for ever"
             )
 
-    def _mark_padding(self, span: Tensor, mask: Any, start: int, ramp: float) -> Tensor:
-        """Give padding the span -ramp: it is dead at birth, seen by no query and deleted at once."""
+    def _real_tokens(self, mask: Any, start: int, count: int) -> Tensor | None:
+        """The attention mask as booleans [B, tokens seen, or only the new ones], checked; None where nothing is padded."""
         if mask is None:
-            return span
-        count = span.shape[-1]
+            return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"a retrofitted model takes 2-D attention masks [B, tokens seen], got {shape}")
         if mask.shape[1] not in (count, start + count):
             raise ValueError(f"attention_mask must cover {start + count} tokens, got {mask.shape[1]}")
-        new = mask[:, -count:].to(device=span.device, dtype=torch.bool)
-        return torch.where(new.unsqueeze(1), span, -ramp)
+        return mask.to(torch.bool)
+
+    def _keep_first(self, reading: Reading, real: Tensor | None) -> Tensor:
+        """Spans in which the first tokens of each row, padding apart, and of each packed document are kept."""
+        span, start, keep = reading.span, reading.start, self.config.keep_first
+        if start >= keep and real is None:
+            return span
+        count = span.shape[-1]
+        place = torch.arange(start, start + count, device=span.device)
+        if reading.documents is not None:
+            begins = torch.nn.functional.pad(reading.documents.diff(dim=-1) != 0, (1, 0), value=True)
+            place = place - torch.where(begins, place, 0).cummax(-1).values
+        elif real is not None:
+            before = start if real.shape[1] == count else 0
+            place = before + real.to(span.device).cumsum(-1)[:, -count:] - 1
+        return torch.where((place < keep).expand(len(span), count).unsqueeze(1), KEPT, span)
 
     @property
     def bytes_per_token(self) -> int:
@@ -267,7 +286,7 @@ class Retrofit:
 
     @property
     def longest_life(self) -> int:
-        """Tokens after which any memory is gone."""
+        """Tokens after which any memory is gone, but for those of the first tokens that `keep_first` keeps."""
         longest = self.config.max_span * max(self.dial, 1.0) + self.config.ramp
         lives = [longest if x.window is None else x.window for x in self.layers]
         return math.ceil(max(lives))

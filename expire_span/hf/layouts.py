@@ -31,7 +31,8 @@ class AttentionLayer:
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """The attention layers in order; a ValueError in one sentence where the model cannot be retrofitted."""
     config = text_config(model)
-    _check_family(model, config)
+    check_config(model.config, type(model).__name__)
+    _check_parts(model, config)
     modules: list[Any] = [
         m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")
     ]
@@ -64,17 +65,27 @@ def table_length(config: Any) -> int | None:
     return None if name is None else int(getattr(config, name))
 
 
-def _check_family(model: Any, config: Any) -> None:
-    name, kind = type(model).__name__, config.model_type
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"retrofit needs a decoder-only model, got the encoder-decoder {name} ({kind})")
+def check_config(whole: Any, name: str) -> None:
+    """Refuse a model that cannot be retrofitted by its config alone, before its weights are loaded."""
+    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    kind = config.model_type
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(
+            f"retrofit needs a decoder-only model, got the encoder-decoder {name} ({kind}); known families are "
+            f"{', '.join(known())}"
+        )
     if kind in SOFT_CAPPED or getattr(config, "attn_logit_softcapping", None):
         cap = getattr(config, "attn_logit_softcapping", None)
         raise ValueError(
-            f"{name} ({kind}) soft-caps its attention scores at {cap}, which expiring attention does not do"
+            f"{name} ({kind}) soft-caps its attention scores at {cap}, which expiring attention does not do; take a model "
+            f"of another family: {', '.join(known())}"
         )
     if kind not in known():
         raise ValueError(f"unknown attention layout {kind} of {name}; known families are {', '.join(known())}")
+
+
+def _check_parts(model: Any, config: Any) -> None:
+    name, kind = type(model).__name__, config.model_type
     if not callable(getattr(model, "generate", None)) or model.get_output_embeddings() is None:
         raise ValueError(f"retrofit needs a causal language model with an output layer (...ForCausalLM), got {name}")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expire_span.store import ExpiringMemory
 
-from .attention import Reading
+from .attention import Reading, is_kept
 from .cache import ExpiringLayer
 
 
@@ -51,5 +51,8 @@ class LearningLayer(ExpiringLayer):
 
     def _predict_again(self, reading: Reading, hidden: Tensor, old: ExpiringMemory) -> Tensor:
         assert reading.predictor is not None
-        span = reading.predictor(hidden)
-        return torch.where((old.span <= -self.ramp).unsqueeze(1), -self.ramp, span)  # padding stays dead
+        span = reading.predictor(
+            hidden.clone()
+        )  # new memories are written into the same buffer before the backward pass
+        marked = (old.span <= -self.ramp) | is_kept(old.span)  # padding stays dead, and what is kept stays
+        return torch.where(marked.unsqueeze(1), old.span.unsqueeze(1), span)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from expire_span.errors import UserError
+
+from .layouts import check_config
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,16 +29,37 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         _check_folder(path)
         options["use_safetensors"] = True
     extra = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    where = find_device(device)
+    try:
+        config = AutoConfig.from_pretrained(name, **extra)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from error
+    check_config(config, (config.architectures or [type(config).__name__])[0])
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from error
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     return model.to(where).eval(), tokenizer
 
 
+def find_device(device: str) -> torch.device:
+    """The device that auto, cpu, cuda or cuda:N means here."""
+    count = torch.cuda.device_count()
+    if device == "auto":
+        return torch.device("cuda" if count else "cpu")
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise UserError(f"the device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and int(number or 0) >= count:
+        raise UserError(f"device {device} needs a GPU of that number, got {count} here; use cpu or auto")
+    return torch.device(device)
+
+
 def _check_folder(path: Path) -> None:
+    named = len(path.parts) > 2 or path.is_absolute() or path.parts[:1] in ((".",), ("..",))  # a hub name is owner/name
+    if named and not path.exists():
+        raise UserError(f"no model at {path}: give a folder, a .gguf file, or the name of a model on the hub")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         pickled = sorted(x.name for pattern in PICKLED for x in path.glob(pattern))
         if pickled:

@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from expire_span.models.lifetimes import Lifetimes
+from expire_span.models.lifetimes import Lifetimes, SpanForm
 from expire_span.retrofit_configs import RetrofitConfig
+
+
+class StandardisedLifetimes(Lifetimes):
+    """Learned spans of hidden states that are brought to mean 0 and spread 1, number by number, before the linear map.
+
+        e_i = L sigmoid(w . (h_i - center) x scale / tau + b)
+
+    Hidden states of pretrained models have a few numbers that are a hundred times as large as the others and nearly
+    constant. Without their means, the bias alone says how long a head remembers on average and the weights say what sets
+    tokens apart, so that one learning rate fits all layers of all models. Until `standardise` is called, states are read as
+    they are.
+    """
+
+    center: Tensor
+    scale: Tensor
+
+    def __init__(self, dim: int, kv_heads: int, config: RetrofitConfig) -> None:
+        super().__init__(dim, kv_heads, config.lifetimes())
+        self.register_buffer("center", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+
+    @torch.no_grad()
+    def standardise(self, h: Tensor) -> None:
+        """Take center and scale from hidden states [.., C]. Predicted spans are the same as before."""
+        weight, bias = self._folded()
+        flat = h.flatten(0, -2).float()
+        spread, center = torch.std_mean(flat, 0)
+        self.center.copy_(center)
+        self.scale.copy_(1 / spread.clamp_min(1e-3 * spread.mean().clamp_min(1e-6)))
+        self.weight.copy_(weight * self.temperature / self.scale)
+        self.bias.copy_(bias + weight @ self.center)
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        """Weight, over the temperature, and bias that give the same spans for states as they are."""
+        weight = self._scaled_weight()
+        return weight, self.bias - weight @ self.center
+
+    def _scaled_weight(self) -> Tensor:
+        return super()._scaled_weight() * self.scale
+
+    def _spans(self, product: Tensor) -> Tensor:
+        return super()._spans(product - (self._scaled_weight() @ self.center).to(product.dtype))
+
+    @torch.no_grad()
+    def span_form(self, dim: int) -> SpanForm | None:
+        form = super().span_form(dim)
+        return form if form is None else form._replace(bias=self._folded()[1].float())
+
+
+def with_plain_states(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of predictors by name, with the center and scale that those of older adapters did without."""
+    full = dict(weights)
+    for name, x in weights.items():
+        layer, _, field = name.partition(".")
+        if field == "weight":
+            full.setdefault(f"{layer}.center", torch.zeros(x.shape[1]))
+            full.setdefault(f"{layer}.scale", torch.ones(x.shape[1]))
+    return full
 
 
 def build_predictor(dim: int, kv_heads: int, config: RetrofitConfig) -> nn.Module:
     """A module that gives hidden states [B, S, C] spans [B, Hkv, S] in tokens, its weights in float32."""
-    return Lifetimes(dim, kv_heads, config.lifetimes()).float()
+    return StandardisedLifetimes(dim, kv_heads, config).float()

@@ -12,21 +12,21 @@ Keys stay rotated where they were born. What is evicted was never trained away, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from .observing import observed
 
 NAME = "expire_span_observed"
 METHODS = ("window", "sinks", "knorm", "snap")
 SINKS = 4
+LEAST_CAPACITY = 2 * SINKS
 RECENT = 32
 """Newest memories that knorm and snap always keep, and the queries whose attention snap counts."""
 
@@ -91,27 +91,14 @@ class EvictingCache(Cache):
     def __init__(self, method: str, capacity: int, layers: int) -> None:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
-        if capacity < 2 * SINKS:
-            raise ValueError(f"a capacity of at least {2 * SINKS} memories is needed, got {capacity}")
+        if capacity < LEAST_CAPACITY:
+            raise ValueError(f"a capacity of at least {LEAST_CAPACITY} memories is needed, got {capacity}")
         super().__init__(layers=[EvictingLayer(method, capacity) for _ in range(layers)])
 
 
-@contextlib.contextmanager
-def observed(model: nn.Module, modules: list[nn.Module], configs: list[Any]) -> Iterator[None]:
+def evicting(modules: list[nn.Module], configs: list[Any]) -> AbstractContextManager[None]:
     """Inside, evicting caches see the queries; afterwards the model is what it was."""
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    before = [config._attn_implementation for config in configs]
-    hooks = [module.register_forward_pre_hook(_hand_over, with_kwargs=True) for module in modules]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for config, name in zip(configs, before):
-            config._attn_implementation_internal = name
+    return observed(NAME, _attend, modules, configs, _hand_over)
 
 
 def _hand_over(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

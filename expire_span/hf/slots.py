@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from expire_span.models.lifetimes import LifetimeRule, SpanForm
 from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
@@ -19,6 +19,7 @@ from expire_span.ops.slots import attend_slots, slot_kernel_serves
 from expire_span.store import NEVER, ExpiringMemory
 from expire_span.store.slots import FRESH, Slots
 
+from .cache import ForgettingLayer
 from .layouts import AttentionLayer
 from .rotary import turn_keys
 
@@ -119,25 +120,14 @@ class LayerSlots(SlotStep):
         return attend_slots(query.squeeze(2), keys, values, left, ramp=self.rules.ramp, scale=scale)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(ForgettingLayer):
     """The cache layer that transformers sees."""
 
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    supports_early_init = False
+    has_buffers = True  # slots are there from the beginning
 
     def __init__(self, slots: LayerSlots) -> None:
         super().__init__()
         self.slots = slots
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
-
-    @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """The base class writes this; slots are there from the beginning."""
 
     @property
     def seen(self) -> int:
@@ -150,21 +140,6 @@ class SlotLayer(CacheLayerMixin):
         if key_states.shape[2] != 1:
             raise ValueError(f"slots take one token of each row at a time, got {key_states.shape[2]}")
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(f"slots cannot take back {abs(tokens_to_remove)} tokens, because what expired is gone")
 
 
 class SlotCache(Cache):

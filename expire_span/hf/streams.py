@@ -74,7 +74,7 @@ class Stream:
             made += 1
 
     def _step(self, token: Tensor) -> None:
-        if not self._slots:
+        if not self._slots or self.read_tokens < self.handle.config.keep_first:
             self.read(token.unsqueeze(1))
             return
         assert self.logits is not None

@@ -10,6 +10,8 @@ from .handle import Retrofit
 @torch.no_grad()
 def streamed_error(handle: Retrofit, count: int, seed: int = 0) -> tuple[float, float]:
     """Largest difference of streamed and undeleted logits, over the largest logit, and the share of memories kept."""
+    if count < 2:
+        raise ValueError(f"a stream to verify needs at least 2 tokens, got {count}; give more")
     model = handle.model
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

@@ -62,6 +62,10 @@ class BudgetController:
         log_weight = (log_weight + self.config.gain * error * started).clamp(self._low, self._high)
         self._state = torch.stack([log_weight, total, count, started, steps])
 
+    def start_from(self, weight: float) -> None:
+        """Go on from another weight of the span loss."""
+        self._state[0] = min(max(math.log(weight), self._low), self._high)
+
     def state_dict(self) -> dict[str, list[float]]:
         return {"state": self._state.tolist()}
 

@@ -18,7 +18,9 @@ from transformers import DynamicCache
 
 from expire_span.config import BudgetConfig
 from expire_span.errors import UserError
+from expire_span.hf.calibration import fit, mean_slope, observe
 from expire_span.hf.handle import Retrofit
+from expire_span.hf.layouts import table_length, text_config
 from expire_span.hf.learning import LearningLayer
 from expire_span.retrofit_configs import DistillConfig
 
@@ -41,21 +43,33 @@ class Distiller:
         if not long_enough:
             longest = max((len(x) for x in documents), default=0)
             raise UserError(f"no document has a context of {config.context} tokens, the longest has {longest}")
+        table = table_length(text_config(handle.model))
+        if table is not None and config.context > table:
+            kind = type(handle.model).__name__
+            raise UserError(
+                f"{kind} has a learned table of {table} positions, got a context of {config.context} tokens; give a shorter one"
+            )
         self.documents, self.kept_apart = split_documents(long_enough, config.context)
         self.target = config.target(handle.config.ramp, handle.bytes_per_token)
         self.device = next(handle.model.parameters()).device
         budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
         self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
         rate = config.lr or 0.5 / handle.layers[0].dim
-        groups = [{"params": list(handle.predictors.parameters()), "lr": rate, "peak": rate}]
+        rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
+        named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
+        groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
         if handle.lora:
             groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
         self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
         self.rng, self.seed = numpy.random.default_rng(seed), seed
+        self.calibrated = config.calibrate == 0
 
     def step(self, step: int, share: float | None = None) -> dict[str, Any]:
         """One optimizer step over a batch of whole contexts, block by block; `share` of the training is done before it."""
         began = time.perf_counter()
+        if not self.calibrated:
+            self.calibrate()
+            self.calibrated = True
         share = step / self.config.steps if share is None else share
         self.controller.target = self.target_at(share)
         self.set_rate(share)
@@ -69,6 +83,25 @@ class Distiller:
         line |= dict(span=spans.mean().item(), weight=weight.item(), norm=norm.item())
         line |= dict(live_of_layers=live.tolist(), span_of_layers=spans.tolist())
         return {**line, "seconds": time.perf_counter() - began}
+
+    def calibrate(self) -> None:
+        """Start from spans that meet the budget and follow the base model's attention; the weight of the span loss follows.
+
+        That weight is the one at which shortening all spans alike would save as much as it costs in divergence.
+        """
+        rows: list[Tensor] = []
+        while len(rows) < self.config.calibrate:
+            rows += self._contexts().split(1)
+        found = observe(self.handle, rows[: self.config.calibrate])
+        fit(self.handle, found, self.config.context, self.target)
+        slope = mean_slope(self.handle, found)
+        del found
+        self.read(self._contexts(), torch.zeros((), device=self.device))
+        biases = [p.grad for name, p in self.handle.predictors.named_parameters() if name.endswith("bias")]
+        gain = -sum(float(x.sum()) for x in biases if x is not None)
+        self.optimizer.zero_grad(set_to_none=True)
+        if gain > 0:
+            self.controller.start_from(gain / slope)
 
     def read(self, ids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Read contexts ids [B, n]: KL to the base model (nats a token), mean span and living memories of each layer.
@@ -104,8 +137,11 @@ class Distiller:
         return kl, spans, live
 
     def target_at(self, share: float) -> float:
-        """The budget after a share of the training: from the whole context to the target in equal ratios, then the target."""
-        done = min(1.0, share / max(1e-9, self.config.anneal))
+        """The budget after a share of the training: from the whole context to the target in equal ratios, then the target.
+
+        Calibrated spans meet the target from the beginning.
+        """
+        done = 1.0 if self.config.calibrate else min(1.0, share / max(1e-9, self.config.anneal))
         return self.config.context ** (1 - done) * self.target**done
 
     def set_rate(self, share: float) -> None:
@@ -118,7 +154,8 @@ class Distiller:
         return _draw_contexts(self.documents, self.config.context, self.config.batch, self.rng).to(self.device)
 
     def _mean_spans(self, cache: Any, count: int) -> Tensor:
-        return torch.stack([layer.last.span[..., -count:].mean() for layer in _learning(cache)])
+        longest = self.handle.config.max_span  # what is kept for ever counts as that
+        return torch.stack([layer.last.span[..., -count:].clamp_max(longest).mean() for layer in _learning(cache)])
 
     @torch.no_grad()
     def _live(self, cache: Any) -> Tensor:
@@ -135,8 +172,9 @@ class Distiller:
         return {name: x.detach().cpu().clone() for name, x in self.handle.learned().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the controller and the choice of contexts."""
-        return {"controller": self.controller.state_dict(), "rng": self.rng.bit_generator.state}
+        """Plain values: the controller, the choice of contexts, and whether spans have been calibrated."""
+        about = {"controller": self.controller.state_dict(), "rng": self.rng.bit_generator.state}
+        return about | {"calibrated": self.calibrated}
 
     def moments(self) -> dict[str, Any]:
         """The optimizer's running means, by the number of the weight."""
@@ -146,6 +184,7 @@ class Distiller:
         self.handle.load_learned(weights)
         self.controller.load_state_dict(state["controller"])
         self.rng.bit_generator.state = state["rng"]
+        self.calibrated = state.get("calibrated", True)  # states of version 0.2.0 had no calibration
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 

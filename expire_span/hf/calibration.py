@@ -1,0 +1,202 @@
+"""Spans to start from, read off the attention of the base model: what is hardly looked at any more may go.
+
+For every key/value head, with one price for all of them,
+
+    minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
+
+lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it.
+The price is moved until as many memories live at the end of a context as the budget allows, so that memory goes to the heads
+and tokens that are looked at. The base model is run once for each context; what follows is a small problem of each layer by
+itself. It says nothing about how much a head's attention matters to the output: that is for the distillation to learn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .handle import Retrofit
+from .observing import observed
+from .predictors import StandardisedLifetimes
+
+NAME = "expire_span_calibrated"
+QUERIES = 256
+"""Queries whose attention is computed at a time."""
+BIN = 16
+"""Queries whose attention is added up: the resolution of `lost` in tokens."""
+SHORTEST_AGE = 8
+AGES_PER_OCTAVE = 3
+STEPS = 300
+RATE = 2.0
+"""Learning rate of the fit times the width of the hidden states; the bias learns at RATE / 20."""
+MOST_SHIFT = 16.0
+"""The most that is added to all biases at the end, to meet the budget exactly."""
+GAINS = 1.0, 0.05
+"""How the logarithm of the price follows that of living memories over the budget: at once, and with their sum over steps."""
+
+
+@dataclass
+class Observation:
+    """What one layer of the base model did with the memories of some contexts."""
+
+    hidden: Tensor
+    """What a predictor reads, [N, C]."""
+    lost: Tensor
+    """Attention that is lost if a memory goes at each of some ages, [N, Hkv, A]."""
+    rest: Tensor
+    """Tokens that came after each memory, [N]."""
+
+
+def ages_of(context: int) -> Tensor:
+    """Ages in equal ratios up to the context, [A]."""
+    count = math.ceil(AGES_PER_OCTAVE * math.log2(max(context / SHORTEST_AGE, 2))) + 1
+    return torch.logspace(math.log10(SHORTEST_AGE), math.log10(max(context, 2 * SHORTEST_AGE)), count)
+
+
+@torch.no_grad()
+def observe(handle: Retrofit, contexts: Iterable[Tensor]) -> dict[int, Observation]:
+    """Run the base model over contexts [1, n] of one length; an observation for each layer that learns."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {x.index: [] for x in handle.layers if x.window is None}
+    count = 0
+
+    def hand_over(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        return args, {**kwargs, "observing": (found.get(module.layer_idx), hidden, handle)}
+
+    modules = [x.module for x in handle.layers]
+    with handle.paused() as model, observed(NAME, _attend, modules, handle.configs, hand_over):
+        for ids in contexts:
+            count = ids.shape[1]
+            model(ids, use_cache=False, logits_to_keep=1)
+    return {index: _join(parts, count, handle.config.keep_first) for index, parts in found.items()}
+
+
+def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observation:
+    """All contexts in a row, without the tokens that are kept anyway."""
+    hidden = torch.cat([h[0, first:] for h, _ in parts])
+    lost = torch.cat([x[0, :, first:].transpose(0, 1) for _, x in parts])
+    rest = torch.arange(count - 1 - first, -1, -1, device=hidden.device, dtype=torch.float32)
+    return Observation(hidden, lost, rest.repeat(len(parts)))
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, observing: Any, **kwargs: Any) -> Any:
+    parts, hidden, handle = observing
+    if parts is not None:
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        ages = ages_of(query.shape[2]).to(query.device)
+        parts.append((hidden, lost_attention(query, key, scale, ages + handle.config.ramp / 2)))
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def lost_attention(query: Tensor, key: Tensor, scale: float, ages: Tensor) -> Tensor:
+    """Attention that memories get from queries later than each age [A]: q [B, Hq, T, D], k [B, Hkv, T, D] -> [B, Hkv, T, A]."""
+    batch, heads, count = key.shape[:3]
+    bins = -(-count // BIN)
+    paid = torch.zeros(batch, heads, bins, count, device=key.device)
+    for start in range(0, count, QUERIES):
+        part = query[:, :, start : start + QUERIES].unflatten(1, (heads, -1)).float()  # [B, Hkv, G, c, D]
+        end = start + part.shape[3]
+        scores = part @ key[:, :, None, :end].float().mT * scale
+        late = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
+        weights = scores.masked_fill_(late, -torch.inf).softmax(-1).sum(2)  # [B, Hkv, c, S]
+        weights = F.pad(weights, (0, 0, 0, -weights.shape[2] % BIN)).unflatten(2, (-1, BIN)).sum(3)
+        paid[:, :, start // BIN : start // BIN + weights.shape[2], :end] = weights
+    later = F.pad(paid.flip(2).cumsum(2).flip(2), (0, 0, 0, 1)).transpose(2, 3)  # [B, Hkv, T, bins + 1]
+    place = ((torch.arange(count, device=key.device).unsqueeze(1) + ages + 1) / BIN).clamp_max(bins)  # [T, A]
+    low = place.floor()
+    index = low.long().expand(batch, heads, -1, -1)
+    at = later.gather(3, index)
+    return at + (later.gather(3, (index + 1).clamp_max(bins)) - at) * (place - low)
+
+
+def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
+    """lost [N, Hkv, A] at spans [N, Hkv], in a straight line over the logarithm of the age."""
+    step = math.log(float(ages[1] / ages[0]))
+    place = (torch.log(span.clamp_min(1e-3) / ages[0]) / step).clamp(0, len(ages) - 1)
+    low = place.detach().floor().clamp_max(len(ages) - 2)
+    at = lost.gather(2, low.long().unsqueeze(2)).squeeze(2)
+    above = lost.gather(2, low.long().unsqueeze(2) + 1).squeeze(2)
+    return at + (above - at) * (place - low)
+
+
+def fit(
+    handle: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
+) -> float:
+    """Set the predictors so that `target` memories per head live at the end of a context; returns how many do."""
+    steps = steps or STEPS
+    predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
+    for n, predictor in predictors.items():
+        predictor.standardise(found[n].hidden)
+        with torch.no_grad():
+            predictor.weight.zero_()
+            predictor.bias.zero_()  # half of max_span, where the sigmoid is steepest
+    rate = RATE / handle.layers[0].dim
+    groups = [{"params": [p.weight for p in predictors.values()], "lr": rate}]
+    groups.append({"params": [p.bias for p in predictors.values()], "lr": RATE / 20})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    ages = ages_of(context)
+    # A memory gets the attention of one query per head in the group, and is charged for at most the context.
+    least, total, error = math.log(0.1 / context), 0.0, 0.0
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, 2 * (1 - n / steps)))
+    for step in range(steps):
+        goal = context ** max(0.0, 1 - 3 * step / steps) * target ** min(1.0, 3 * step / steps)
+        price = math.exp(least + GAINS[0] * error + GAINS[1] * total)
+        counts = [_backward(predictors[n], found[n], ages, price) for n in found]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        live = float(torch.stack(counts).mean()) + handle.config.keep_first
+        error = max(-2.0, min(2.0, math.log(max(live, 1e-9) / goal)))
+        total += error
+    return _meet(handle, found, predictors, target)
+
+
+@torch.no_grad()
+def _meet(
+    handle: Retrofit, found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], target: float
+) -> float:
+    """Add one number to the biases of all heads, so that as many memories live as the budget says; returns how many do."""
+    start = {n: p.bias.clone() for n, p in predictors.items()}
+    low, high, live = -MOST_SHIFT, MOST_SHIFT, 0.0
+    for _ in range(20):
+        for n, predictor in predictors.items():
+            predictor.bias.copy_(start[n] + (low + high) / 2)
+        counts = [_living(p(found[n].hidden.unsqueeze(0))[0].T, found[n].rest, p.ramp) for n, p in predictors.items()]
+        live = float(torch.stack(counts).mean()) + handle.config.keep_first
+        low, high = ((low + high) / 2, high) if live < target else (low, (low + high) / 2)
+    return live
+
+
+def _living(span: Tensor, rest: Tensor, ramp: float) -> Tensor:
+    """Living memories per head at the end of a context, of spans [N, Hkv] over all contexts."""
+    alive = (span + ramp > rest.unsqueeze(1)).float().sum(0).mean()
+    return alive / (rest == 0).sum()
+
+
+def _backward(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor, price: float) -> Tensor:
+    """Add the gradients of one layer; returns the number of living memories per head at the end of a context."""
+    ages = ages.to(seen.lost.device)
+    span = predictor(seen.hidden.unsqueeze(0)).squeeze(0).T  # [N, Hkv]
+    lost = interpolate(seen.lost, ages, span)
+    held = torch.minimum(span, seen.rest.unsqueeze(1))
+    (lost.mean(0).sum() + price * held.mean(0).sum()).backward()
+    return _living(span.detach(), seen.rest, predictor.ramp)
+
+
+@torch.no_grad()
+def mean_slope(handle: Retrofit, found: dict[int, Observation]) -> float:
+    """By how much the mean span grows, in tokens, if one is added to all logits."""
+    slopes = []
+    for n, seen in found.items():
+        predictor: Any = handle.predictors[str(n)]
+        low, room = predictor.min_span, predictor.max_span - predictor.min_span
+        share = (predictor(seen.hidden.unsqueeze(0)) - low) / room
+        slopes.append((room * share * (1 - share)).mean())
+    return float(torch.stack(slopes).mean())

@@ -1,0 +1,31 @@
+"""Running a model with an attention function that also sees queries and keys; afterwards the model is what it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+
+@contextlib.contextmanager
+def observed(
+    name: str, attend: Callable[..., Any], modules: list[nn.Module], configs: list[Any], hook: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, layers run through `attend`, registered under `name`; `hook` runs before each and may add arguments."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    before = [config._attn_implementation for config in configs]
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+        for config, was in zip(configs, before):
+            config._attn_implementation_internal = was
