@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def measure_frames(browser: Any, folder: Path, count: int, frames: int, quads: i
 
 @contextlib.contextmanager
 def running(run: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Address and process of `expire-span view`, with two threads."""
+    """Address and process of `expire-span view`, with two threads, once it has loaded its model and answers."""
     command = [sys.executable, "-m", "expire_span", "view", run, "--no-browser", "--port", "8960"]
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
@@ -86,6 +87,7 @@ def running(run: str) -> Iterator[tuple[str, psutil.Process]]:
         line = next(line for line in process.stdout if " at http" in line)
         found = re.search(r"http\S+", line)
         assert found is not None
+        urllib.request.urlopen(found[0] + "api/info", timeout=120).close()  # it listens before it answers
         yield found[0], psutil.Process(process.pid)
     finally:
         process.terminate()

@@ -23,11 +23,14 @@ from tests.browser import Watched, open_browser, serving
 
 WIDE = 1100
 """Pixels of the page; the animation is made smaller."""
-READ, PROMPT = 420, 220
-"""Bytes of the sample that the picture reads, and that the animation begins with."""
-FRAMES, STRIDE, LASTING = 24, 10, 250
+READ, PROMPT = slice(420), slice(328, 525)
+"""What the picture reads of the sample, and what the animation goes on from: a sentence or two of its prose."""
+FRAMES, STRIDE, LASTING = 16, 14, 350
 """Frames of the animation, tokens written between two, milliseconds of each."""
-GIF_WIDE, COLOURS = 760, 48
+GIF_WIDE, COLOURS = 680, 64
+"""Pixels and colours of the animation, which must load at once."""
+LOW = "#es-tokens { height: 8.5rem; } #es-token-title p, #es-token-box .es-row { display: none; }"
+"""The animation shows the last lines of the text, right below the timeline."""
 LAYER = 2
 
 
@@ -51,7 +54,8 @@ def draw_still(tab: Watched, text: str, path: Path) -> None:
     tab.page.click("#es-read")
     tab.wait(f"view.dataset.read === '{len(text.encode())}'")
     choose(tab, LAYER)
-    path.write_bytes(shoot(tab, "choice", "strips", below=200))
+    picture = Image.open(io.BytesIO(shoot(tab, "choice", "strips", below=200)))
+    picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def write_step_by_step(tab: Watched, text: str) -> None:
@@ -68,6 +72,7 @@ def write_step_by_step(tab: Watched, text: str) -> None:
 
 
 def draw_moving(tab: Watched, text: str, path: Path, frames: int = FRAMES) -> None:
+    tab.page.add_style_tag(content=LOW)
     write_step_by_step(tab, text)
     pictures = []
     for _ in range(frames):
@@ -76,7 +81,7 @@ def draw_moving(tab: Watched, text: str, path: Path, frames: int = FRAMES) -> No
             tab.page.click("#es-step")
         tab.wait(f"view.state.trace.size === {size}")
         tab.rest()
-        pictures.append(Image.open(io.BytesIO(shoot(tab, "stage", "strips", below=150))).convert("RGB"))
+        pictures.append(Image.open(io.BytesIO(shoot(tab, "stage", "tokens", below=8))).convert("RGB"))
     tab.page.click("#es-stop")
     save_gif(pictures, path)
 
@@ -105,8 +110,8 @@ def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Pa
         tab = Watched(browser, color_scheme="light")
         tab.page.set_viewport_size({"width": WIDE, "height": 860})
         tab.open(f"http://127.0.0.1:{port}/")
-        draw_still(tab, text[:READ], paths[0])
-        draw_moving(tab, text[:PROMPT], paths[1], frames)
+        draw_still(tab, text[READ], paths[0])
+        draw_moving(tab, text[PROMPT], paths[1], frames)
         tab.close(f"http://127.0.0.1:{port}/")
     return paths
 
