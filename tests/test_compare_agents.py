@@ -42,6 +42,14 @@ def test_agents_are_compared(tmp_path):
     assert "success" in write_page(comparison, rows).read_text()
 
 
+@pytest.mark.parametrize("env", ["Tiny/Echo-v0", "ExpireSpan/Instruction-Easy-v0"])
+def test_agents_that_see_numbers_or_words_are_compared_too(env, tmp_path):
+    """Their parameters are counted without building embeddings; those of each place and those common to all words."""
+    planned = prepare(tmp_path / "c", "agent", tiny_agent(env), list_systems(["expire_span", "gru"], [], [0]))
+    counts = planned.parameters.values()
+    assert 0 < max(counts) <= 1.01 * min(counts)
+
+
 def test_steps_of_agents_follow_the_time(tmp_path):
     base = tiny_agent(CORRIDOR, {"options": '{"max_length": 4}'}, steps=2, envs=4, window=2)
     planned = prepare(tmp_path / "c", "agent", base, list_systems(["expire_span"], [], [0]), 0.01)

@@ -152,12 +152,14 @@ class ChoicesPart(nn.Module):
 
     def __init__(self, field: ObservationField, dim: int, cell_dim: int) -> None:
         super().__init__()
-        sizes, lows = torch.tensor(field.sizes), torch.tensor(field.lows or [0] * len(field.sizes))
-        own = torch.zeros_like(sizes) if field.form == "words" else sizes.cumsum(0) - sizes
-        self.depth, total = len(field.shape), int(sizes.max() if field.form == "words" else sizes.sum())
-        self.register_buffer("offsets", own - lows, persistent=False)
+        # Python's own numbers, since a comparison builds policies without memory (device meta) to count their parameters.
+        sizes, lows = field.sizes, field.lows or (0,) * len(field.sizes)
+        firsts = [0 if field.form == "words" else sum(sizes[:n]) for n in range(len(sizes))]
+        self.depth, total = len(field.shape), max(sizes) if field.form == "words" else sum(sizes)
+        offsets = torch.tensor([first - low for first, low in zip(firsts, lows)])
+        self.register_buffer("offsets", offsets, persistent=False)
         self.embed = nn.Embedding(total, cell_dim)
-        self.map = nn.Linear(len(field.sizes) * cell_dim, dim)
+        self.map = nn.Linear(len(sizes) * cell_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.map(self.embed(_flatten(x.long(), self.depth) + self.offsets).flatten(-2))
