@@ -26,7 +26,7 @@ def build(device="cuda", dtype=torch.float32):
     sizes = dict(vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config = LlamaConfig(**sizes, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
-    return forgetful(model.to(device), max_span=150, ramp=16)
+    return forgetful(model.to(device), max_span=150, ramp=16, keep_first=3)
 
 
 @torch.no_grad()

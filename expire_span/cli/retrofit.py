@@ -25,9 +25,11 @@ class RetrofitCommand:
     """Text to learn from: a file, or a folder of .txt files."""
     out: Path = Path("runs/retrofit")
     """Run folder; the adapter is its subfolder adapter. An interrupted run goes on with expire-span resume."""
-    expiry: Annotated[RetrofitConfig, tyro.conf.arg(name="")] = field(default_factory=RetrofitConfig)
+    expiry: Annotated[RetrofitConfig, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: RetrofitConfig(keep_first=4)
+    )
     learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: DistillConfig(budget=0.125)
+        default_factory=lambda: DistillConfig(budget=0.125, calibrate=8)
     )
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the model; the predictors are always float32."""

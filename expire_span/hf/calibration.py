@@ -192,11 +192,12 @@ def _backward(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor,
 
 @torch.no_grad()
 def mean_slope(handle: Retrofit, found: dict[int, Observation]) -> float:
-    """By how much the mean span grows, in tokens, if one is added to all logits."""
+    """By how much the mean span within the context grows, in tokens, if one is added to all logits."""
     slopes = []
     for n, seen in found.items():
         predictor: Any = handle.predictors[str(n)]
         low, room = predictor.min_span, predictor.max_span - predictor.min_span
-        share = (predictor(seen.hidden.unsqueeze(0)) - low) / room
-        slopes.append((room * share * (1 - share)).mean())
+        span = predictor(seen.hidden.unsqueeze(0))
+        share = (span - low) / room
+        slopes.append((room * share * (1 - share) * (span < seen.rest)).mean())
     return float(torch.stack(slopes).mean())

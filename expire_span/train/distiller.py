@@ -115,12 +115,12 @@ class Distiller:
             with torch.no_grad(), self.handle.paused():
                 wanted = self.model(block, past_key_values=teacher, use_cache=True).logits
             given = self.model(block, past_key_values=cache, use_cache=True).logits
-            loss, span = kl_divergence(wanted, given), self._mean_spans(cache, block.shape[1])
+            loss, span = kl_divergence(wanted, given), self._new_spans(cache, block.shape[1])
             del wanted, given
             if weight is not None:
-                ((loss + weight * span.mean()) * part).backward()
+                ((loss + weight * self._price(span, cache, ids.shape[1])) * part).backward()
             divergence = divergence + loss.detach() * part
-            spans = spans + span.detach() * part
+            spans = spans + span.detach().mean((1, 2, 3)) * part
             if cache.seen >= self.config.budget_from * ids.shape[1]:
                 living.append(self._live(cache) * (ids.shape[1] / cache.seen))
         return divergence, torch.as_tensor(spans), torch.stack(living).log().mean(0).exp()
@@ -153,9 +153,22 @@ class Distiller:
     def _contexts(self) -> Tensor:
         return _draw_contexts(self.documents, self.config.context, self.config.batch, self.rng).to(self.device)
 
-    def _mean_spans(self, cache: Any, count: int) -> Tensor:
-        longest = self.handle.config.max_span  # what is kept for ever counts as that
-        return torch.stack([layer.last.span[..., -count:].clamp_max(longest).mean() for layer in _learning(cache)])
+    def _new_spans(self, cache: Any, count: int) -> Tensor:
+        """Spans of the newest tokens in all layers that learn, [layers, B, Hkv, count]; what is kept counts as max_span."""
+        longest = self.handle.config.max_span
+        return torch.stack([layer.last.span[..., -count:].clamp_max(longest) for layer in _learning(cache)])
+
+    def _price(self, span: Tensor, cache: Any, context: int) -> Tensor:
+        """The mean span; where spans were calibrated, only as far as the context goes.
+
+        What lies beyond the context is read by no query, so that nothing would speak for it: charged for it, long spans would
+        be pressed harder than short ones. Spans that all begin beyond the context need that pressure to come down.
+        """
+        if not self.config.calibrate:
+            return span.mean()
+        count = span.shape[-1]
+        rest = torch.arange(context - cache.seen + count - 1, context - cache.seen - 1, -1, device=span.device)
+        return torch.minimum(span, rest.to(span.dtype)).mean()
 
     @torch.no_grad()
     def _live(self, cache: Any) -> Tensor:
