@@ -20,9 +20,10 @@ from .lists import LiveList
 from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
 
-_CHUNK, _LONG_CHUNK, _LONG_LIFE = 128, 512, 1024
-"""Queries per chunk; the longer chunk where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix
-products more efficient; short ones list fewer memories that most of their queries cannot see."""
+_CHUNK, _SHORT_CHUNK, _LONG_CHUNK, _LONG_LIFE = 128, 64, 768, 1024
+"""Queries per chunk; with the fused kernel of the CPU the shorter chunk, of which several are computed together, or the longer
+one where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix products more efficient; short ones
+list fewer memories that most of their queries cannot see."""
 
 
 def chunked_attention(
@@ -43,17 +44,17 @@ def chunked_attention(
 ) -> Tensor:
     """Normalised inputs: span, k_pos [B, P, S] with P = 1 or Hkv, q_pos [B, 1, T]; see `expire_attention`."""
     no_keys = q.new_zeros(0, q.shape[-1]) if relative_keys is None else relative_keys
-    chunk = chunk or _choose_chunk(q, span, ramp)
+    chunk = chunk or _choose_chunk(q, span, ramp, fuses=relative_keys is None and normalizer_eps == 0)
     options = (ramp, causal, include_self, scale, normalizer_eps, chunk)
     return _forward_op(q, k, v, span, q_pos, k_pos, no_keys, *options)[0]
 
 
-def _choose_chunk(q: Tensor, span: Tensor, ramp: float) -> int:
+def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
     """Queries per chunk for these lives. Only the fused kernel of the CPU needs no memory for the scores of a long chunk."""
-    if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
+    if q.device.type != "cpu" or not fuses or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
     life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
-    return _LONG_CHUNK if life > _LONG_LIFE else _CHUNK
+    return _LONG_CHUNK if life > _LONG_LIFE else _SHORT_CHUNK
 
 
 @dataclass
@@ -73,13 +74,12 @@ class _Chunk:
 def _attend(p: Problem, live: LiveList) -> _Chunk:
     """Attention weights of one chunk over its live list."""
     group = p.q.shape[2]
-    size = live.stop - live.start
-    q = _queries(p.q, live) * p.scale
+    q = live.queries(p.q) * p.scale
     k, v = (live.take(x).transpose(1, 2) for x in (p.k, p.v))  # [N, K, n, D]
     mask, age = _mask(p, live)
     if not p.finite:
         k, v = without_unseen(k, v, F.pad(mask[:, 0], (live.full, 0), value=1.0))
-    scores = (q @ _turned(k)).unflatten(2, (group, size))  # [N, K, G, C, n]
+    scores = (q @ _turned(k)).unflatten(2, (group, live.size))  # [N, K, G, C, n]
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
     if p.eps == 0:
@@ -93,11 +93,6 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
     return _Chunk(q, k, v, weight / total, mask, softmax, total, age)
 
 
-def _queries(x: Tensor, live: LiveList) -> Tensor:
-    """What belongs to the queries of a chunk, [N, K, G, T, ..] -> [N, K, G*C, ..]."""
-    return x[:, :, :, live.start : live.stop].flatten(2, 3)
-
-
 def _turned(x: Tensor) -> Tensor:
     """[N, K, n, D] -> [N, K, D, n] as a contiguous copy: CPU matrix products run up to twice as fast on it."""
     return x.transpose(-1, -2).contiguous()
@@ -106,7 +101,7 @@ def _turned(x: Tensor) -> Tensor:
 def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     """The mask of the entries that need one; and the ages of all entries if there are relative keys, else None."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
-    q_pos = p.q_pos[:, live.start : live.stop, None]
+    q_pos = live.positions(p.q_pos).unsqueeze(2)
     first = 0 if p.relative_keys.shape[0] else live.full
     age = q_pos - k_pos[:, None, first:]
     age = age if p.causal else age.abs()
@@ -174,22 +169,17 @@ def _forward_op(
         if p.fuses:
             mask, _ = _mask(p, live)
             part = fused.forward(*_chunk_inputs(p, live), fused.log_mask(mask, live, p.q.shape[2]), p.scale)
-            _put(log_rows, live, part.log_total)
-            _put(rows, live, part.y)
+            live.put(log_rows, part.log_total)
+            live.put(rows, part.y)
         else:
             c = _attend(p, live)
-            _put(rows, live, c.weight.flatten(2, 3) @ c.v)
+            live.put(rows, c.weight.flatten(2, 3) @ c.v)
     return y, logs
 
 
 def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
     """q [N, K, G*C, D], k and v [N, K, n, D] of a chunk."""
-    return _queries(p.q, live), live.take(p.k).transpose(1, 2), live.take(p.v).transpose(1, 2)
-
-
-def _put(rows: Tensor, live: LiveList, part: Tensor) -> None:
-    """Write a chunk's [N, K, G*C, ..] into [N, K, G, T, ..]."""
-    rows[:, :, :, live.start : live.stop] = part.unflatten(2, (rows.shape[2], -1)).to(rows.dtype)
+    return live.queries(p.q), live.take(p.k).transpose(1, 2), live.take(p.v).transpose(1, 2)
 
 
 @_forward_op.register_fake
@@ -253,11 +243,11 @@ def _fused_backward(
     dq, dk, dv, dspan = grads
     mask, _ = _mask(p, live)
     q, k, v = _chunk_inputs(p, live)
-    done = fused.Forward(_queries(ys, live), _queries(logs, live))
+    done = fused.Forward(live.queries(ys), live.queries(logs))
     log_mask = fused.log_mask(mask, live, p.q.shape[2])
-    dy = _queries(dys, live)
+    dy = live.queries(dys)
     into_q, into_k, into_v = fused.backward(dy, q, k, v, done, log_mask, p.scale)
-    _put(dq, live, into_q)
+    live.put(dq, into_q)
     live.add(dk, into_k.transpose(1, 2))
     live.add(dv, into_v.transpose(1, 2))
     fade = fused.ramp_gradient(dy, q, k[:, :, live.full :], v[:, :, live.full :], done, mask, p.scale)
@@ -268,9 +258,8 @@ def _fused_backward(
 def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
     dq, dk, dv, dspan, drel = grads
     group = p.q.shape[2]
-    span = slice(live.start, live.stop)
     c = _attend(p, live)
-    dy, y = dys[:, :, :, span].flatten(2, 3), ys[:, :, :, span].flatten(2, 3)  # [N, K, G*C, D]
+    dy, y = live.queries(dys), live.queries(ys)  # [N*R, K, G*C, D]
     delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
     live.add(dv, (c.weight.flatten(2, 3).transpose(-1, -2) @ dy).transpose(1, 2))
     ds = (dy @ _turned(c.v)).unflatten(2, (group, -1)).sub_(delta)
@@ -283,7 +272,7 @@ def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: 
     into_q = flat @ c.k
     if p.relative_keys.shape[0]:
         into_q += _relative_backward(p, c, ds, drel)
-    dq[:, :, :, span] = into_q.unflatten(2, (group, -1)) * p.scale
+    live.put(dq, into_q * p.scale)
 
 
 def _score_gradient(p: Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:

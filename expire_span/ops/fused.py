@@ -85,11 +85,12 @@ def ramp_gradient(
         columns = slice(begin, end)
     k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
     size = mask.shape[3]
-    weight = torch.baddbmm(
-        -done.log_total.flatten(0, 1).unsqueeze(-1), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale
-    ).exp_()  # [N*K, Q, r]: weights without their mask, which is the derivative of w by m
+    # Turned copies: a CPU multiplies them four times as fast as it does views of memories that lie apart.
+    k, v = (x.mT.contiguous().flatten(0, 1) for x in (k, v))  # [N*K, D, r]
+    weight = torch.bmm(q.flatten(0, 1), k).mul_(scale).sub_(done.log_total.flatten(0, 1).unsqueeze(-1)).exp_()
+    # [N*K, Q, r]: weights without their mask, which is the derivative of w by m
     delta = (dy * done.y).sum(-1).flatten(0, 1).unsqueeze(-1)
-    weight *= torch.baddbmm(delta, dy.flatten(0, 1), v.flatten(0, 1).mT, beta=-1)
+    weight *= torch.bmm(dy.flatten(0, 1), v).sub_(delta)
     part = weight.view(len(q), -1, q.shape[2] // size, size, k.shape[2]).sum((1, 2))  # [N, C, r]
     found = part.new_zeros(len(q), width)
     found[:, columns] = part.masked_fill_(~on_ramp[:, 0, 0], 0).sum(1)

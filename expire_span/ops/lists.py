@@ -2,7 +2,8 @@
 
 A memory belongs to the lists of all chunks from the one in which it is born to the one in which its ramp ends. A dead memory
 stays dead, so the list of a chunk is made from the list before: its survivors, then the newly born. The work for all lists is
-therefore proportional to their total length.
+therefore proportional to their total length. Consecutive chunks can share a `LiveList`, a row for each, so that short chunks,
+which list few memories that most of their queries cannot see, do not cost an operator call each.
 """
 
 from __future__ import annotations
@@ -19,46 +20,87 @@ _MARGIN = 1e-2
 
 @dataclass
 class LiveList:
-    """The memories of one chunk. The first `full` of them have full weight for every query of the chunk."""
+    """The memories of some chunks. The first `full` of them have full weight for every query of their chunk."""
 
     start: int
     stop: int
-    """The chunk is queries [start, stop)."""
+    """The chunks are queries [start, stop)."""
+    chunks: int
+    """How many chunks of one size these are: R. Lists have N x R rows, the chunks of a row of inputs one after another."""
     index: Tensor | None
-    """Indices of memories [N, n]; shorter rows are padded with any others, where `valid` is False. None with `window`."""
+    """Indices of memories [N*R, n]; shorter rows are padded with any others, where `valid` is False. None with `window`."""
     window: tuple[int, int] | None
-    """The memories as one range of S, if all rows have the same ones and these are consecutive."""
+    """The memories as one range of S, if all rows have the same ones and these are consecutive; one chunk only."""
     valid: Tensor | None
-    """Which entries are no padding [N, n], or None if there is no padding."""
+    """Which entries are no padding [N*R, n], or None if there is no padding."""
     full: int
     """How many leading entries need no mask."""
 
+    @property
+    def size(self) -> int:
+        """Queries of a chunk, C."""
+        return (self.stop - self.start) // self.chunks
+
+    def queries(self, x: Tensor) -> Tensor:
+        """What belongs to the queries, [N, K, G, T, ..] -> [N*R, K, G*C, ..]."""
+        x = x[:, :, :, self.start : self.stop]
+        if self.chunks == 1:
+            return x.flatten(2, 3)
+        return x.unflatten(3, (self.chunks, -1)).movedim(3, 1).flatten(0, 1).flatten(2, 3)
+
+    def put(self, rows: Tensor, part: Tensor) -> None:
+        """The inverse of `queries`: write [N*R, K, G*C, ..] into [N, K, G, T, ..]."""
+        part = part.unflatten(2, (rows.shape[2], -1)).unflatten(0, (-1, self.chunks))  # [N, R, K, G, C, ..]
+        into = rows[:, :, :, self.start : self.stop].unflatten(3, (self.chunks, -1))
+        into.copy_(part.movedim(1, 3))
+
+    def positions(self, q_pos: Tensor) -> Tensor:
+        """Positions of the queries, [N, T] -> [N*R, C]."""
+        return q_pos[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).flatten(0, 1)
+
     def take(self, rows: Tensor) -> Tensor:
-        """Gather the listed memories of rows [N, S, ...] -> [N, n, ...]."""
+        """Gather the listed memories of rows [N, S, ...] -> [N*R, n, ...]."""
         if self.window is not None:
             return rows[:, self.window[0] : self.window[1]]
         assert self.index is not None
-        if rows.shape[0] == 1:
-            return rows[0].index_select(0, self.index[0]).unsqueeze(0)
-        offset = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-        flat = rows.reshape(-1, *rows.shape[2:]).index_select(0, (self.index + offset).reshape(-1))
-        return flat.reshape(*self.index.shape, *rows.shape[2:])
+        return _pick(rows, self.index)
 
     def add(self, rows: Tensor, update: Tensor) -> None:
-        """The gradient of `take`: add update [N, n, ...] to the listed memories of rows [N, S, ...], which are contiguous."""
+        """The gradient of `take`: add update [N*R, n, ...] to the listed memories of rows [N, S, ...], which are contiguous."""
         if self.window is not None:
             rows[:, self.window[0] : self.window[1]] += update
             return
         assert self.index is not None
-        offset = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
         flat = rows.view(-1, *rows.shape[2:])
-        flat.index_add_(0, (self.index + offset).reshape(-1), update.reshape(-1, *rows.shape[2:]).to(rows.dtype))
+        flat.index_add_(0, _flat(rows, self.index), update.reshape(-1, *rows.shape[2:]).to(rows.dtype))
+
+
+def _flat(rows: Tensor, index: Tensor) -> Tensor:
+    """Indices [N*R, n] into rows [N, S, ...] as indices into its N*S entries, [N*R*n]."""
+    if rows.shape[0] > 1:
+        first = torch.arange(rows.shape[0], device=rows.device) * rows.shape[1]
+        index = index + first.repeat_interleave(index.shape[0] // rows.shape[0]).unsqueeze(1)
+    return index.reshape(-1)
+
+
+def _pick(rows: Tensor, index: Tensor) -> Tensor:
+    """Entries of rows [N, S, ...] at [N*R, n] -> [N*R, n, ...]."""
+    flat = rows.reshape(-1, *rows.shape[2:]).index_select(0, _flat(rows, index))
+    return flat.reshape(*index.shape, *rows.shape[2:])
 
 
 def live_lists(
-    span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float, causal: bool, include_self: bool, chunk: int
+    span: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    ramp: float,
+    causal: bool,
+    include_self: bool,
+    chunk: int,
+    together: int = 1,
 ) -> Iterator[LiveList]:
-    """The lists of all chunks in order. span, k_pos [N, S], q_pos [N, T]."""
+    """The lists of all chunks in order, up to `together` chunks in each. span, k_pos [N, S], q_pos [N, T]."""
     count = q_pos.shape[1]
     if count == 0 or k_pos.shape[1] == 0:
         return
@@ -73,9 +115,19 @@ def live_lists(
     dies = torch.searchsorted((first - base).double(), death) - 1  # last chunk that still sees it
     born = torch.searchsorted(last, k_pos) if causal else _first_chunk(k_pos - base, reach, last - base)
     whole = _whole_chunks(span, first, last, k_pos, causal, include_self, dies)
-    sweep = _sweep_causal if causal else _sweep_all
-    for c, (index, valid) in enumerate(sweep(born, dies, len(starts))):
-        yield _arrange(starts[c], stops[c], index, valid, whole, c)
+    groups = _groups(count, chunk, together)
+    candidates = _sweep(born, dies, groups) if causal else _everything(born, len(groups))
+    for (begin, end), (index, valid) in zip(groups, candidates):
+        ids = torch.arange(begin, end, device=born.device)
+        index, valid = _of_each_chunk(index, valid, born, dies, ids)
+        yield _arrange(starts[begin], stops[end - 1], index, valid, whole, ids)
+
+
+def _groups(count: int, chunk: int, together: int) -> list[tuple[int, int]]:
+    """Ranges of chunks that share a list; a last chunk that is shorter stands alone."""
+    whole = count // chunk
+    groups = [(begin, min(begin + together, whole)) for begin in range(0, whole, together)]
+    return groups + ([(whole, whole + 1)] if count % chunk else [])
 
 
 def _first_chunk(k_pos: Tensor, reach: Tensor, last: Tensor) -> Tensor:
@@ -96,27 +148,36 @@ def _whole_chunks(
     return torch.stack([begins, ends], -1)
 
 
-def _sweep_causal(born: Tensor, dies: Tensor, chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Survivors of the previous list plus the newly born, chunk by chunk."""
-    rows = born.shape[0]
+def _sweep(born: Tensor, dies: Tensor, groups: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each group of chunks the survivors of the group before and the newly born, [N, m]."""
+    rows, chunks = born.shape[0], groups[-1][1]
     ends = torch.searchsorted(born, torch.arange(chunks, device=born.device).expand(rows, -1).contiguous(), right=True)
     edges = torch.cat([ends.new_zeros(rows, 1), ends], 1)
     low, high = edges.amin(0).tolist(), edges.amax(0).tolist()
     index = born.new_zeros(rows, 0)
     valid = torch.zeros(rows, 0, dtype=torch.bool, device=born.device)
-    for c in range(chunks):
-        new = torch.arange(low[c], high[c + 1], device=born.device).expand(rows, -1)
-        is_new = (new >= edges[:, c : c + 1]) & (new < edges[:, c + 1 : c + 2])
+    for begin, end in groups:
+        new = torch.arange(low[begin], high[end], device=born.device).expand(rows, -1)
+        is_new = (new >= edges[:, begin : begin + 1]) & (new < edges[:, end : end + 1])
         index, valid = torch.cat([index, new], 1), torch.cat([valid, is_new], 1)
-        index, valid = _squeeze(index, valid & (dies.gather(1, index) >= c))
+        index, valid = _squeeze(index, valid & (dies.gather(1, index) >= begin))
         yield index, valid
 
 
-def _sweep_all(born: Tensor, dies: Tensor, chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _everything(born: Tensor, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Encoders: any memory can enter and leave at any chunk."""
     everything = torch.arange(born.shape[1], device=born.device).expand(born.shape[0], -1)
-    for c in range(chunks):
-        yield _squeeze(everything, (born <= c) & (dies >= c))
+    for _ in range(groups):
+        yield everything, torch.ones_like(everything, dtype=torch.bool)
+
+
+def _of_each_chunk(index: Tensor, valid: Tensor, born: Tensor, dies: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a group's memories [N, m] those that each of its chunks sees: [N*R, n]."""
+    seen = (born.gather(1, index).unsqueeze(1) <= ids[:, None]) & (dies.gather(1, index).unsqueeze(1) >= ids[:, None])
+    seen = seen & valid.unsqueeze(1)  # [N, R, m]
+    if len(ids) == 1 and bool(seen.all()):
+        return index, valid
+    return _squeeze(index.unsqueeze(1).expand_as(seen).flatten(0, 1), seen.flatten(0, 1))
 
 
 def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,18 +190,19 @@ def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return index.gather(1, order), valid.gather(1, order)
 
 
-def _arrange(start: int, stop: int, index: Tensor, valid: Tensor, whole: Tensor, c: int) -> LiveList:
-    """The list of chunk c: memories of full weight first, or a plain range if the memories are consecutive."""
+def _arrange(start: int, stop: int, index: Tensor, valid: Tensor, whole: Tensor, ids: Tensor) -> LiveList:
+    """The list of chunks `ids`: memories of full weight first, or a plain range if one chunk's memories are consecutive."""
     if index.shape[1] == 0:
-        return LiveList(start, stop, index, None, None, 0)
-    ranges = whole.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))
-    is_full = (ranges[..., 0] <= c) & (c < ranges[..., 1]) & valid
+        return LiveList(start, stop, len(ids), index, None, None, 0)
+    ranges, chunk = _pick(whole, index), ids.repeat(whole.shape[0]).unsqueeze(1)  # [N*R, n, 2], [N*R, 1]
+    is_full = (ranges[..., 0] <= chunk) & (chunk < ranges[..., 1]) & valid
     fully = int(is_full.sum(1).min())
     everywhere = bool(valid.all())
-    first, last = int(index[0, 0]), int(index[0, -1])
-    if everywhere and last - first + 1 == index.shape[1] and bool((index == index[:1]).all()):
-        lead = int(is_full.all(0).to(torch.uint8).cumprod(0).sum())
-        return LiveList(start, stop, None, (first, last + 1), None, lead)
+    if len(ids) == 1 and everywhere:
+        first, last = int(index[0, 0]), int(index[0, -1])
+        if last - first + 1 == index.shape[1] and bool((index == index[:1]).all()):
+            lead = int(is_full.all(0).to(torch.uint8).cumprod(0).sum())
+            return LiveList(start, stop, 1, None, (first, last + 1), None, lead)
     order = (~is_full).to(torch.uint8).argsort(dim=1, stable=True)
     index, valid = index.gather(1, order), valid.gather(1, order)
-    return LiveList(start, stop, index, None, None if everywhere else valid, fully)
+    return LiveList(start, stop, len(ids), index, None, None if everywhere else valid, fully)

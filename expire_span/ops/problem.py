@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .lists import LiveList, live_lists
 
+QUERIES = 1024
+"""Queries that one call of the fused kernel should have: enough that its work outweighs the cost of the call."""
+
 
 @dataclass
 class Problem:
@@ -38,6 +41,11 @@ class Problem:
         return self.q.device.type == "cpu" and self.eps == 0 and self.finite and not self.relative_keys.shape[0]
 
     @property
+    def together(self) -> int:
+        """Chunks that are computed in one call. Only short ones gain by it, and only a fused kernel does not store scores."""
+        return max(1, QUERIES // (self.chunk * len(self.span))) if self.fuses else 1
+
+    @property
     def never_expires(self) -> bool:
         """Whether this is plain causal attention: queries stand where memories do, and none of these begins to fade."""
         if not (self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]):
@@ -55,6 +63,7 @@ class Problem:
             causal=self.causal,
             include_self=self.include_self,
             chunk=self.chunk,
+            together=self.together,
         )
 
 
