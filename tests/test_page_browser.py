@@ -8,7 +8,9 @@ import time
 import xml.etree.ElementTree
 
 import pytest
+from PIL import Image
 
+from benchmarks import view_pictures
 from expire_span.runs import RunFolder
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
@@ -47,12 +49,19 @@ def server(tmp_path_factory):
         yield f"http://127.0.0.1:{port}/", app, source
 
 
-@pytest.fixture
-def tab(browser, server):
+@pytest.fixture(scope="module")
+def shared(browser, server):
     watched = Watched(browser)
-    watched.open(server[0])
     yield watched
     watched.close(server[0])
+
+
+@pytest.fixture
+def tab(shared, server):
+    """The page as it is when it opens."""
+    shared.open(server[0])
+    yield shared
+    shared.check(server[0])
 
 
 def read(tab: Watched, text: str) -> None:
@@ -193,8 +202,8 @@ def young(server, tmp_path):
     source.run, source.trace = whole, None
 
 
-def test_a_run_in_training_shows_its_last_good_checkpoint(young, browser, server, tmp_path):
-    tab = Watched(browser)
+def test_a_run_in_training_shows_its_last_good_checkpoint(young, shared, server, tmp_path):
+    tab = shared
     tab.open(server[0])
     assert "has no checkpoint yet" in tab.text("status") and tab.page.is_hidden("#es-input")
     for step, sound, shown in ((3, True, 3), (4, False, 3), (5, True, 5)):
@@ -207,7 +216,7 @@ def test_a_run_in_training_shows_its_last_good_checkpoint(young, browser, server
     source.trace.write_text('{"kind": "header", "version": 9}\n')
     tab.open(server[0])
     assert "has version 9, this version of expire-span reads version 1" in tab.text("status")
-    tab.close(server[0])
+    tab.check(server[0])
 
 
 def test_link_opens_the_same_view(tab, browser, server):
@@ -240,6 +249,16 @@ def test_pictures_are_saved(tab, tmp_path):
             assert len(data) > 500 and data.startswith(b"\x89PNG" if kind == "png" else b"<svg xmlns=")
             if kind == "svg":
                 assert xml.etree.ElementTree.fromstring(data).tag.endswith("svg")
+
+
+def test_pictures_of_the_readme_are_drawn(tab, tmp_path, monkeypatch):
+    monkeypatch.setattr(view_pictures, "STRIDE", 2)
+    view_pictures.draw_still(tab, "one two three\n" * 8, tmp_path / "a.png")
+    view_pictures.draw_moving(tab, "one two ", tmp_path / "a.gif", frames=2)
+    tab.page.unroute("**/api/generate")
+    with Image.open(tmp_path / "a.png") as still, Image.open(tmp_path / "a.gif") as moving:
+        assert still.width == tab.page.viewport_size["width"] and moving.n_frames == 2
+        assert moving.width == view_pictures.GIF_WIDE
 
 
 def test_page_is_saved(tab, browser, tmp_path):

@@ -24,14 +24,22 @@ def browser():
         yield found
 
 
-@pytest.fixture
-def made(browser, tmp_path):
-    """A frozen page of a made trace, and that trace."""
+@pytest.fixture(scope="module")
+def shared(browser, tmp_path_factory):
+    """A tab, and the address of a frozen page of a made trace."""
     trace = made_trace(300, layers=3, longest=60)
     watched = Watched(browser)
-    watched.open(write_page(tmp_path, trace) + "#gl=on")
-    yield watched, trace
+    yield watched, write_page(tmp_path_factory.mktemp("made"), trace) + "#gl=on", trace
     watched.close("file:")
+
+
+@pytest.fixture
+def made(shared):
+    """The frozen page as it is when it opens, and its trace."""
+    watched, address, trace = shared
+    watched.open(address)
+    yield watched, trace
+    watched.check("file:")
 
 
 def alive(trace: Trace, cursor: int, layer: int) -> set[int]:
@@ -269,7 +277,7 @@ def test_a_foreign_trace_is_refused_in_the_page(browser, tmp_path):
 
 
 def test_many_memories_are_drawn(browser, tmp_path):
-    result = measure_frames(browser, tmp_path, 4_000, 60, quads=1_000)
+    result = measure_frames(browser, tmp_path, 3_000, 36, quads=1_000)
     assert result["modes"] == ["2d", "density"]
 
 

@@ -233,7 +233,7 @@ def test_a_broken_step_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
-    return train(tiny_config(write_text(folder), steps=2), folder / "runs" / "a", shown=False)
+    return train(tiny_config(write_text(folder, 1200), steps=2), folder / "runs" / "a", shown=False)
 
 
 def test_command_writes_a_trace(run, tmp_path, capsys):
