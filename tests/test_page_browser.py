@@ -117,8 +117,11 @@ def test_what_if_a_word_or_the_limit_changes(tab):
 
 def test_writing_live(tab, server):
     sessions = server[1].state.sessions
+    tab.press("read")
+    assert tab.page.is_visible("#es-status"), "the text is empty"
     tab.page.fill("#es-text", "one two ")
     tab.press("write")
+    assert tab.page.is_hidden("#es-status"), "what was wrong before is no longer said"
     tab.wait("Number(view.dataset.written) > 20")
     tab.press("pause")
     wait_until(lambda: sessions.open and not next(iter(sessions.open.values())).running)
@@ -158,13 +161,25 @@ def test_bad_input_is_said_in_the_page(tab):
     tab.press("read")
     assert "the text is empty" in tab.text("status")
     tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(300000)")
-    tab.press("read")
-    assert "at most 200,000 bytes" in tab.text("status") and "300,000" in tab.text("status")
+    for button in ("read", "write"):
+        tab.page.evaluate("document.getElementById('es-status').textContent = ''")
+        tab.press(button)
+        assert "at most 200,000 bytes" in tab.text("status") and "300,000" in tab.text("status")
     tab.page.fill("#es-text", "")
     assert tab.page.evaluate(PASTE, 10 * 1024 * 1024), "refused before the field takes it"
     assert "at most 200,000 bytes" in tab.text("status") and "10,485,760" in tab.text("status")
     assert "expire-span trace" in tab.text("status") and tab.page.input_value("#es-text") == ""
     assert not tab.page.evaluate(PASTE, 1000)
+    for field, value, words in (
+        ("heat", "-1", "temperature must be a number"),
+        ("seed", "1e30", "seed must be a number"),
+    ):
+        usual = tab.page.input_value(f"#es-{field}")
+        tab.page.fill(f"#es-{field}", value)
+        tab.page.click("#es-write")
+        wait_until(lambda words=words: words in tab.text("status"))
+        assert tab.page.is_disabled("#es-stop")
+        tab.page.fill(f"#es-{field}", usual)
     tab.page.set_input_files("#es-file", {"name": "a.bin", "mimeType": "text/plain", "buffer": b"\xff\xfe<b>\x00"})
     tab.wait("view.dataset.read === '6'")
     tab.rest()
