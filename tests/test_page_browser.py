@@ -136,6 +136,15 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
+    delays = tab.view("view.delays")
+    assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
+    shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"
+    grown = tab.page.eval_on_selector_all("#es-tokens span", shown)
+    tab.page.evaluate("document.getElementById('es-tokens').key = ''")
+    tab.page.focus("#es-stage")
+    tab.page.keyboard.press("b")
+    tab.rest()
+    assert tab.page.eval_on_selector_all("#es-tokens span", shown) == grown, "as if it had been filled at once"
 
 
 def test_a_closed_tab_stops_the_writing(browser, server):
