@@ -267,6 +267,18 @@ def test_empty_text_is_refused(run):
         list(Reader.open(run).trace_text(b""))
 
 
+def test_single_tokens_are_written_by_one_thread(run):
+    reader, seen, usual = Reader.open(run), [], torch.get_num_threads()
+    reader.model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        steps = list(reader.generate(b"abc", Sampling(), 2))[1:]
+        assert seen[-3:] == [3, 1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(usual)
+    assert ["at" in step for step in steps] == [False] * 3 + [True] * 2 and steps[3]["at"] <= steps[4]["at"]
+
+
 # Figures
 
 
