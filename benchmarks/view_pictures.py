@@ -46,7 +46,8 @@ def shoot(tab: Watched, first: str, last: str, *, below: int = 0) -> bytes:
     edge = "(id) => { const box = document.getElementById('es-' + id).getBoundingClientRect(); return [box.top, box.bottom]; }"
     scrolled = tab.page.evaluate("scrollY")
     top, bottom = tab.page.evaluate(edge, first)[0] + scrolled - 8, tab.page.evaluate(edge, last)[1] + scrolled + below
-    return tab.page.screenshot(full_page=True, clip={"x": 0, "y": top, "width": WIDE, "height": bottom - top})
+    wide = tab.page.viewport_size["width"]
+    return tab.page.screenshot(full_page=True, clip={"x": 0, "y": top, "width": wide, "height": bottom - top})
 
 
 def draw_still(tab: Watched, text: str, path: Path) -> None:
@@ -88,9 +89,9 @@ def draw_moving(tab: Watched, text: str, path: Path, frames: int = FRAMES) -> No
 
 def save_gif(pictures: list[Image.Image], path: Path) -> None:
     """All frames in the palette of the last, which has every colour; where nothing changes, nothing is stored twice."""
-    high = min(picture.height for picture in pictures)
-    shape = (GIF_WIDE, round(high * GIF_WIDE / WIDE))
-    small = [picture.crop((0, 0, WIDE, high)).resize(shape, Image.Resampling.LANCZOS) for picture in pictures]
+    wide, high = pictures[0].width, min(picture.height for picture in pictures)
+    shape = (GIF_WIDE, round(high * GIF_WIDE / wide))
+    small = [picture.crop((0, 0, wide, high)).resize(shape, Image.Resampling.LANCZOS) for picture in pictures]
     palette = small[-1].quantize(COLOURS)
     first, *rest = (picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in small)
     first.save(path, save_all=True, append_images=rest, duration=LASTING, loop=0, optimize=True)

@@ -66,7 +66,7 @@ class Watched:
         self.page = self.context.new_page()
         self.asked: list[str] = []
         self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: request.url == "about:blank" or self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", self._hear)
         self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
@@ -79,6 +79,8 @@ class Watched:
             self.complaints.append(message.text)
 
     def open(self, address: str) -> Any:
+        """Load the page, anew if it is there already."""
+        self.page.goto("about:blank")  # an address that differs in its fragment only would not be loaded again
         self.page.goto(address)
         self.page.wait_for_selector("#es-view[data-ready=yes]")
         self.rest()
@@ -103,11 +105,17 @@ class Watched:
         self.page.click(f"#es-{name}")
         self.rest()
 
+    def check(self, home: str) -> None:
+        """Nothing went wrong since the last look, and nothing outside `home` was asked for."""
+        complaints, asked = self.complaints[:], self.asked[:]
+        self.complaints.clear()
+        self.asked.clear()
+        assert complaints == [], complaints
+        assert [url for url in asked if not url.startswith((home, "data:", "blob:"))] == []
+
     def close(self, home: str) -> None:
-        """Nothing went wrong, and nothing outside `home` was asked for."""
         self.context.close()
-        assert self.complaints == [], self.complaints
-        assert [url for url in self.asked if not url.startswith((home, "data:", "blob:"))] == []
+        self.check(home)
 
 
 def made_trace(count: int, *, layers: int = 1, longest: int = 800, seed: int = 0) -> Trace:

@@ -8,7 +8,9 @@ import time
 import xml.etree.ElementTree
 
 import pytest
+from PIL import Image
 
+from benchmarks import view_pictures
 from expire_span.runs import RunFolder
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
@@ -47,12 +49,19 @@ def server(tmp_path_factory):
         yield f"http://127.0.0.1:{port}/", app, source
 
 
-@pytest.fixture
-def tab(browser, server):
+@pytest.fixture(scope="module")
+def shared(browser, server):
     watched = Watched(browser)
-    watched.open(server[0])
     yield watched
     watched.close(server[0])
+
+
+@pytest.fixture
+def tab(shared, server):
+    """The page as it is when it opens."""
+    shared.open(server[0])
+    yield shared
+    shared.check(server[0])
 
 
 def read(tab: Watched, text: str) -> None:
@@ -108,8 +117,11 @@ def test_what_if_a_word_or_the_limit_changes(tab):
 
 def test_writing_live(tab, server):
     sessions = server[1].state.sessions
+    tab.press("read")
+    assert tab.page.is_visible("#es-status"), "the text is empty"
     tab.page.fill("#es-text", "one two ")
     tab.press("write")
+    assert tab.page.is_hidden("#es-status"), "what was wrong before is no longer said"
     tab.wait("Number(view.dataset.written) > 20")
     tab.press("pause")
     wait_until(lambda: sessions.open and not next(iter(sessions.open.values())).running)
@@ -124,6 +136,15 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
+    delays = tab.view("view.delays")
+    assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
+    shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"
+    grown = tab.page.eval_on_selector_all("#es-tokens span", shown)
+    tab.page.evaluate("document.getElementById('es-tokens').key = ''")
+    tab.page.focus("#es-stage")
+    tab.page.keyboard.press("b")
+    tab.rest()
+    assert tab.page.eval_on_selector_all("#es-tokens span", shown) == grown, "as if it had been filled at once"
 
 
 def test_a_closed_tab_stops_the_writing(browser, server):
@@ -149,13 +170,25 @@ def test_bad_input_is_said_in_the_page(tab):
     tab.press("read")
     assert "the text is empty" in tab.text("status")
     tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(300000)")
-    tab.press("read")
-    assert "at most 200,000 bytes" in tab.text("status") and "300,000" in tab.text("status")
+    for button in ("read", "write"):
+        tab.page.evaluate("document.getElementById('es-status').textContent = ''")
+        tab.press(button)
+        assert "at most 200,000 bytes" in tab.text("status") and "300,000" in tab.text("status")
     tab.page.fill("#es-text", "")
     assert tab.page.evaluate(PASTE, 10 * 1024 * 1024), "refused before the field takes it"
     assert "at most 200,000 bytes" in tab.text("status") and "10,485,760" in tab.text("status")
     assert "expire-span trace" in tab.text("status") and tab.page.input_value("#es-text") == ""
     assert not tab.page.evaluate(PASTE, 1000)
+    for field, value, words in (
+        ("heat", "-1", "temperature must be a number"),
+        ("seed", "1e30", "seed must be a number"),
+    ):
+        usual = tab.page.input_value(f"#es-{field}")
+        tab.page.fill(f"#es-{field}", value)
+        tab.page.click("#es-write")
+        wait_until(lambda words=words: words in tab.text("status"))
+        assert tab.page.is_disabled("#es-stop")
+        tab.page.fill(f"#es-{field}", usual)
     tab.page.set_input_files("#es-file", {"name": "a.bin", "mimeType": "text/plain", "buffer": b"\xff\xfe<b>\x00"})
     tab.wait("view.dataset.read === '6'")
     tab.rest()
@@ -193,8 +226,8 @@ def young(server, tmp_path):
     source.run, source.trace = whole, None
 
 
-def test_a_run_in_training_shows_its_last_good_checkpoint(young, browser, server, tmp_path):
-    tab = Watched(browser)
+def test_a_run_in_training_shows_its_last_good_checkpoint(young, shared, server, tmp_path):
+    tab = shared
     tab.open(server[0])
     assert "has no checkpoint yet" in tab.text("status") and tab.page.is_hidden("#es-input")
     for step, sound, shown in ((3, True, 3), (4, False, 3), (5, True, 5)):
@@ -207,7 +240,7 @@ def test_a_run_in_training_shows_its_last_good_checkpoint(young, browser, server
     source.trace.write_text('{"kind": "header", "version": 9}\n')
     tab.open(server[0])
     assert "has version 9, this version of expire-span reads version 1" in tab.text("status")
-    tab.close(server[0])
+    tab.check(server[0])
 
 
 def test_link_opens_the_same_view(tab, browser, server):
@@ -240,6 +273,16 @@ def test_pictures_are_saved(tab, tmp_path):
             assert len(data) > 500 and data.startswith(b"\x89PNG" if kind == "png" else b"<svg xmlns=")
             if kind == "svg":
                 assert xml.etree.ElementTree.fromstring(data).tag.endswith("svg")
+
+
+def test_pictures_of_the_readme_are_drawn(tab, tmp_path, monkeypatch):
+    monkeypatch.setattr(view_pictures, "STRIDE", 2)
+    view_pictures.draw_still(tab, "one two three\n" * 8, tmp_path / "a.png")
+    view_pictures.draw_moving(tab, "one two ", tmp_path / "a.gif", frames=2)
+    tab.page.unroute("**/api/generate")
+    with Image.open(tmp_path / "a.png") as still, Image.open(tmp_path / "a.gif") as moving:
+        assert still.width == tab.page.viewport_size["width"] and moving.n_frames == 2
+        assert moving.width == view_pictures.GIF_WIDE
 
 
 def test_page_is_saved(tab, browser, tmp_path):

@@ -24,14 +24,25 @@ def browser():
         yield found
 
 
+@pytest.fixture(scope="module")
+def shared(browser):
+    watched = Watched(browser)
+    yield watched
+    watched.close("file:")
+
+
 @pytest.fixture
-def made(browser, tmp_path):
+def tab(shared):
+    yield shared
+    shared.check("file:")
+
+
+@pytest.fixture
+def made(tab, tmp_path):
     """A frozen page of a made trace, and that trace."""
     trace = made_trace(300, layers=3, longest=60)
-    watched = Watched(browser)
-    watched.open(write_page(tmp_path, trace) + "#gl=on")
-    yield watched, trace
-    watched.close("file:")
+    tab.open(write_page(tmp_path, trace) + "#gl=on")
+    return tab, trace
 
 
 def alive(trace: Trace, cursor: int, layer: int) -> set[int]:
@@ -142,13 +153,12 @@ def pixels(tab: Watched) -> list[list[bool]]:
     )
 
 
-def test_three_ways_of_drawing_agree(browser, tmp_path):
+def test_three_ways_of_drawing_agree(tab, tmp_path):
     """WebGL2, plain rectangles and density show the same memories in the same places."""
     trace = made_trace(400, longest=60)
     address = write_page(tmp_path, trace)
     drawn = {}
     for mode, fragment in (("webgl2", "#layout=birth&gl=on"), ("2d", "#layout=birth&gl=off")):
-        tab = Watched(browser)
         tab.open(address + fragment)
         assert tab.view("view.timeline.mode") == mode
         drawn[mode] = pixels(tab)
@@ -158,7 +168,6 @@ def test_three_ways_of_drawing_agree(browser, tmp_path):
                     timeline.drawPlain = (...all) => draw(...all); }"""
             )
             drawn["density"] = pixels(tab)
-        tab.close("file:")
     flat = {mode: [x for row in grid for x in row] for mode, grid in drawn.items()}
     covered = sum(flat["webgl2"])
     assert 0.02 < covered / len(flat["webgl2"]) < 0.6
@@ -168,23 +177,24 @@ def test_three_ways_of_drawing_agree(browser, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_and_dark(browser, tmp_path, scheme):
-    tab = Watched(browser, color_scheme=scheme)
+def test_narrow_and_dark(tab, tmp_path, scheme):
+    usual = tab.page.viewport_size
+    tab.page.emulate_media(color_scheme=scheme)
     tab.page.set_viewport_size({"width": 375, "height": 700})
     tab.open(write_page(tmp_path, made_trace(200, layers=2)))
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
-    tab.close("file:")
+    tab.page.emulate_media(color_scheme="light")
+    tab.page.set_viewport_size(usual)
 
 
-def test_frames_and_states_have_their_place(browser, tmp_path):
+def test_frames_and_states_have_their_place(tab, tmp_path):
     """A trace may carry what an agent saw and a recurrent state."""
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     trace = made_trace(40)
     for n, step in enumerate(trace.steps):
         step |= {"image": pixel, "hidden": [[(-1) ** (n // 10) * 0.9, 0.1 * (n % 10), -0.5]]}
-    tab = Watched(browser)
     tab.open(write_page(tmp_path, trace))
     assert tab.page.is_visible("#es-image") and tab.page.is_visible("#es-hidden")
     assert "unit 1: 0.900" in tab.text("stretches") and "10 steps" in tab.text("stretches")
@@ -199,15 +209,13 @@ def test_frames_and_states_have_their_place(browser, tmp_path):
     )
     tab.open(write_page(tmp_path, plain))
     assert tab.page.is_hidden("#es-stage") and tab.page.is_visible("#es-live")
-    tab.close("file:")
 
 
-def test_an_episode_is_played(browser, tmp_path):
+def test_an_episode_is_played(tab, tmp_path):
     trace = made_trace(40)
     for n, step in enumerate(trace.steps):
         image = np.full((4, 4, 3), 6 * n, np.uint8)
         step |= {"image": encode_png(image), "action": f"go {n}", "text": "niche red", "reward": n / 10}
-    tab = Watched(browser)
     tab.open(write_page(tmp_path, trace))
     first = tab.page.get_attribute("#es-image", "src")
     tab.page.click("#es-play")
@@ -224,15 +232,13 @@ def test_an_episode_is_played(browser, tmp_path):
     tab.wait("view.state.cursor < 30")
     tab.page.keyboard.press("Escape")
     assert tab.text("play") == "Play"
-    tab.close("file:")
 
 
-def test_memories_made_by_hand_are_those_of_the_studies(browser, tmp_path):
+def test_memories_made_by_hand_are_those_of_the_studies(tab, tmp_path):
     trace = made_trace(30)
     states = np.sin(np.arange(30)[:, None] / [3.0, 40.0])
     for step, state in zip(trace.steps, states):
         step["hidden"] = [state.tolist()]
-    tab = Watched(browser)
     tab.open(write_page(tmp_path, trace))
     tab.page.click("#es-studies summary")
     tab.page.wait_for_selector("#es-study-stack path")
@@ -252,24 +258,21 @@ def test_memories_made_by_hand_are_those_of_the_studies(browser, tmp_path):
     before = tab.page.inner_html("#es-study-leaky")
     tab.page.fill("#es-study-ratio", "5")
     assert tab.page.inner_html("#es-study-leaky") != before and "0.97" in tab.text("study-ratio-name")
-    tab.close("file:")
 
 
-def test_a_foreign_trace_is_refused_in_the_page(browser, tmp_path):
+def test_a_foreign_trace_is_refused_in_the_page(tab, tmp_path):
     trace = made_trace(5)
     trace.header["version"] = 9
-    tab = Watched(browser)
     tab.page.goto(write_page(tmp_path, trace))
     tab.page.wait_for_selector("#es-status:not([hidden])")
     assert "version 9, this page reads version 1" in tab.text("status")
-    tab.close("file:")
 
 
 # Speed
 
 
 def test_many_memories_are_drawn(browser, tmp_path):
-    result = measure_frames(browser, tmp_path, 4_000, 60, quads=1_000)
+    result = measure_frames(browser, tmp_path, 3_000, 36, quads=1_000)
     assert result["modes"] == ["2d", "density"]
 
 

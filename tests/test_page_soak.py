@@ -173,9 +173,9 @@ def check(asked: Soak, memory: list[float], still: Callable[[], int]) -> None:
 
 def test_hostile_and_parallel_requests(server):
     port, process = server
-    asked, memory = soak(port, process, rounds=2)
+    asked, memory = soak(port, process, rounds=1)
     check(asked, memory, lambda: asked.ask("/api/info", method="GET")[0])
-    assert set(asked.seen.values()) == {2 * WORKERS} and len(asked.seen) == 12, asked.seen
+    assert set(asked.seen.values()) == {WORKERS} and len(asked.seen) == 12, asked.seen
     assert memory[-1] - memory[0] < 200, memory  # buffers that are made once; the long twin shows that it stops
 
 

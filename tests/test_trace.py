@@ -233,7 +233,7 @@ def test_a_broken_step_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
-    return train(tiny_config(write_text(folder), steps=2), folder / "runs" / "a", shown=False)
+    return train(tiny_config(write_text(folder, 1200), steps=2), folder / "runs" / "a", shown=False)
 
 
 def test_command_writes_a_trace(run, tmp_path, capsys):
@@ -265,6 +265,18 @@ def test_command_refuses(run, capsys, args, words):
 def test_empty_text_is_refused(run):
     with pytest.raises(UserError, match="the text is empty"):
         list(Reader.open(run).trace_text(b""))
+
+
+def test_single_tokens_are_written_by_one_thread(run):
+    reader, seen, usual = Reader.open(run), [], torch.get_num_threads()
+    reader.model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        steps = list(reader.generate(b"abc", Sampling(), 2))[1:]
+        assert seen[-3:] == [3, 1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(usual)
+    assert ["at" in step for step in steps] == [False] * 3 + [True] * 2 and steps[3]["at"] <= steps[4]["at"]
 
 
 # Figures

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from .lines import lay_out
@@ -90,14 +91,22 @@ def _write(axes: Axes, texts: Sequence[str], shares: np.ndarray, title: str, sca
     axes.set_axis_off()
     axes.set(xlim=(0, COLUMNS), ylim=(_rows_of(texts), 0))
     axes.set_title(title, fontsize=7, loc="left", pad=2)
+    boxes = []
     for text, share, (column, row) in zip(texts, shares, places):
-        colour = tuple(float(x) for x in scale[0] + (scale[1] - scale[0]) * float(share))
         width = len(text) + (0.3 if len(text) > 1 else 0)
-        axes.fill_between([column, column + width], row + 0.04, row + 0.96, color=colour, lw=0)
+        corners = (
+            (column, row + 0.04),
+            (column + width, row + 0.04),
+            (column + width, row + 0.96),
+            (column, row + 0.96),
+        )
+        boxes.append(corners)
         ink = "white" if share > 0.55 else "black"
         axes.text(
             column + width / 2, row + 0.55, text, fontsize=5.5, family="monospace", color=ink, ha="center", va="center"
         )
+    colours = scale[0] + (scale[1] - scale[0]) * shares[: len(texts), None]
+    axes.add_collection(PolyCollection(boxes, facecolors=colours.tolist(), linewidths=0), autolim=False)
 
 
 SINGLE: dict[str, Callable[[Trace], Figure]] = {"layers": draw_layers}

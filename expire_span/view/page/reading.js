@@ -44,10 +44,9 @@ function playAnother() {
 }
 
 function readText() {
-  const text = find("text").value, size = new TextEncoder().encode(text).length;
+  const text = find("text").value;
   if (!text) return say("the text is empty, and there is nothing to remember; give at least one character", true);
-  if (size > info.most_text) return sayTooLong(size);
-  return read("api/trace", { text }, text);
+  return fits(text) ? read("api/trace", { text }, text) : null;
 }
 
 async function readFile() {
@@ -58,21 +57,27 @@ async function readFile() {
   find("file").value = "";
 }
 
+// Whether a text can be read at once; what cannot is said before it is sent.
+function fits(text) {
+  const size = new TextEncoder().encode(text).length, long = size > info.most_text;
+  if (long) sayTooLong(size);
+  return !long;
+}
+
 function sayTooLong(size) {
   say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace RUN --text FILE`, true);
 }
 
 // A paste that could not be read anyway is refused before the field takes it: to lay out megabytes would stop the page for long.
 function refuseTooLong(event) {
-  const size = new TextEncoder().encode(event.clipboardData ? event.clipboardData.getData("text/plain") : "").length;
-  if (!(size > info.most_text)) return;
-  event.preventDefault();
-  sayTooLong(size);
+  if (!fits(event.clipboardData ? event.clipboardData.getData("text/plain") : "")) event.preventDefault();
 }
 
 async function compare() {
   const given = (name) => find(name).value === "" ? null : Number(find(name).value), cut = { max_span: given("limit"), live: given("budget") };
-  const text = find("other").value, before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
+  const text = find("other").value;
+  if (!fits(text)) return;
+  const before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
   say("comparing …", true);
   try {
     const sampled = !info.text || (same && info.vocabulary === "words");
@@ -83,7 +88,9 @@ async function compare() {
 }
 
 function write() {
+  if (!fits(find("text").value)) return;
   stopWriting();
+  say("");
   let trace = null;
   writing = new Writing((line) => {
     if (line.kind === "header") { trace = new TraceData(line); return; }
