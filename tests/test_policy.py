@@ -61,7 +61,7 @@ def test_cells_that_hold_nothing_say_nothing_at_first():
     with_ball[:, :, 1, 2] = torch.tensor([6, 1, 0], dtype=torch.uint8)
     plain, ball = (encoder({"image": x}).detach().flatten(0, 1) for x in (views, with_ball))
     assert torch.equal(plain, plain[:1].expand_as(plain)) and torch.equal(ball, ball[:1].expand_as(ball))
-    # One cell of 25 moves the encoding by no less than a third of its length; with random embeddings of all cells it is about a quarter.
+    # One cell of 25 moves the encoding by a third of its length or more; with random embeddings it is about a quarter.
     assert float((ball - plain)[0].norm() / plain[0].norm()) > 1 / 3
     encoder({"image": views})[:, :, :8].sum().backward()
     kinds = encoder.parts[0].embed[0].weight.grad  # type: ignore[union-attr, index]

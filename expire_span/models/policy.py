@@ -174,8 +174,8 @@ class GridPart(nn.Module):
         super().__init__()
         self.embed = nn.ModuleList(nn.Embedding(CELL_VALUES, cell_dim) for _ in range(3))
         self.map = nn.Linear(field.places // 3 * cell_dim, dim)
-        # Most cells hold nothing. Were they embedded at random, all observations would be nearly the same large vector, in which
-        # neither attention nor spans soon tell one from another; so they start at zero, and what is seen stands out.
+        # Most cells hold nothing. Were they embedded at random, all observations would be nearly the same large vector, in
+        # which neither attention nor spans soon tell one from another; so they start at zero, and what is seen stands out.
         with torch.no_grad():
             for embed, blank in zip(self.embed, BLANK):
                 embed.weight[list(blank)] = 0.0  # type: ignore[index, operator]
