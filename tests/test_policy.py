@@ -51,6 +51,23 @@ def test_every_form_of_observation_is_read(name):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in encoder.parameters())
 
 
+def test_cells_that_hold_nothing_say_nothing_at_first():
+    """Rooms, walls and what is unseen begin alike, so that a ball makes most of the difference between two observations."""
+    torch.manual_seed(0)
+    encoder = ObservationEncoder([ObservationField("image", "grid", (5, 5, 3))], 64, 16)
+    blank = torch.tensor([[0, 0, 0], [1, 0, 0], [2, 5, 0]], dtype=torch.uint8)  # unseen, empty, a grey wall
+    views = blank[torch.randint(0, 3, (8, 1, 5, 5))]
+    with_ball = views.clone()
+    with_ball[:, :, 1, 2] = torch.tensor([6, 1, 0], dtype=torch.uint8)
+    plain, ball = (encoder({"image": x}).detach().flatten(0, 1) for x in (views, with_ball))
+    assert torch.equal(plain, plain[:1].expand_as(plain)) and torch.equal(ball, ball[:1].expand_as(ball))
+    # One cell of 25 moves the encoding by a third of its length or more; with random embeddings it is about a quarter.
+    assert float((ball - plain)[0].norm() / plain[0].norm()) > 1 / 3
+    encoder({"image": views})[:, :, :8].sum().backward()
+    kinds = encoder.parts[0].embed[0].weight.grad  # type: ignore[union-attr, index]
+    assert (kinds[:3].abs().sum(1) > 0).all() and not torch.allclose(kinds[0], kinds[1])  # they are learned, and apart
+
+
 def test_the_largest_and_smallest_values_have_an_embedding():
     for name in ("choice", "choices", "words"):
         field = FIELDS[name]

@@ -19,6 +19,8 @@ from .mixer import Keep
 
 Observation = dict[str, Tensor]
 """The fields of an observation by name, each [B, T, *shape]."""
+BLANK = ((0, 1, 2), (0, 5), (0,))
+"""Of MiniGrid's encoding: types of cells without an object (unseen, empty, wall), no colour and grey, and no state."""
 CELL_VALUES = 64
 """Values that a type, colour or state of a grid's cell can have; larger ones are read as the largest."""
 SMALL = 0.01
@@ -172,6 +174,11 @@ class GridPart(nn.Module):
         super().__init__()
         self.embed = nn.ModuleList(nn.Embedding(CELL_VALUES, cell_dim) for _ in range(3))
         self.map = nn.Linear(field.places // 3 * cell_dim, dim)
+        # Most cells hold nothing. Were they embedded at random, all observations would be nearly the same large vector, in
+        # which neither attention nor spans soon tell one from another; so they start at zero, and what is seen stands out.
+        with torch.no_grad():
+            for embed, blank in zip(self.embed, BLANK):
+                embed.weight[list(blank)] = 0.0  # type: ignore[index, operator]
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.long().clamp_max(CELL_VALUES - 1).unbind(-1)  # 3 x [B, T, V, W]
