@@ -80,7 +80,8 @@ def test_calibrated_spans_meet_the_budget_and_follow_attention():
     assert 63 < live < 65 and mean_slope(handle, found) > 1
     with torch.no_grad():
         span = handle.predictors["1"](seen.hidden.unsqueeze(0))[0]  # [Hkv, N]
-    assert float(span[0][wanted].mean()) > 100 and float(span[0][~wanted].mean()) < 40 and float(span[1].mean()) < 40
+    seen_again, never = float(span[0][wanted].mean()), (float(span[0][~wanted].mean()), float(span[1].mean()))
+    assert seen_again > 60 and seen_again > 3 * max(never), (seen_again, never)
 
 
 def test_distillation_starts_from_calibrated_spans(monkeypatch):
