@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 from expire_span.hf import RetrofitConfig, calibration, retrofit
 from expire_span.hf.calibration import BIN, ages_of, fit, interpolate, lost_attention, mean_slope, observe
 from expire_span.hf.predictors import build_predictor, with_plain_states
+from expire_span.ops import expire_attention
 from expire_span.retrofit_configs import DistillConfig
 from expire_span.train.distiller import Distiller
 
@@ -80,7 +81,8 @@ def test_calibrated_spans_meet_the_budget_and_follow_attention():
     assert 63 < live < 65 and mean_slope(handle, found) > 1
     with torch.no_grad():
         span = handle.predictors["1"](seen.hidden.unsqueeze(0))[0]  # [Hkv, N]
-    assert float(span[0][wanted].mean()) > 100 and float(span[0][~wanted].mean()) < 40 and float(span[1].mean()) < 40
+    seen_again, never = float(span[0][wanted].mean()), (float(span[0][~wanted].mean()), float(span[1].mean()))
+    assert seen_again > 60 and seen_again > 3 * max(never), (seen_again, never)
 
 
 def test_distillation_starts_from_calibrated_spans(monkeypatch):
@@ -92,3 +94,17 @@ def test_distillation_starts_from_calibrated_spans(monkeypatch):
     assert line["goal"] == learner.target == 48 and 36 < line["live"] < 62
     assert line["weight"] != pytest.approx(settings.initial_weight)  # balanced against the divergence
     assert learner.calibrated and learner.state_dict()["calibrated"]
+
+
+def test_transposed_spans_of_one_row_get_their_gradient():
+    """Predictors give spans [B, Hkv, S] as a transposed view; with one row the operator sees those strides."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 300, 8), torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8)
+    spans, grads = torch.rand(1, 300, 2) ** 3 * 200, []
+    for transposed in (True, False):
+        leaf = spans.clone().requires_grad_()
+        span = leaf.transpose(1, 2) if transposed else leaf.transpose(1, 2).contiguous()
+        place = torch.arange(300)
+        expire_attention(q, k, v, span, place, place, ramp=8, impl="chunked").square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads) and grads[0].abs().max() > 1e-3

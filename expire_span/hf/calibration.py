@@ -5,9 +5,9 @@ For every key/value head, with one price for all of them,
     minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
 
 lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it.
-The price is moved until as many memories live at the end of a context as the budget allows, so that memory goes to the heads
-and tokens that are looked at. The base model is run once for each context; what follows is a small problem of each layer by
-itself. It says nothing about how much a head's attention matters to the output: that is for the distillation to learn.
+The price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the
+heads and tokens that are looked at. The base model is run once for each context; what follows is a small problem of each
+layer by itself. It says nothing about how much a head's attention matters to the output: that is for the distillation to learn.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ QUERIES = 256
 """Queries whose attention is computed at a time."""
 BIN = 16
 """Queries whose attention is added up: the resolution of `lost` in tokens."""
-SHORTEST_AGE = 8
+SHORTEST_AGE = 1
 AGES_PER_OCTAVE = 3
-STEPS = 300
-RATE = 2.0
+STEPS = 200
+RATE = 1.0
 """Learning rate of the fit times the width of the hidden states; the bias learns at RATE / 20."""
+CORRECT_EVERY = 20
+"""Steps after which the budget is met exactly again."""
 MOST_SHIFT = 16.0
-"""The most that is added to all biases at the end, to meet the budget exactly."""
-GAINS = 1.0, 0.05
-"""How the logarithm of the price follows that of living memories over the budget: at once, and with their sum over steps."""
+"""The most that this adds to the biases."""
 
 
 @dataclass
@@ -129,33 +129,37 @@ def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
 def fit(
     handle: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
 ) -> float:
-    """Set the predictors so that `target` memories per head live at the end of a context; returns how many do."""
+    """Set the predictors so that `target` memories per head live at the end of a context; returns how many do.
+
+    It begins with one span for all memories and stays at the budget: the price of every step is the one at which longer or
+    shorter spans for all alike would change nothing, and what that leaves open is corrected every few steps.
+    """
     steps = steps or STEPS
     predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
     for n, predictor in predictors.items():
         predictor.standardise(found[n].hidden)
         with torch.no_grad():
             predictor.weight.zero_()
-            predictor.bias.zero_()  # half of max_span, where the sigmoid is steepest
-    rate = RATE / handle.layers[0].dim
-    groups = [{"params": [p.weight for p in predictors.values()], "lr": rate}]
+            predictor.bias.zero_()
+    live = _meet(handle, found, predictors, target)
+    groups = [{"params": [p.weight for p in predictors.values()], "lr": RATE / handle.layers[0].dim}]
     groups.append({"params": [p.bias for p in predictors.values()], "lr": RATE / 20})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    ages = ages_of(context)
-    # A memory gets the attention of one query per head in the group, and is charged for at most the context.
-    least, total, error = math.log(0.1 / context), 0.0, 0.0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, 2 * (1 - n / steps)))
-    for step in range(steps):
-        goal = context ** max(0.0, 1 - 3 * step / steps) * target ** min(1.0, 3 * step / steps)
-        price = math.exp(least + GAINS[0] * error + GAINS[1] * total)
-        counts = [_backward(predictors[n], found[n], ages, price) for n in found]
+    ages = ages_of(context).to(handle.model.device)
+    for step in range(1, steps + 1):
+        slopes = {n: _slopes(predictors[n], found[n], ages) for n in found}
+        lost, held = (sum(float(pair[which][1].sum()) for pair in slopes.values()) for which in (0, 1))
+        price = max(-lost / max(held, 1e-12), 0.0)
+        for n, (of_lost, of_held) in slopes.items():
+            predictors[n].weight.grad = of_lost[0] + price * of_held[0]
+            predictors[n].bias.grad = of_lost[1] + price * of_held[1]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        live = float(torch.stack(counts).mean()) + handle.config.keep_first
-        error = max(-2.0, min(2.0, math.log(max(live, 1e-9) / goal)))
-        total += error
-    return _meet(handle, found, predictors, target)
+        if step % CORRECT_EVERY == 0 or step == steps:
+            live = _meet(handle, found, predictors, target)
+    return live
 
 
 @torch.no_grad()
@@ -165,7 +169,7 @@ def _meet(
     """Add one number to the biases of all heads, so that as many memories live as the budget says; returns how many do."""
     start = {n: p.bias.clone() for n, p in predictors.items()}
     low, high, live = -MOST_SHIFT, MOST_SHIFT, 0.0
-    for _ in range(20):
+    for _ in range(16):
         for n, predictor in predictors.items():
             predictor.bias.copy_(start[n] + (low + high) / 2)
         counts = [_living(p(found[n].hidden.unsqueeze(0))[0].T, found[n].rest, p.ramp) for n, p in predictors.items()]
@@ -180,14 +184,13 @@ def _living(span: Tensor, rest: Tensor, ramp: float) -> Tensor:
     return alive / (rest == 0).sum()
 
 
-def _backward(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor, price: float) -> Tensor:
-    """Add the gradients of one layer; returns the number of living memories per head at the end of a context."""
-    ages = ages.to(seen.lost.device)
+def _slopes(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor) -> list[tuple[Tensor, ...]]:
+    """Gradients, to weight and bias, of the attention that a layer loses and of the memory that it holds."""
     span = predictor(seen.hidden.unsqueeze(0)).squeeze(0).T  # [N, Hkv]
-    lost = interpolate(seen.lost, ages, span)
-    held = torch.minimum(span, seen.rest.unsqueeze(1))
-    (lost.mean(0).sum() + price * held.mean(0).sum()).backward()
-    return _living(span.detach(), seen.rest, predictor.ramp)
+    lost = interpolate(seen.lost, ages, span).mean(0).sum()
+    held = torch.minimum(span, seen.rest.unsqueeze(1)).mean(0).sum()
+    own = [predictor.weight, predictor.bias]
+    return [torch.autograd.grad(lost, own, retain_graph=True), torch.autograd.grad(held, own)]
 
 
 @torch.no_grad()

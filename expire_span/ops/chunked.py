@@ -219,7 +219,8 @@ def _backward_op(
             q, k, v, span, relative_keys, *whole, torch.zeros_like(p.span), torch.zeros_like(p.relative_keys)
         )
     dq = torch.zeros_like(p.q)
-    dk, dv, dspan = torch.zeros_like(p.k), torch.zeros_like(p.v), torch.zeros_like(p.span)
+    dk, dv = torch.zeros_like(p.k), torch.zeros_like(p.v)
+    dspan = torch.zeros_like(p.span, memory_format=torch.contiguous_format)  # spans may come transposed
     drel = torch.zeros_like(p.relative_keys)
     for live in p.lists():
         if p.fuses:
