@@ -61,7 +61,7 @@ def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
 class _Chunk:
     """One chunk's gathered inputs and attention weights."""
 
-    q: Tensor  # [N, K, G*C, D], scaled
+    q: Tensor  # [N*R, K, G*C, D], scaled
     k: Tensor  # [N, K, n, D]
     v: Tensor
     weight: Tensor  # [N, K, G, C, n]
