@@ -14,8 +14,8 @@ ANALYSIS, FORMAT = "analysis.json", 1
 """The file, and the version of it that is read."""
 PICTURES = {
     "classes": "Mean span of each class of letters, one row a layer; the colour compares it with the layer's own mean.",
-    "replaced": "Spans of a word's letters before and after other words take its place; bars are 95% intervals over passages.",
-    "cut": "What letters cost more, by class, where no memory may live longer than a limit; bars are 95% intervals.",
+    "replaced": "Spans of a word's letters before and after other words take its place; lines are 95% intervals over passages.",
+    "cut": "What letters cost more, by class, where no memory may live longer than a limit; lines are 95% intervals.",
 }
 """Pictures that lie beside the file, by name, and what each shows."""
 
