@@ -25,7 +25,7 @@ def agent_corridor_tiny() -> AgentRunConfig:
     base = agent()
     mixer = replace(base.model.mixer, max_span=40, ramp=8)
     model = replace(base.model, positions="none", mixer=mixer)
-    train = replace(base.train, steps=70, eval_every=10)
+    train = replace(base.train, steps=100, decay_share=0.5, eval_every=10)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Easy-v0"), model=model, train=train)
 
 

@@ -68,6 +68,16 @@ def test_one_lucky_step_does_not_start_it():
     assert feed(controller, 500, loss=0.0) == 0
 
 
+@pytest.mark.parametrize(("memory", "steps"), [(5.0, 11), (20.0, 45)])
+def test_pressure_begins_as_soon_as_its_memory_allows(memory, steps):
+    """From half of the episodes failed to none: the running share falls below 5% after memory x ln 10 steps."""
+    config = BudgetConfig(live=50.0, start_loss=0.05)
+    controller = BudgetController(config, layers=2, bytes_per_memory=100, loss_memory=memory)
+    feed(controller, 500, loss=0.5, times=400)
+    assert feed(controller, 500, loss=0.0, times=steps - 1) == 0
+    assert feed(controller, 500, loss=0.0) > 0
+
+
 def test_patience_shrinks_the_weight_while_the_task_suffers():
     controller = build(patience_loss=1.0)
     happy = feed(controller, 500, loss=0.5, times=20)

@@ -44,6 +44,9 @@ VALID, TEST = 1, 2
 """Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
 MOST_ROWS = 512
 """Rows of environments side by side in an evaluation, where a batched engine steps them."""
+WINDOWS_JUDGED = 5.0
+"""Updates over which the budget controller's running share of failures looks back. A window holds a hundred episodes; with
+the twenty steps of supervised training, pressure on spans began some forty updates after the task was solved."""
 LEAST_GRADIENT = 1e-5
 """Adam's epsilon: an agent that has solved its task has hardly any gradient, and must not take full steps along its noise."""
 _PREFIX = "policy."
@@ -135,7 +138,8 @@ class AgentLearner:
             return None
         size = memory_bytes(self.config.model, 4)  # type: ignore[arg-type]
         layers, device = self.config.model.layers, self.accelerator.device
-        return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, device=device)
+        more: dict[str, Any] = {"device": device, "loss_memory": WINDOWS_JUDGED}
+        return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, **more)
 
     @property
     def policy(self) -> Policy:

@@ -25,10 +25,18 @@ class BudgetController:
     no step waits for it.
     """
 
-    def __init__(self, config: BudgetConfig, *, layers: int, bytes_per_memory: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: BudgetConfig,
+        *,
+        layers: int,
+        bytes_per_memory: int,
+        device: torch.device | str = "cpu",
+        loss_memory: float = LOSS_MEMORY,
+    ) -> None:
         if not config.active:
             raise ValueError(f"a budget needs a target: give live or bytes, got {config.live} and {config.bytes}")
-        self.config = config
+        self.config, self.loss_memory = config, loss_memory
         self.target = config.live if config.live is not None else (config.bytes or 0) / (layers * bytes_per_memory)
         self._low = math.log(config.initial_weight * FLOOR_SHARE)
         self._high = math.log(config.max_weight)
@@ -50,7 +58,7 @@ class BudgetController:
     def update(self, live: Tensor, loss: Tensor) -> None:
         """Take in one step's mean live memories per query and layer, and its task loss."""
         log_weight, total, count, started, steps = self._state.unbind()
-        keep = 1 - 1 / LOSS_MEMORY
+        keep = 1 - 1 / self.loss_memory
         total, count = total * keep + loss.double(), count * keep + 1
         running = total / count
         steps = steps + 1
