@@ -62,6 +62,17 @@ def test_the_trace_is_what_the_model_does(adapter):
     assert len(dead) > 50 and sum(len(step["deaths"]) for step in trace.steps) == len(dead), "each dies once"
 
 
+def test_first_tokens_that_are_kept_do_not_die_in_the_trace(tmp_path):
+    model, _ = open_model(str(model_folder(tmp_path / "base")), device="cpu")
+    forgetful(model, max_span=40, ramp=8, keep_first=3).save(tmp_path / "adapter")
+    reader = open_adapter(tmp_path / "adapter")
+    tracer = reader.tracer()
+    trace = Trace.of([tracer.header(), *tracer.read(reader.encode(TEXT.encode()))])
+    living = (trace.spans + 8 + range(len(trace)) > len(trace)).sum(-1).mean(-1)
+    assert living.tolist() == [float(x.float().mean()) for x in tracer.cache.live()] and living.min() > 3
+    assert not {birth for step in trace.steps for _, _, birth, *_ in step["deaths"]} & {0, 1, 2}
+
+
 def test_cutting_and_writing(adapter):
     reader = open_adapter(adapter / "adapter")
     before = Trace.of(reader.trace_text(TEXT.encode()))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from expire_span.hf import Retrofit, load_adapter
 from expire_span.hf.adapter import read_head
+from expire_span.hf.attention import KEPT
 from expire_span.hf.loading import open_model
 from expire_span.runs import UserError
 from expire_span.shipped import SAMPLE, SHIPPED
@@ -37,7 +38,7 @@ class AdapterTracer(TokenTracer):
         return [self.tokenizer.decode([token]) for token in tokens.tolist()]
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
-        handle, found = self.handle, {}
+        handle, found, start = self.handle, {}, self.cache.seen
         device = next(handle.model.parameters()).device
 
         def keep(index: int) -> Any:
@@ -51,15 +52,17 @@ class AdapterTracer(TokenTracer):
             for hook in hooks:
                 hook.remove()
         self.state = [{"memory": layer.memory} for layer in self.cache.layers]
-        spans = [self._spans(layer, found.get(layer.index), len(tokens)) for layer in handle.layers]
+        kept = max(handle.config.keep_first - start, 0)
+        spans = [self._spans(layer, found.get(layer.index), len(tokens), kept) for layer in handle.layers]
         return out.logits[0], spans, None
 
-    def _spans(self, layer: Any, span: Tensor | None, count: int) -> list[list[float]]:
-        """[T][heads]. A layer with a window of its own is shown as memories that all end with the window."""
+    def _spans(self, layer: Any, span: Tensor | None, count: int, kept: int) -> list[list[float]]:
+        """[T][heads]. A layer with a window of its own is shown as memories that all end with the window; `kept` never end."""
         heads, ramp = self.log.facts.heads, self.log.facts.ramp
         if span is None:
             return [[layer.window - 0.5 - ramp] * heads] * count
         rows = spans_by_head(span)
+        rows = [[KEPT] * len(row) for row in rows[:kept]] + rows[kept:]
         return [row if len(row) == heads else (row * heads)[:heads] for row in rows]
 
 
