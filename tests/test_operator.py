@@ -46,6 +46,13 @@ def test_chunked_equals_the_definition_in_float64(name):
     assert_same(CASES[name], "chunked")
 
 
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.relative and c.queries > 63])
+def test_the_fused_kernel_of_the_cpu_equals_the_definition(monkeypatch, name):
+    """It computes long chunks, as memories that live long have them."""
+    monkeypatch.setattr("expire_span.ops.problem.FUSED_FROM", 1)
+    assert_same(CASES[name], "chunked")
+
+
 @pytest.mark.parametrize("dtype, factor", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
 def test_low_precision_stays_within_the_reference_error_of_that_precision(dtype, factor):
     case = Case(queries=300, stored=40, spans="mixed")
@@ -108,6 +115,7 @@ def test_decoding_equals_the_definition(name):
 def test_plain_causal_attention_is_one_call_of_the_fused_kernel(monkeypatch, spans, whole):
     """Where nothing fades there is nothing to list; grouped heads, outputs and gradients as in the definition."""
     calls = []
+    monkeypatch.setattr("expire_span.ops.problem.FUSED_FROM", 1)
     for name in ("forward", "forward_whole", "backward", "backward_whole"):
         plain = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
@@ -119,7 +127,8 @@ def test_gradients_by_finite_differences():
     _check_gradients(Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4, relative=3))
 
 
-def test_gradients_by_finite_differences_of_the_fused_kernel():
+def test_gradients_by_finite_differences_of_the_fused_kernel(monkeypatch):
+    monkeypatch.setattr("expire_span.ops.problem.FUSED_FROM", 1)
     _check_gradients(Case(batch=1, heads=2, kv_heads=1, queries=6, stored=3, dim=4))
 
 

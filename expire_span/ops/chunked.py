@@ -21,9 +21,9 @@ from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
 
 _CHUNK, _SHORT_CHUNK, _LONG_CHUNK, _LONG_LIFE = 128, 64, 768, 1024
-"""Queries per chunk; with the fused kernel of the CPU the shorter chunk, of which several are computed together, or the longer
-one where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix products more efficient; short ones
-list fewer memories that most of their queries cannot see."""
+"""Queries per chunk; on a CPU the shorter chunk, of which several are computed together, or, with PyTorch's fused attention,
+the longer one where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix products more efficient;
+short ones list fewer memories that most of their queries cannot see."""
 
 
 def chunked_attention(
@@ -51,10 +51,12 @@ def chunked_attention(
 
 def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
     """Queries per chunk for these lives. Only the fused kernel of the CPU needs no memory for the scores of a long chunk."""
-    if q.device.type != "cpu" or not fuses or not span.numel() or torch.compiler.is_compiling():
+    if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
     life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
-    return _LONG_CHUNK if life > _LONG_LIFE else _SHORT_CHUNK
+    if life > _LONG_LIFE:
+        return _LONG_CHUNK if fuses else _CHUNK
+    return _SHORT_CHUNK
 
 
 @dataclass
@@ -75,11 +77,11 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
     """Attention weights of one chunk over its live list."""
     group = p.q.shape[2]
     q = live.queries(p.q) * p.scale
-    k, v = (live.take(x).transpose(1, 2) for x in (p.k, p.v))  # [N, K, n, D]
+    k, v = (live.take_states(x) for x in (p.k, p.v))  # [N, K, n, D]
     mask, age = _mask(p, live)
     if not p.finite:
         k, v = without_unseen(k, v, F.pad(mask[:, 0], (live.full, 0), value=1.0))
-    scores = (q @ _turned(k)).unflatten(2, (group, live.size))  # [N, K, G, C, n]
+    scores = (q @ k.mT).unflatten(2, (group, live.size))  # [N, K, G, C, n]
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
     if p.eps == 0:
@@ -91,11 +93,6 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
     weight[..., live.full :] *= mask
     total = weight.sum(-1, keepdim=True) + p.eps
     return _Chunk(q, k, v, weight / total, mask, softmax, total, age)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """[N, K, n, D] -> [N, K, D, n] as a contiguous copy: CPU matrix products run up to twice as fast on it."""
-    return x.transpose(-1, -2).contiguous()
 
 
 def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
@@ -166,7 +163,7 @@ def _forward_op(
         log_rows.copy_(part.log_total)
         return y, logs
     for live in p.lists():
-        if p.fuses:
+        if p.fuses_chunks:
             mask, _ = _mask(p, live)
             part = fused.forward(*_chunk_inputs(p, live), fused.log_mask(mask, live, p.q.shape[2]), p.scale)
             live.put(log_rows, part.log_total)
@@ -179,7 +176,7 @@ def _forward_op(
 
 def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
     """q [N, K, G*C, D], k and v [N, K, n, D] of a chunk."""
-    return live.queries(p.q), live.take(p.k).transpose(1, 2), live.take(p.v).transpose(1, 2)
+    return live.queries(p.q), live.take_states(p.k), live.take_states(p.v)
 
 
 @_forward_op.register_fake
@@ -212,7 +209,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
-    dys, ys, logs = (rows_of_queries(x.to(p.q.dtype), kv_heads, parts) for x in (dy, y, logs))
+    # The gradient of a sum is one number expanded: matrix products would be taken one by one.
+    dys, ys, logs = (rows_of_queries(x.to(p.q.dtype).contiguous(), kv_heads, parts) for x in (dy, y, logs))
     if p.fuses and p.never_expires:
         whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)
         return _as_given(
@@ -223,7 +221,7 @@ def _backward_op(
     dspan = torch.zeros_like(p.span, memory_format=torch.contiguous_format)  # spans may come transposed
     drel = torch.zeros_like(p.relative_keys)
     for live in p.lists():
-        if p.fuses:
+        if p.fuses_chunks:
             _fused_backward(p, live, dys, ys, logs, (dq, dk, dv, dspan))
         else:
             _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel))
@@ -249,8 +247,8 @@ def _fused_backward(
     dy = live.queries(dys)
     into_q, into_k, into_v = fused.backward(dy, q, k, v, done, log_mask, p.scale)
     live.put(dq, into_q)
-    live.add(dk, into_k.transpose(1, 2))
-    live.add(dv, into_v.transpose(1, 2))
+    live.add_states(dk, into_k)
+    live.add_states(dv, into_v)
     fade = fused.ramp_gradient(dy, q, k[:, :, live.full :], v[:, :, live.full :], done, mask, p.scale)
     if fade is not None:
         live.add(dspan, F.pad(fade / p.ramp, (live.full, 0)).to(dspan.dtype))
@@ -262,14 +260,14 @@ def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: 
     c = _attend(p, live)
     dy, y = live.queries(dys), live.queries(ys)  # [N*R, K, G*C, D]
     delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
-    live.add(dv, (c.weight.flatten(2, 3).transpose(-1, -2) @ dy).transpose(1, 2))
-    ds = (dy @ _turned(c.v)).unflatten(2, (group, -1)).sub_(delta)
+    live.add_states(dv, c.weight.flatten(2, 3).mT @ dy)
+    ds = (dy @ c.v.mT).unflatten(2, (group, -1)).sub_(delta)
     dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
     on_ramp = (c.mask > 0) & (c.mask < 1)
     fade = torch.where(on_ramp[:, 0, 0], dmask, 0).sum(1) / p.ramp
     live.add(dspan, F.pad(fade, (live.full, 0)).to(dspan.dtype))
     flat = ds.flatten(2, 3)
-    live.add(dk, (flat.transpose(-1, -2) @ c.q).transpose(1, 2))
+    live.add_states(dk, flat.mT @ c.q)
     into_q = flat @ c.k
     if p.relative_keys.shape[0]:
         into_q += _relative_backward(p, c, ds, drel)
@@ -302,7 +300,7 @@ def _relative_backward(p: Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tenso
 @_backward_op.register_fake
 def _(dy, y, logs, q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
     parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
-    rows = (batch * parts, memories, kv_heads // parts, dim)
+    rows = (batch * parts, kv_heads // parts, memories, dim)
     dk, dv = (memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
     dq, dspan, drel = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, span, relative_keys))
     return dq, dk, dv, dspan, drel

@@ -49,7 +49,7 @@ def backward(
 
 
 def forward_whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Forward:
-    """Causal attention in which nothing expires: q [N, K, G, T, D] over k, v [N, T, K, D]; y and log_total by [N, K, G, T]."""
+    """Causal attention in which nothing expires: q [N, K, G, T, D] over k, v [N, K, T, D]; y and log_total by [N, K, G, T]."""
     y, log_total = _forward(q.flatten(1, 2), *_by_query_head(q, k, v), 0.0, True, attn_mask=None, scale=scale)
     return Forward(y.view(q.shape), log_total.view(q.shape[:-1]))
 
@@ -60,13 +60,13 @@ def backward_whole(
     """The gradients of q, k and v of `forward_whole`, in their shapes."""
     dy, flat, y, log_total = (x.flatten(1, 2) for x in (dy, q, *done))
     dq, dk, dv = _backward(dy, flat, *_by_query_head(q, k, v), y, log_total, 0.0, True, attn_mask=None, scale=scale)
-    dk, dv = (x.unflatten(1, q.shape[1:3]).sum(2).transpose(1, 2).contiguous() for x in (dk, dv))
+    dk, dv = (x.unflatten(1, q.shape[1:3]).sum(2) for x in (dk, dv))
     return dq.view(q.shape), dk, dv
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Keys and values [N, K*G, T, D], those of a group of query heads repeated."""
-    return [x.transpose(1, 2).repeat_interleave(q.shape[2], 1) if q.shape[2] > 1 else x.transpose(1, 2) for x in (k, v)]
+    return [x.repeat_interleave(q.shape[2], 1) if q.shape[2] > 1 else x for x in (k, v)]
 
 
 def ramp_gradient(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,20 +60,45 @@ class LiveList:
         return q_pos[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).flatten(0, 1)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Gather the listed memories of rows [N, S, ...] -> [N*R, n, ...]."""
+        """One number of each listed memory, [N, S] -> [N*R, n]."""
         if self.window is not None:
             return rows[:, self.window[0] : self.window[1]]
         assert self.index is not None
         return _pick(rows, self.index)
 
     def add(self, rows: Tensor, update: Tensor) -> None:
-        """The gradient of `take`: add update [N*R, n, ...] to the listed memories of rows [N, S, ...], which are contiguous."""
+        """The gradient of `take`: add update [N*R, n] to the listed memories of rows [N, S], which are contiguous."""
         if self.window is not None:
             rows[:, self.window[0] : self.window[1]] += update
             return
         assert self.index is not None
-        flat = rows.view(-1, *rows.shape[2:])
-        flat.index_add_(0, _flat(rows, self.index), update.reshape(-1, *rows.shape[2:]).to(rows.dtype))
+        rows.view(-1).index_add_(0, _flat(rows, self.index), update.reshape(-1).to(rows.dtype))
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """Keys or values of the listed memories, [N, K, S, D] -> [N*R, K, n, D]; a view of a window."""
+        if self.window is not None:
+            return states[:, :, self.window[0] : self.window[1]]
+        found = states.reshape(-1, states.shape[3]).index_select(0, self._states(states))
+        return found.view(-1, states.shape[1], self.count, states.shape[3])
+
+    def add_states(self, states: Tensor, update: Tensor) -> None:
+        """The gradient of `take_states`; states are contiguous."""
+        if self.window is not None:
+            states[:, :, self.window[0] : self.window[1]] += update
+            return
+        flat = states.view(-1, states.shape[3])
+        flat.index_add_(0, self._states(states), update.reshape(-1, states.shape[3]).to(states.dtype))
+
+    @property
+    def count(self) -> int:
+        """Entries of a row, n."""
+        return self.window[1] - self.window[0] if self.window is not None else cast(Tensor, self.index).shape[1]
+
+    def _states(self, states: Tensor) -> Tensor:
+        """The listed memories of every head as rows of [N*K*S, D], in the order [N, R, K, n]."""
+        rows, heads, memories, _ = states.shape
+        first = torch.arange(rows * heads, device=states.device).view(rows, 1, heads, 1) * memories
+        return (cast(Tensor, self.index).view(rows, self.chunks, 1, self.count) + first).view(-1)
 
 
 def _flat(rows: Tensor, index: Tensor) -> Tensor:

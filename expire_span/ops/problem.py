@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .lists import LiveList, live_lists
 
-QUERIES = 1024
-"""Queries that one call of the fused kernel should have: enough that its work outweighs the cost of the call."""
+QUERIES = 768
+"""Queries that are computed in one call on a CPU: enough that the work outweighs the calls, few enough for its cache."""
+FUSED_FROM = 256
+"""The smallest chunk that PyTorch's fused attention computes."""
 
 
 @dataclass
@@ -20,8 +22,8 @@ class Problem:
     """The inputs laid out for gathering. Each of N rows has one live list, K key/value heads and K x G query heads."""
 
     q: Tensor  # [N, K, G, T, D]
-    k: Tensor  # [N, S, K, D]
-    v: Tensor  # [N, S, K, D]
+    k: Tensor  # [N, K, S, D]
+    v: Tensor  # [N, K, S, D]
     span: Tensor  # [N, S]
     q_pos: Tensor  # [N, T]
     k_pos: Tensor  # [N, S]
@@ -41,9 +43,14 @@ class Problem:
         return self.q.device.type == "cpu" and self.eps == 0 and self.finite and not self.relative_keys.shape[0]
 
     @property
+    def fuses_chunks(self) -> bool:
+        """Whether it should compute chunks. Over short lists its small products take twice the time of batched ones."""
+        return self.fuses and self.chunk >= FUSED_FROM
+
+    @property
     def together(self) -> int:
-        """Chunks that are computed in one call. Only short ones gain by it, and only a fused kernel does not store scores."""
-        return max(1, QUERIES // (self.chunk * len(self.span))) if self.fuses else 1
+        """Chunks that are computed in one call."""
+        return max(1, QUERIES // (self.chunk * len(self.span))) if self.q.device.type == "cpu" else 1
 
     @property
     def never_expires(self) -> bool:
@@ -97,10 +104,10 @@ def rows_of_queries(x: Tensor, kv_heads: int, parts: int) -> Tensor:
 
 
 def rows_of_memories(x: Tensor, parts: int) -> Tensor:
-    """[B, Hkv, S, D] -> [N, S, K, D]."""
-    return x.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2).contiguous()
+    """[B, Hkv, S, D] -> [N, K, S, D]."""
+    return x.unflatten(1, (parts, -1)).flatten(0, 1).contiguous()
 
 
 def memories_of_rows(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `rows_of_memories`; a view where possible."""
-    return x.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)
+    """The inverse of `rows_of_memories`."""
+    return x.unflatten(0, (batch, -1)).flatten(1, 2)
