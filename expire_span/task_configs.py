@@ -186,6 +186,9 @@ class CollisionTask:
     """Standard deviation of a velocity, in cells a frame and axis."""
     eval_frames: int = 100_000
     """Frames of the validation and of the test split, over all rows."""
+    meet_prob: float = 0.0
+    """In training, chance a frame that the second particle is shown in the first one's cell, so that collisions are frequent
+    and answers near: an aid for the first steps that the paper's setting does not have; validation and test never have it."""
     hints: bool = False
     """In training, ask at the sixth token of every frame whether the particles have just collided, and in which quadrant. The
     paper's setting does not have this aid; validation and test never have it."""
@@ -193,7 +196,7 @@ class CollisionTask:
     def __post_init__(self) -> None:
         require(self.size >= 2, f"size must be at least 2, got {self.size}")
         require(1 <= self.colours <= 64, f"colours must lie in 1..64, got {self.colours}")
-        _check_shares(self, "colour_prob", "latest_prob")
+        _check_shares(self, "colour_prob", "latest_prob", "meet_prob")
         limit = self.size / 4  # faster particles could hardly be kept inside the grid
         require(0 < self.speed <= limit, f"speed must lie in (0, size / 4 = {limit:g}], got {self.speed}")
         require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")

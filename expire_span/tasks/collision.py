@@ -9,7 +9,7 @@ Every draw is a hash of (seed, split, row, frame, purpose). All rows are simulat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ HINT = 5
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 ATTEMPTS = 8
 """Velocities that are drawn at once where one must be drawn anew."""
-START, SPEED, COLOUR, ASK = range(4)
+START, SPEED, COLOUR, ASK, MEET = range(5)
 """Purposes of draws."""
 
 
@@ -71,6 +71,9 @@ class Simulation:
         at = np.arange(self.frame + 1, self.frame + 1 + frames)
         positions = np.stack([self._move(int(frame)) for frame in at])
         cells = np.rint(positions).astype(np.int64)
+        if self.config.meet_prob:
+            meets = chance(self._draws(MEET, at).T, self.config.meet_prob)  # [F, B]
+            cells[:, :, 1] = np.where(meets[..., None], cells[:, :, 0], cells[:, :, 1])
         colours = self._colours(at)
         out = self._ask(at, cells, colours)
         self.frame += frames
@@ -182,6 +185,10 @@ class Collision:
             return SavedRows(self, split, batch=batch, block=block)
         return CollisionRows(self, split, batch=batch, block=block, seed=seed)
 
+    def rules(self, split: Split) -> CollisionTask:
+        """The game of a split: only training has the aids."""
+        return self.config if split == "train" else replace(self.config, meet_prob=0.0, hints=False)
+
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return 1 - correct / max(count, 1)
 
@@ -237,7 +244,7 @@ class CollisionRows:
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int, seed: int) -> None:
         self.task, self.frames, self.hints = task, block // FRAME, task.config.hints and split == "train"
-        self.simulation = Simulation(task.config, batch, key=key_of(split, seed))
+        self.simulation = Simulation(task.rules(split), batch, key=key_of(split, seed))
         self.limit = None if split == "train" else -(-task.config.eval_frames // batch)
 
     def __iter__(self) -> CollisionRows:
