@@ -108,6 +108,11 @@ class DistillConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 
+    @property
+    def warmup(self) -> int:
+        """Steps in which the learning rate rises: none, since calibration has already placed the spans."""
+        return 0
+
     def __post_init__(self) -> None:
         given = {
             n: getattr(self, n) for n in ("budget", "budget_tokens", "budget_bytes") if getattr(self, n) is not None

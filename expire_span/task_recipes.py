@@ -131,16 +131,32 @@ def collision() -> RunConfig:
     return RunConfig(task, model, replace(train, eval_every=200, eval_batches=4, eval_batch=16))
 
 
+def collision_dense() -> RunConfig:
+    """Where did two colours last collide? First lesson of three on a GPU: every third frame collides, windows of 1,024 tokens."""
+    base = collision_small()
+    train = replace(base.train, steps=600, batch=64, block=1024, warmup=200, span_weight=0.0, budget=BudgetConfig())
+    train = replace(train, eval_every=600, eval_batches=4, test_batches=4)
+    return replace(base, task=CollisionTask(path="data/collision-dense", meet_prob=0.3, hints=True), train=train)
+
+
+def collision_sparse() -> RunConfig:
+    """Where did two colours last collide? Second lesson (--init-from collision_dense): every twentieth frame collides."""
+    base = collision_dense()
+    train = replace(base.train, steps=2000, batch=16, block=4096, eval_every=2000)
+    return replace(base, task=CollisionTask(path="data/collision-sparse", meet_prob=0.05, hints=True), train=train)
+
+
 def collision_small() -> RunConfig:
-    """Where did two colours last collide? The paper's game with spans up to 16,384, trained on windows of 16,384 tokens."""
+    """Where did two colours last collide? The paper's game, spans up to 16,384 (--init-from collision_sparse, see docs/tasks.md)."""
     # Spans start long, since a collision that has expired teaches nothing; keys are not normalised, since a collision must
-    # outweigh thousands of other frames.
+    # outweigh thousands of other frames. Pressure on spans waits until the task is learned, and gives way while it is not.
     mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)
     model = DecoderConfig.modern(dim=256, layers=4, heads=4, ff_dim=1024, qk_norm=False, mixer=mixer)
-    train = TrainConfig(steps=30_000, batch=4, block=16_384, carry=False, optimizer="muon", lr=2e-3, muon_lr=1e-2)
-    train = replace(train, betas=(0.9, 0.95), span_weight=1e-6, warmup=300, schedule="linear", decay_share=0.5)
-    train = replace(train, final_lr=0.0, precision="bf16", compile=True, log_every=100, checkpoint_every=10_000)
-    train = replace(train, eval_every=4000, eval_batch=64, eval_block=2048, eval_batches=24, test_batches=120)
+    budget = BudgetConfig(live=1500, initial_weight=1e-8, gain=0.01, max_weight=1e-6, start_loss=1.0, patience_loss=1.08)
+    train = TrainConfig(steps=10_000, batch=4, block=16_384, carry=False, optimizer="muon", lr=2e-3, muon_lr=1e-2)
+    train = replace(train, betas=(0.9, 0.95), budget=budget, warmup=300, schedule="linear", decay_share=0.5)
+    train = replace(train, final_lr=0.0, precision="bf16", compile=True, log_every=100, checkpoint_every=1000)
+    train = replace(train, eval_every=1000, eval_batch=64, eval_block=2048, eval_batches=8, test_batches=40)
     return RunConfig(CollisionTask(path="data/collision"), model, train)
 
 
@@ -166,6 +182,8 @@ TASK_RECIPES: dict[str, Callable[[], RunConfig]] = {
     "instruction_small": instruction_small,
     "instruction_paper": instruction_paper,
     "collision": collision,
+    "collision_dense": collision_dense,
+    "collision_sparse": collision_sparse,
     "collision_small": collision_small,
     "collision_paper": collision_paper,
 }

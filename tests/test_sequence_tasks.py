@@ -12,7 +12,7 @@ import torch
 from expire_span.task_configs import BooksTask, CollisionTask, CopyTask, CorridorTask, InstructionTask, PortalTask
 from expire_span.tasks import twins
 from expire_span.tasks.books import Books
-from expire_span.tasks.collision import ASK, COLOUR, SPEED, START, Collision, Simulation
+from expire_span.tasks.collision import ASK, COLOUR, MEET, SPEED, START, Collision, Simulation
 from expire_span.tasks.copying import Copy
 from expire_span.tasks.episodes import EVAL_EPISODES, key_of, mix
 from expire_span.tasks.registry import build_task
@@ -71,6 +71,8 @@ class SlowCollision:
             if (draw >> 32) < config.colour_prob * 2**32:
                 self.colours[n] = ((draw & 0xFFFFFFFF) * config.colours) >> 32
         cells = [[round(x) for x in place] for place in self.places]
+        if (self.draw(MEET, self.frame) >> 32) < config.meet_prob * 2**32:
+            cells[1] = cells[0]
         if cells[0] == cells[1]:
             self.latest = tuple(self.colours)
             half = config.size // 2
@@ -87,7 +89,9 @@ class SlowCollision:
         return tokens + [a + first for a in asked], 0 if answer is None else 1 + answer[0]
 
 
-@pytest.mark.parametrize("config", [CollisionTask(), CollisionTask(size=4, colours=2, colour_prob=0.3)])
+@pytest.mark.parametrize(
+    "config", [CollisionTask(), CollisionTask(size=4, colours=2, colour_prob=0.3), CollisionTask(meet_prob=0.3)]
+)
 def test_collision_against_the_slow_reference_frame_by_frame(config):
     task = Collision(config)
     batches = take(task.stream("train", batch=3, block=8 * 50, seed=4), 6)
@@ -104,6 +108,16 @@ def test_collision_against_the_slow_reference_frame_by_frame(config):
                 scored += label > 0
     assert scored > 50
     assert [bool(out.fresh.all()) for out in batches] == [True] + [False] * 5
+
+
+def test_meetings_are_forced_in_training_only():
+    def batch(split, share):
+        return next(Collision(CollisionTask(meet_prob=share)).stream(split, batch=4, block=1600, seed=0))
+
+    often = batch("train", 0.3).x
+    met = (often[:, 0::8] == often[:, 3::8]) & (often[:, 1::8] == often[:, 4::8])
+    assert 0.25 < met.float().mean() < 0.36  # 800 frames: three standard deviations are 0.05
+    assert torch.equal(batch("test", 0.3).x, batch("test", 0.0).x)
 
 
 def shares(rows, before, after, spans):

@@ -32,6 +32,8 @@ class Data:
     """Where to put it; data/NAME by default, where the recipes look for it."""
     frames: int = 1_200_000
     """collision: how many frames to save over all splits."""
+    meet_prob: float = 0.0
+    """collision: chance a frame of the training split that the particles are made to meet; lessons before the real game."""
     books: int | None = None
     """books: only so many of each split; None fetches all."""
 
@@ -62,12 +64,13 @@ def _check(name: str, command: Data) -> None:
 
 
 def _make(name: str, place: Path, command: Data, report: Callable[[int, int | None], None]) -> Path:
+    from expire_span.task_configs import CollisionTask
     from expire_span.tasks import datasets
 
     if name == "enwik8":
         return datasets.make_enwik8(place, command.source, report)
     if name == "collision":
-        return datasets.make_collision(place, command.frames, report)
+        return datasets.make_collision(place, command.frames, report, config=CollisionTask(meet_prob=command.meet_prob))
     return datasets.make_books(place, command.source, report, limit=command.books)
 
 
