@@ -15,6 +15,7 @@ import argparse
 import copy
 import importlib.util
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,9 @@ def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Ten
     documents, folder = lessons(asked, tokenizer, books), asked.out / "run"
     with retrofit(model, expiry) as handle:
         if (folder / "config.json").exists():
-            run = distill_on(handle, documents, RunFolder.open(folder), shown=True)
+            begun = RunFolder.open(folder)
+            again = replace(begun.config, train=replace(begun.config.train, seconds=seconds))  # another --minutes
+            run = distill_on(handle, documents, replace(begun, config=again), shown=True)
         else:
             run = distill(handle, documents, config, folder, shown=True)
     lines = [line for line in run.read_metrics() if line["split"] == "train"]

@@ -132,7 +132,7 @@ def collision() -> RunConfig:
 
 
 def collision_dense() -> RunConfig:
-    """Where did two colours last collide? First lesson of three on a GPU: every third frame collides, windows of 1,024 tokens."""
+    """Where did two colours last collide? First lesson of three: every third frame collides, windows of 1,024 tokens."""
     base = collision_small()
     train = replace(base.train, steps=600, batch=64, block=1024, warmup=200, span_weight=0.0, budget=BudgetConfig())
     train = replace(train, eval_every=600, eval_batches=4, test_batches=4)
@@ -147,7 +147,7 @@ def collision_sparse() -> RunConfig:
 
 
 def collision_small() -> RunConfig:
-    """Where did two colours last collide? The paper's game, spans up to 16,384 (--init-from collision_sparse, see docs/tasks.md)."""
+    """Where did two colours last collide? The paper's game, spans up to 16,384; third lesson (--init-from collision_sparse)."""
     # Spans start long, since a collision that has expired teaches nothing; keys are not normalised, since a collision must
     # outweigh thousands of other frames. Pressure on spans waits until the task is learned, and gives way while it is not.
     mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)

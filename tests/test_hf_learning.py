@@ -98,6 +98,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
     short.undo()
 
 
+def test_a_time_limit_ends_the_run_with_an_adapter(tmp_path):
+    settings = DistillConfig(budget=0.5, steps=10**6, seconds=0.5, **SMALL)
+    run = distill(make(), documents(), settings, tmp_path / "run")
+    assert 0 < run.read_result()["step"] < 10**6 and (run.path / "adapter" / "adapter.safetensors").is_file()
+
+
 def test_low_rank_additions_learn_too_and_come_off(tmp_path):
     pytest.importorskip("peft")
     handle = make(initial_span=0.3)  # something expires from the first step on
