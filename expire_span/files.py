@@ -24,10 +24,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def hash_file(path: Path) -> str:
-    """The sha256 of a file's bytes."""
+def hash_file(path: Path, algorithm: str = "sha256") -> str:
+    """The checksum of a file's bytes in hexadecimal digits."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
-from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.models.lifetimes import REACH_RATE
 from expire_span.models.mixer import build_mixer
+from expire_span.models.systems import mixer_config
 from expire_span.models.systems.compressive.layer import Compressive
 from expire_span.models.systems.expire_span import HeadReach
 

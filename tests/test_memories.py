@@ -12,9 +12,8 @@ from expire_span.checkpoint import load_model
 from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
 from expire_span.generate import Sampling, generate_bytes
 from expire_span.memories import as_markdown, find_limits, reach_of, state_bytes
-from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
-from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems import SYSTEMS, mixer_config
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder
 from expire_span.train.supervised import SupervisedLearner, resume, train

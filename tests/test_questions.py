@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from expire_span.cli import main
 from expire_span.config import BudgetConfig, TrainConfig
-from expire_span.mixer_configs import FullConfig, TransformerXLConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
 from expire_span.models.lifetimes import live_both_ways
+from expire_span.models.systems.full import FullConfig
+from expire_span.models.systems.transformer_xl import TransformerXLConfig
 from expire_span.study.questions import cells, study
 from expire_span.study.questions.cells import CacheCell, EncoderCell, asked_on_side, learned_spans, small_model
 from expire_span.study.questions.fit import fit, measure

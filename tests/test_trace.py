@@ -13,9 +13,11 @@ import torch
 from expire_span.cli import main
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.generate import Sampling
-from expire_span.mixer_configs import FullConfig, GRUConfig, SlidingWindowConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import HeadReach
+from expire_span.models.systems.full import FullConfig
+from expire_span.models.systems.recurrent import GRUConfig
+from expire_span.models.systems.sliding_window import SlidingWindowConfig
 from expire_span.runs import UserError
 from expire_span.train.supervised import train
 from expire_span.view.limit import Cut, limit_spans, mean_live, trace_cut

@@ -10,7 +10,7 @@ import tyro
 
 from expire_span.runs import UserError, find_run
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, parse, read_text_option
 from .runs import with_data
 
 
@@ -44,7 +44,7 @@ def run_analyse(args: list[str]) -> int:
         raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     limits = parse_limits(command.limits)
     run = find_run(command.run, command.runs_dir)
-    raw = None if command.text is None else _read(command.text)
+    raw = None if command.text is None else read_text_option(command.text)
     from expire_span.analyse.analysis import analyse, write_analysis
     from expire_span.train.devices import check_device
 
@@ -53,13 +53,6 @@ def run_analyse(args: list[str]) -> int:
     show(found)
     print("\n".join(str(path) for path in write_analysis(command.out or run.path, found)))
     return 0
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read --text {path}: {error.strerror}") from error
 
 
 def parse_limits(text: str | None) -> list[float]:

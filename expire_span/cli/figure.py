@@ -12,7 +12,7 @@ from expire_span.files import to_json, write_atomic
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 
-from .parsing import PROGRAM, nearest, parse
+from .parsing import PROGRAM, nearest, parse, read_text_option
 
 SHOWN = 4096
 """Tokens of the sample in a figure that compares two traces."""
@@ -71,7 +71,7 @@ def run_figure(args: list[str]) -> int:
         raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     is_trace = command.run is not None and Path(command.run).is_file()
     run = None if is_trace else find_run(command.run, command.runs_dir)
-    raw = None if command.text is None else command.text.read_bytes()
+    raw = None if command.text is None else read_text_option(command.text)
     out = command.out or Path(f"{command.name}.pdf")
     if command.name in ("words", "cut"):
         if run is None:

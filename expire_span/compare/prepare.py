@@ -13,7 +13,8 @@ from expire_span.config import RunConfig
 from expire_span.memories import find_limits, state_bytes
 from expire_span.models.systems import find
 from expire_span.runs import UserError
-from expire_span.tasks.task import Split, Task, build_task
+from expire_span.tasks.contract import Split, Task
+from expire_span.tasks.registry import build_task
 from expire_span.train.build_environments import build_environments
 from expire_span.train.devices import check_device
 from expire_span.train.estimate import check_arithmetic, check_size, count_parameters, device_bytes

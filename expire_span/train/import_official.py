@@ -23,7 +23,7 @@ from expire_span.config import RunConfig, TextTask, TrainConfig
 from expire_span.models import official
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError, check_new
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 
 from .devices import build_accelerator, describe_environment
 from .fingerprint import find_fingerprint

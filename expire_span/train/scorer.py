@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import Batch
+from expire_span.tasks.contract import Batch
 
 
 class Scorer(nn.Module):

@@ -31,7 +31,8 @@ from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import move
 from expire_span.runs import RunFolder, UserError
-from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.contract import Task
+from expire_span.tasks.registry import build_task
 
 from . import randomness, session
 from .budget import BudgetController

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from expire_span.memory import ExpiringMemory
 from expire_span.model_configs import BackboneConfig
+from expire_span.store import ExpiringMemory
 
 from .trace import Line
 

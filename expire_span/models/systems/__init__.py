@@ -70,6 +70,11 @@ def find(kind: str) -> MemorySystem:
     return SYSTEMS[kind]
 
 
+def mixer_config(kind: str, **fields: Any) -> Any:
+    """The settings of the memory system of this kind, with its defaults for the fields that are not given."""
+    return find(kind).settings(**fields)
+
+
 def load_plugins() -> None:
     """Import the modules that the environment variable `EXPIRE_SPAN_PLUGINS` names, so that they can register systems."""
     for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
