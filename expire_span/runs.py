@@ -181,7 +181,7 @@ class RunFolder:
         return cls.open(path)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other processes from training this run meanwhile. A process that dies, however it dies, holds nothing."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
@@ -230,7 +230,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Delete what killed processes left half-written, unless the run is being trained or cannot be written to."""
-        with contextlib.suppress(OSError, RunError), self.hold():
+        with contextlib.suppress(OSError, RunError), self.lock():
             sweep(self.path)
             sweep(self.path.parent, f".{glob.escape(self.name)}.*.tmp")
             for folder in self.checkpoints.glob(".step-*.tmp"):

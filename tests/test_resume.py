@@ -189,5 +189,5 @@ def test_a_run_in_training_cannot_be_resumed_beside_it(config, tmp_path):
     assert process.poll() is None and (path / "metrics.jsonl").read_bytes().startswith(before)
     process.kill()
     process.communicate()
-    with RunFolder.open(path).hold():  # what a killed process held is free
+    with RunFolder.open(path).lock():  # what a killed process held is free
         pass

@@ -81,9 +81,9 @@ def rank_layer(reading: Reading, layer: int, classes: np.ndarray) -> dict[str, A
     return {"layer": layer, "mean": float(spans.mean()), "classes": rows, "longest": top}
 
 
-def around(text: str, place: int, reach: int = 12) -> list[str]:
+def around(text: str, place: int, width: int = 12) -> list[str]:
     """The letters before a place, the one at it, and those after."""
-    return [text[max(place - reach, 0) : place], text[place], text[place + 1 : place + 1 + reach]]
+    return [text[max(place - width, 0) : place], text[place], text[place + 1 : place + 1 + width]]
 
 
 def replace_word(model: TextModel, text: str, word: str | None) -> dict[str, Any] | None:

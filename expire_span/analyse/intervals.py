@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STRETCHES = 50
+BLOCKS = 50
 """Parts of the text that are drawn again: neighbours hang together, whole stretches hardly do."""
 DRAWS = 1000
 LOW, HIGH = 2.5, 97.5
@@ -13,11 +13,11 @@ LOW, HIGH = 2.5, 97.5
 
 def class_means(values: np.ndarray, classes: np.ndarray, count: int) -> list[dict[str, float]]:
     """For each of `count` classes: how many values, their mean, and the interval of the mean from redrawn stretches."""
-    stretch = np.arange(len(values)) * STRETCHES // max(len(values), 1)
+    stretch = np.arange(len(values)) * BLOCKS // max(len(values), 1)
     place = stretch * count + classes
-    sums = np.bincount(place, values, STRETCHES * count).reshape(STRETCHES, count)
-    counts = np.bincount(place, minlength=STRETCHES * count).reshape(STRETCHES, count)
-    drawn = np.random.default_rng(0).multinomial(STRETCHES, np.full(STRETCHES, 1 / STRETCHES), DRAWS)
+    sums = np.bincount(place, values, BLOCKS * count).reshape(BLOCKS, count)
+    counts = np.bincount(place, minlength=BLOCKS * count).reshape(BLOCKS, count)
+    drawn = np.random.default_rng(0).multinomial(BLOCKS, np.full(BLOCKS, 1 / BLOCKS), DRAWS)
     return [_mean(sums[:, n], counts[:, n], drawn) for n in range(count)]
 
 

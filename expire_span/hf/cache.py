@@ -23,7 +23,7 @@ from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
 
 from .attention import Reading
-from .rotary import turn_keys
+from .rotary import rotate_keys
 
 
 class ForgettingLayer(CacheLayerMixin):
@@ -172,7 +172,7 @@ class ExpiringLayer(ForgettingLayer):
             return
         self.memory = self.memory.rebase(offset)
         if self.inverse_frequencies is not None and "k" in self.memory.slots:
-            turned = turn_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
+            turned = rotate_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
             self.memory = self.memory.replace_field("k", turned)
 
 

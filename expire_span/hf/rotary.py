@@ -11,7 +11,7 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 """Kinds of rotary positions whose angles change with the length of the context: keys at rest cannot follow."""
 
 
-def turn_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
+def rotate_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
     """Keys [.., D] as if they stood `steps` later. Angles are reduced in float64: steps may be millions."""
     angle = (inverse_frequencies.double() * steps) % (2 * torch.pi)
     angle = torch.cat([angle, angle]).to(keys.device)

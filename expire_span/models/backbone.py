@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from expire_span.model_configs import BackboneConfig
 from expire_span.models import systems
-from expire_span.store import SteadyMemory, settle
+from expire_span.store import SteadyMemory, trim_states
 
 from .mixer import Keep, Mixer, MixerAux, build_mixer
 
@@ -192,7 +192,7 @@ class Backbone(nn.Module):
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        state = [None] * len(self.blocks) if state is None else settle(state)
+        state = [None] * len(self.blocks) if state is None else trim_states(state)
         h, states, auxes = x, [], []
         for block, part, used in zip(self.layers(), state, self._draw_layers(x)):
             run = block.compiled if block.compiled is not None and _is_steady(part, fresh, keep) else block

@@ -93,14 +93,14 @@ class SlotRules:
 
 def slot_rules(mixer: Mixer) -> SlotRules | None:
     """The rules of a layer that can keep its memories in slots, else None."""
-    reach = systems.find(mixer.settings.kind).reach(systems.StateSize(mixer.shape, mixer.settings))
-    if reach is None:
+    field = systems.find(mixer.settings.kind).receptive_field(systems.StateSize(mixer.shape, mixer.settings))
+    if field is None:
         return None
     if isinstance(mixer, ExpiringAttention):
         r, form = mixer.rules, mixer.span_predictor.span_form(mixer.shape.dim)
         if form is None or not r.causal:
             return None
-        limit = min(reach + 1, r.cap or reach + 1)
+        limit = min(field + 1, r.cap or field + 1)
         return SlotRules(mixer.span_predictor.ramp, r.cap, r.include_self, r.normalizer_eps, limit, r.impl, form)
     if isinstance(mixer, WindowMixer) and not mixer.sinks and [band.dilation for band in mixer.bands] == [1]:
         window = mixer.bands[0].window  # a hard edge: with a ramp of 1, age `window` is the first that is dead

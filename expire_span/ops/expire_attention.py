@@ -80,8 +80,8 @@ def expire_attention(
         return q.clone()  # no rows or no queries, so that y is as empty as q
     span = span.to(inputs.lifetime_dtype(span, q))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    rules = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
-    call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *rules)
+    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
+    call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *options)
     if chosen == "triton":
         return _run_triton(call, deterministic, check)
     return _run_reference(call, causal) if chosen == "reference" else _run_chunked(call, causal)
@@ -105,12 +105,12 @@ class _Call:
     normalizer_eps: float
 
     @property
-    def rules(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options that every implementation takes."""
         return dict(ramp=self.ramp, include_self=self.include_self, scale=self.scale)
 
     @property
-    def paper(self) -> dict[str, Any]:
+    def paper_options(self) -> dict[str, Any]:
         """The options of the paper's models."""
         return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
 
@@ -147,10 +147,12 @@ def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
         span = spans_of_heads(span, call.k.shape[1])
     tensors = (call.q, call.k, call.v, span, call.q_pos, call.k_pos)
     if decodes and call.ids is None:
-        return triton_decode(*tensors, **call.rules, **call.paper)
+        return triton_decode(*tensors, **call.options, **call.paper_options)
     if check and call.relative_keys is not None and call.learns:
         inputs.check_distinct(call.q_pos, call.k_pos, call.relative_keys.shape[0], call.ids)
-    return triton_attention(*tensors, **call.rules, **call.paper, documents=call.ids, deterministic=deterministic)
+    return triton_attention(
+        *tensors, **call.options, **call.paper_options, documents=call.ids, deterministic=deterministic
+    )
 
 
 def _run_chunked(call: _Call, causal: bool) -> Tensor:
@@ -158,17 +160,17 @@ def _run_chunked(call: _Call, causal: bool) -> Tensor:
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=causal, **call.rules)
+        return decode_attention(*tensors, causal=causal, **call.options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=causal, **call.rules, **call.paper)
+    return chunked_attention(*tensors, causal=causal, **call.options, **call.paper_options)
 
 
 def _run_reference(call: _Call, causal: bool) -> Tensor:
     from .reference import reference_attention
 
     by_head = (x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head())
-    return reference_attention(call.q, call.k, call.v, *by_head, causal=causal, **call.rules, **call.paper)
+    return reference_attention(call.q, call.k, call.v, *by_head, causal=causal, **call.options, **call.paper_options)
 
 
 def attend_in_segments(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .face import Store
+from .interface import Store
 from .memory import ExpiringMemory
 from .rule import NEVER
-from .steady import SteadyMemory, settle
+from .steady import SteadyMemory, trim_states
 
-__all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "settle"]
+__all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "trim_states"]
 
 _LAYOUTS: dict[str, Any] = {cls.layout_name: cls for cls in (ExpiringMemory, SteadyMemory)}
 

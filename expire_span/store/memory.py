@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import Store
+from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
 from .rule import NEVER, blank, exact_span, find_living, steps_left
 from .segments import Segments

@@ -2,7 +2,7 @@
 
 Positions count from the start of the block to come: a stored memory's position is negative, and none grows without bound. At
 the end of a block the dead are wiped and moved to the front; the living stay behind them in order of birth. The result is
-equally wide whoever died, so a block never waits for the device and can be compiled, or recorded as a CUDA graph. `settle`
+equally wide whoever died, so a block never waits for the device and can be compiled, or recorded as a CUDA graph. `trim_states`
 then cuts empty slots off: it waits for the device once per step, for all layers together.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import Store
+from .interface import Store
 from .rule import NEVER, find_living, order_living_last, steps_left, take_slots, wipe
 
 
@@ -86,7 +86,7 @@ class SteadyMemory(Store):
         return cls(**state)
 
 
-def settle(states: list[Any], *, copy: bool = True) -> list[Any]:
+def trim_states(states: list[Any], *, copy: bool = True) -> list[Any]:
     """Cut off the slots that no row needs, in all layers' states at once. States of other systems pass through.
 
     copy: give the memory of the cut-off slots free; without it, the states are views for a caller who copies them anyway.
@@ -95,10 +95,10 @@ def settle(states: list[Any], *, copy: bool = True) -> list[Any]:
     if not pending:
         return states
     counts = torch.stack([states[n]["memory"].living for n in pending]).amax(-1).tolist()
-    settled = list(states)
+    trimmed = list(states)
     for n, count in zip(pending, counts):
-        settled[n] = {**states[n], "memory": _cut(states[n]["memory"], count, copy)}
-    return settled
+        trimmed[n] = {**states[n], "memory": _cut(states[n]["memory"], count, copy)}
+    return trimmed
 
 
 def _is_pending(state: Any) -> bool:

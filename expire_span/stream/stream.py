@@ -16,9 +16,9 @@ from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
 from .engines import Engine, PlainEngine, SteadyEngine
-from .happenings import find_events, remember_living
+from .events import find_events, remember_living
+from .memory_check import check_room
 from .prompts import Prompt, check_prompt, group_by_length, read_prompt
-from .room import check_room
 from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 

@@ -26,6 +26,7 @@ from expire_span.checkpoint import Snapshot
 from expire_span.models.policy import Policy
 from expire_span.models.state import move
 from expire_span.runs import RunFolder, UserError
+from expire_span.sizes import show_bytes
 
 from . import randomness, session
 from .agent_evaluation import AgentResult, evaluate_agent
@@ -35,7 +36,6 @@ from .devices import build_accelerator
 from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates
-from .progress import show_bytes
 from .replay import Window, replay
 from .rollout import Episodes, Player
 from .trackers import check_tracker

@@ -13,8 +13,7 @@ from expire_span.config import DecoderConfig, RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.policy import Policy
 from expire_span.runs import UserError
-
-from .progress import show_bytes
+from expire_span.sizes import show_bytes
 
 WEIGHT_BYTES = 16
 """Bytes of a parameter in training: its value, its gradient and two running means of Adam, each in float32."""

@@ -55,7 +55,7 @@ class Window:
 
 
 @dataclass
-class Stretches:
+class Fragments:
     """Parts of a window's rows that belong to one episode each; every tensor is [n], on the host."""
 
     row: Tensor
@@ -64,12 +64,12 @@ class Stretches:
     goes_on: Tensor
     """Whether the episode began before the window."""
 
-    def take(self, chosen: Tensor) -> Stretches:
+    def take(self, chosen: Tensor) -> Fragments:
         """Those that are marked in `chosen` [n] (bool)."""
-        return Stretches(*(getattr(self, f.name)[chosen] for f in fields(self)))
+        return Fragments(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
-def cut(begins: Tensor) -> Stretches:
+def cut(begins: Tensor) -> Fragments:
     """Cut every row of a window [T, B] where an episode begins; in order of rows, then of time."""
     starts = begins.t().cpu()  # [B, T]
     goes_on = ~starts
@@ -78,7 +78,7 @@ def cut(begins: Tensor) -> Stretches:
     row, first = starts.nonzero(as_tuple=True)
     last_of_row = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
     stop = torch.where(last_of_row, starts.shape[1], first.roll(-1))
-    return Stretches(row, first, stop - first, goes_on[row, first])
+    return Fragments(row, first, stop - first, goes_on[row, first])
 
 
 @dataclass
@@ -110,7 +110,7 @@ def replay(policy: Policy, window: Window) -> Replayed:
     return _join(parts)
 
 
-def _read(policy: Policy, window: Window, encoded: Tensor, group: Stretches, goes_on: bool) -> Replayed:
+def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goes_on: bool) -> Replayed:
     device, longest = window.begins.device, int(group.length.max())
     rows, firsts, lengths = group.row, group.first, group.length
     time = torch.arange(longest)

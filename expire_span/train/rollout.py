@@ -11,7 +11,7 @@ from torch import Tensor
 from expire_span.agent_configs import EnvTask
 from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
-from expire_span.store import NEVER, SteadyMemory, settle
+from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .environments import Environments, Frame
 from .replay import Window
@@ -63,7 +63,7 @@ class Player:
     def play(self, length: int, *, gamma: float, gae_lambda: float, expert_rows: int | None = None) -> Played:
         """Play a window. With `expert_rows`, the expert is asked everywhere and acts in that many rows."""
         self.policy.eval()
-        start, episodes, seen = settle(self.state), Episodes(), _Columns()
+        start, episodes, seen = trim_states(self.state), Episodes(), _Columns()
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
@@ -116,7 +116,7 @@ class Player:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "state": settle(self.state),
+            "state": trim_states(self.state),
             "begins": self.begins,
             "returns": self.returns,
             "steps": self.steps,

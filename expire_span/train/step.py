@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.models.state import detach, map_tensors
-from expire_span.store import settle
+from expire_span.store import trim_states
 
 Outcome = tuple[dict[str, Tensor], Any, int]
 """What a scorer gives: sums, state, bytes held; all detached."""
@@ -72,7 +72,7 @@ class TrainStep:
 
     def __call__(self, given: Pass) -> Outcome:
         if given.state is not None:
-            given = _replace_state(given, settle(given.state, copy=not self.graphs))
+            given = _replace_state(given, trim_states(given.state, copy=not self.graphs))
         if not self.graphs or given.fresh is not None or (given.remember and given.state is None):
             return self.run(given)
         key = tuple((x.shape, x.dtype) for x in given.tensors())

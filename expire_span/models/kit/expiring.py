@@ -20,7 +20,7 @@ from torch import Tensor
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
-from expire_span.store import ExpiringMemory, SteadyMemory, settle
+from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 
 from .attention import AttentionMixer
 from .precision import storage_dtype
@@ -121,7 +121,7 @@ class ExpiringAttention(AttentionMixer):
     # The three ways to read
 
     def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
-        (state,) = settle([state])
+        (state,) = trim_states([state])
         if state["position"] >= REBASE_AFTER:
             state = self.rebase(state, state["position"])
         memory = state["memory"]

@@ -174,7 +174,10 @@ def gate_example() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
     values = 2 * torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     writes = torch.zeros_like(values)
     writes[[5, 25, 45]] = 1
-    held = {"gate shut between": gating.hold(values, writes), "gate 5% open between": gating.hold(values, writes, 0.05)}
+    held = {
+        "gate shut between": gating.run_gated_unit(values, writes),
+        "gate 5% open between": gating.run_gated_unit(values, writes, 0.05),
+    }
     return values, writes, held
 
 

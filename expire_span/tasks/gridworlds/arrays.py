@@ -93,7 +93,7 @@ class Arrays:
 
         return array.to(getattr(torch, kind))
 
-    def hold(self, array: Array, last: Array | int) -> Array:
+    def clamp(self, array: Array, last: Array | int) -> Array:
         """Numbers held between 0 and `last`."""
         if self.is_numpy:
             return np.minimum(np.maximum(array, 0), last)
