@@ -40,6 +40,7 @@ __all__ = [
     "Recipe",
     "StateSize",
     "find",
+    "mixer_config",
     "register",
 ]
 
