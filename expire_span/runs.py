@@ -182,7 +182,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from training this run meanwhile. A process that dies, however it dies, holds nothing."""
+        """Within the block, no other process can train this run. The lock ends with the process, however it ends."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             _lock(handle, self.path)
@@ -280,7 +280,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            advice = f"once that is mended, go on with: expire-span resume {self.path}"
+            advice = f"once that is fixed, continue with: expire-span resume {self.path}"
             raise StorageError(f"cannot write {self.path / name}: {describe(error)}; {advice}") from error
 
     def _read_lines(self, name: str) -> list[tuple[dict[str, Any], bytes]]:

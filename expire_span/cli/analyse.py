@@ -16,7 +16,7 @@ from .runs import with_data
 
 @dataclass(frozen=True)
 class Analyse:
-    """Analyse a run of text: which letters live longest, what a word's span hangs on, what shorter memory costs."""
+    """Analyse a run of text: which letters live longest, what a word's span depends on, what shorter memory costs."""
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """Name or folder of a run on text or books, with learned spans; none takes the model that ships with the package."""

@@ -24,7 +24,7 @@ from .matched import match_parameters
 from .plan import Comparison, System, config_of
 
 COPIES = 2.5
-"""A growing store holds spare room, and is copied when it grows: so many times what it keeps, at worst."""
+"""Most bytes that a growing store needs for each byte that it keeps: it has spare slots, and is copied when it grows."""
 
 
 def prepare(

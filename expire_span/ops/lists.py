@@ -2,8 +2,9 @@
 
 A memory belongs to the lists of all chunks from the one in which it is born to the one in which its ramp ends. A dead memory
 stays dead, so the list of a chunk is made from the list before: its survivors, then the newly born. The work for all lists is
-therefore proportional to their total length. Consecutive chunks can share a `LiveList`, a row for each, so that short chunks,
-which list few memories that most of their queries cannot see, do not cost an operator call each.
+therefore proportional to their total length. Short chunks waste less, since fewer of the listed memories are dead for most of
+their queries. Several consecutive chunks can share one `LiveList`, a row for each, so that each short chunk does not need
+calls of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer keeps: one deletion rule, hidden states or keys and values, several layouts behind one face."""
+"""What a layer keeps: one deletion rule, hidden states or keys and values, several layouts behind one interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYOUTS: dict[str, Any] = {cls.layout_name: cls for cls in (ExpiringMemory, Ste
 
 
 def restore(layout: str, state: dict[str, Any]) -> Store:
-    """The store whose `layout_name` and `state_dict` these are."""
+    """The store that was saved with this `layout_name` and `state_dict`."""
     if layout not in _LAYOUTS:
         raise ValueError(f"unknown layout {layout!r} of a saved memory, known are: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[layout].from_state_dict(state)

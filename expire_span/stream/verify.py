@@ -1,4 +1,4 @@
-"""Whether deletion changes anything: a stream against one pass over everything, in which only the mask ends lives."""
+"""Whether deletion changes anything: a stream that deletes, against one pass over all tokens in which nothing is deleted."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LEAD = (
 
 @dataclass(frozen=True)
 class EntrancesSettings:
-    """What is trained; the settings of a study folder."""
+    """Which networks and decoders are trained; saved as the settings of the study folder."""
 
     layers: tuple[int, ...] = (1, 2, 3)
     units: tuple[int, ...] = (2, 4, 8, 16, 32)

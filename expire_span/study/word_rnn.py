@@ -49,7 +49,7 @@ LEAD = (
 
 @dataclass(frozen=True)
 class WordSettings:
-    """What is trained; the settings of a study folder."""
+    """Which word models are trained; saved as the settings of the study folder."""
 
     path: str = ""
     steps: int = 400

@@ -76,7 +76,7 @@ def fetch(url: str, target: Path, check: Check, report: Report = lambda done, to
 
 
 def _download(url: str, part: Path, report: Report) -> None:
-    """Write what the server has behind the bytes that are already there."""
+    """Download the bytes after those that are already there."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:

@@ -7,7 +7,7 @@ read the window again as blocks, from the one state it began with (replay.py), a
     loss = -mean min(ratio A, clip(ratio, 1 - c, 1 + c) A) + v (V - target)^2 - h entropy + w mean span of new memories
 
 The weight w of the spans is zero until the agent succeeds (the budget controller sees the share of failures as the task's
-loss): a cue that expires before the agent knows what it is for sends no gradient back, and is lost for good.
+loss): a cue that expires before the agent has learned to use it gives no gradient that would lengthen its span.
 """
 
 from __future__ import annotations

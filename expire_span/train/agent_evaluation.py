@@ -1,4 +1,4 @@
-"""Evaluation of agents: success by difficulty with intervals, what is kept in memory, and whether that was of use.
+"""Evaluation of agents: success by difficulty with confidence intervals, what is kept in memory, and whether it was needed.
 
 Every row of environments plays the same number of whole episodes, so that short ones are not favoured. Difficulty is the
 expert's number of steps, where the environment tells it.

@@ -1,4 +1,4 @@
-"""Controls against self-deception: does an agent act by what it remembers, or by something else?
+"""Control experiments: does an agent act by what it remembers, or by something else?
 
 Each control changes the memories of an agent while it plays, and says what must then happen:
 - forget: all memories are deleted at every step; where memory is needed, the agent must fall to chance.
@@ -79,7 +79,7 @@ def _slots_of(part: Any) -> SteadyMemory:
 
 
 class Swap(Control):
-    """The twin sees the same episode with the other colour as cue, and is led by the agent's own actions."""
+    """The twin environment shows the same episode with the other colour as cue, and takes the agent's own actions."""
 
     def __init__(self, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int) -> None:
         twin = build_environments(task, count, device)

@@ -1,8 +1,8 @@
-"""One step of learning to forget on a frozen Hugging Face model: its own logits are the teacher, the budget the pressure.
+"""One training step of span predictors on a frozen Hugging Face model: its own logits are the teacher, a budget limits memory.
 
-    loss = KL(base model || with expiry) + weight x mean span,   weight by the controller, so that the living fit the budget
+    loss = KL(base model || with expiry) + weight x mean span,   the weight set by the budget controller
 
-Contexts are read in blocks; the memory of earlier blocks is carried and its spans learn on (hf/learning.py).
+Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still get gradient (hf/learning.py).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Distiller:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of contexts of the text that is kept apart, always the same ones."""
+        """The same for contexts of the held-out text, always the same ones."""
         rng = numpy.random.default_rng([self.seed, 1])
         found = []
         for first in range(0, self.config.eval_contexts, self.config.batch):
@@ -145,7 +145,7 @@ class Distiller:
         return self.config.context ** (1 - done) * self.target**done
 
     def set_rate(self, share: float) -> None:
-        """The learning rate after a share of the training: constant, then falling in a line."""
+        """The learning rate after a share of the training: constant, then linear decay."""
         left = min(1.0, (1 - share) / max(1e-9, self.config.decay))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * max(left, LEAST_RATE)
@@ -161,8 +161,9 @@ class Distiller:
     def _price(self, span: Tensor, cache: Any, context: int) -> Tensor:
         """The mean span; where spans were calibrated, only as far as the context goes.
 
-        What lies beyond the context is read by no query, so that nothing would speak for it: charged for it, long spans would
-        be pressed harder than short ones. Spans that all begin beyond the context need that pressure to come down.
+        No query reads a memory beyond the context, so nothing in the task favours spans beyond it: if that part were charged
+        too, long spans would be shortened more than short ones. Where all spans start beyond the context, it must be charged,
+        so that they get shorter at all.
         """
         if not self.config.calibrate:
             return span.mean()
@@ -203,7 +204,7 @@ class Distiller:
 
 
 def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Text to learn from, and text that is kept apart: the last document, or the end of the only one.
+    """Training text and held-out text: the latter is the last document, or the end of the only one.
 
     A single document that is too short to spare a context serves for both.
     """

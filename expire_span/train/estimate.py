@@ -1,4 +1,4 @@
-"""What a run needs at least, so that absurd sizes are refused with numbers before anything is built or written."""
+"""Lower bounds of the memory that a run needs, so that impossible sizes are refused before anything is built or written."""
 
 from __future__ import annotations
 

@@ -51,7 +51,10 @@ class GymnasiumEnvironments(Environments):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin every row's episode so late that all of them arrive together; until then a row plays anything."""
+        """Replay every row's saved actions, with rows that have fewer starting later, so that all finish at the same step.
+
+        Before its start a row takes arbitrary actions in an episode that is then reset.
+        """
         history = state["history"]
         longest = max(len(actions) for actions in history)
         self.begin(state["seed"])
@@ -72,7 +75,7 @@ class GymnasiumEnvironments(Environments):
         chosen = torch.tensor([action or [0] * len(self.actions) for action in actions])
         _, terminated, truncated, _ = self._advance(chosen)
         ended = (terminated | truncated).cpu().numpy()
-        if ended.any():  # only rows that play anything can end: the episodes that are replayed were not over
+        if ended.any():  # only rows before their start can end: the replayed episodes were still running
             self._reset(ended)
 
     def close(self) -> None:

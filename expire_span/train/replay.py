@@ -1,8 +1,9 @@
-"""Replay: windows of steps that were played one at a time, read again as blocks from the one state that each began with.
+"""Replay: read windows of steps, which were played one at a time, again as blocks, from the state that each began with.
 
-A window may hold the end of one episode and the beginning of the next. It is cut there into stretches: a stretch that goes on
-with an episode reads from the stored state, one that begins an episode reads from nothing. Reading a stretch as a block gives
-the probabilities and values that were met when it was played, since a memory that was deleted then is masked now.
+A window may hold the end of one episode and the beginning of the next. Each row is cut there into fragments of one episode
+each: a fragment that continues an episode starts from the stored state, one that begins an episode from an empty state.
+Reading a fragment as a block gives the same probabilities and values as playing it did, since a memory that was deleted then
+is masked now.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ class Replayed:
 
 
 def replay(policy: Policy, window: Window) -> Replayed:
-    """Read the stretches of a window as blocks."""
-    stretches, parts = cut(window.begins), []
+    """Read the fragments of a window as blocks."""
+    fragments, parts = cut(window.begins), []
     encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
     for goes_on in (True, False):
-        group = stretches.take(stretches.goes_on == goes_on)
+        group = fragments.take(fragments.goes_on == goes_on)
         if len(group.row):
             parts.append(_read(policy, window, encoded, group, goes_on))
     return _join(parts)
@@ -114,7 +115,7 @@ def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goe
     device, longest = window.begins.device, int(group.length.max())
     rows, firsts, lengths = group.row, group.first, group.length
     time = torch.arange(longest)
-    mask = time < lengths[:, None]  # [n, longest]; what lies behind a stretch's end is read and not used
+    mask = time < lengths[:, None]  # [n, longest]; what lies behind a fragment's end is read and not used
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
     mask, places = mask.to(device), places.to(device)
     state = select_rows(window.state, rows) if goes_on else None
@@ -154,7 +155,7 @@ def _rule_of(mixer: nn.Module) -> Lifetimes | None:
 class SpanWatch:
     """Collects, while it is open, the spans that a policy's layers give, with their gradients.
 
-    A block's own loss averages over all of its steps; here the steps behind a stretch's end must not count.
+    A block's own loss averages over all of its steps; here the steps behind a fragment's end must not count.
     """
 
     def __init__(self, policy: Policy) -> None:

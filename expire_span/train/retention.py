@@ -1,4 +1,4 @@
-"""Whether what an agent kept is what it needed.
+"""How well the memories that an agent kept match those that it needed.
 
 An environment may say of each observation which fact it shows, and until when that is of use (`fact`, `needed_until`). A memory
 is kept until its span and the ramp are over, or its episode ends. Then, counted in steps after a memory's birth:

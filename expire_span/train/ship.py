@@ -54,7 +54,7 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as they are stored, and what they are worth."""
+    """Weights as they are stored, and their scores."""
 
     weights: dict[str, Tensor]
     step: int

@@ -17,9 +17,9 @@ class AttentionMixer(Mixer):
     """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
 
     separate_keys: ClassVar[bool] = True
-    """Off where queries serve as keys."""
+    """Whether there is a key projection; off where queries serve as keys."""
     recordable_alone: ClassVar[bool] = False
-    """Whether sequences that stand alone never make the host wait, without learned relative positions."""
+    """Whether, without carried memory and learned relative positions, the host never waits for the device."""
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)

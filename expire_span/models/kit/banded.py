@@ -1,6 +1,6 @@
 """Attention to the last `window` entries, block by block: no mask is larger than block x (window + block).
 
-Queries are cut into blocks, and each block reads one contiguous stretch of keys: the `window` entries before it and its own.
+Queries are cut into blocks, and each block reads one contiguous range of keys: the `window` entries before it and its own.
 All blocks run as one batch.
 """
 
@@ -133,7 +133,7 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def _prepend_extra(k, v, seen, q_pos, k_pos, extra: Extra, extent: int, dilation: int):
-    """Put the extra entries before each block's stretch; those that the window holds already are not read twice."""
+    """Put the extra entries before each block's keys, except those that the window holds already."""
     blocks = k.shape[2]
     k = torch.cat([extra.k.to(k.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), k], 3)
     v = torch.cat([extra.v.to(v.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), v], 3)

@@ -1,6 +1,6 @@
 """The ring of last tokens and the first tokens that stay: what `sliding_window`, `streaming_sinks` and `longformer` share.
 
-Streaming is exact: any chopping of a sequence gives the same outputs. The state has a fixed size.
+Streaming is exact: a sequence in pieces of any size gives the same outputs. The state has a fixed size.
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ class Ring:
         return {"k": keys, "v": keys.clone(), "pos": pos}
 
     def extend(self, ring: dict[str, Tensor], k: Tensor, v: Tensor, pos: Tensor) -> dict[str, Tensor]:
-        """The ring and what comes after it, in one stretch."""
+        """The ring's entries and the new ones after them, as one sequence."""
         pos = torch.cat([ring["pos"], pos.expand(k.shape[0], -1)], 1)
         keys, values = torch.cat([ring["k"].to(k.dtype), k], 2), torch.cat([ring["v"].to(v.dtype), v], 2)
         return {"k": keys, "v": values, "pos": pos}
 
     def cut(self, stretch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The last of a stretch, copied, so that the rest is freed."""
+        """The last entries of such a sequence, copied, so that the memory of the rest is freed."""
         extent = self.band.extent
         kept = {name: stretch[name].detach()[:, :, -extent:].clone() for name in ("k", "v")}
         return {**kept, "pos": stretch["pos"][:, -extent:].clone()}
 
 
 class WindowMixer(AttentionMixer):
-    """Bands of heads with a ring each, and `sinks` first tokens; subclasses say which."""
+    """Bands of heads with a ring each, and the first `sinks` tokens; subclasses define both."""
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)

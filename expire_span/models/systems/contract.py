@@ -97,10 +97,10 @@ class StateSize:
 @documented
 @dataclass(frozen=True)
 class Budget:
-    """How one system spends a number of memories."""
+    """How a system is held to a number of memories."""
 
     knob: str
-    """What is set, in words."""
+    """Which setting decides it, in words."""
     settings: Callable[[Recipe, Any], Any] | None = None
     """The system's settings for so many memories; None where nothing can be set."""
 

@@ -31,7 +31,7 @@ FEW: dict[Penalty, tuple[float, ...]] = {"none": (0.0,), "unnormalised": (0.01,)
 
 @dataclass(frozen=True)
 class QuestionsSettings:
-    """What is trained; the settings of a study folder."""
+    """Which models are trained; saved as the settings of the study folder."""
 
     seeds: int = 3
     encoder_steps: int = 400

@@ -157,7 +157,7 @@ def _leak(numbers: dict[str, Any]) -> Section:
 def _sensitivity(numbers: dict[str, Any]) -> Section:
     left, half = numbers["left_after"], numbers["half_life"]
     text = (
-        f"How much does the state hang on the first input, {LATER - 1} steps later? For the tanh cell the "
+        f"How much does the state depend on the first input, {LATER - 1} steps later? For the tanh cell the "
         "derivative halves "
         f"every {half['tanh, shrinking by 0.9']:.1f} steps: {left['tanh, shrinking by 0.9']:.0e} of it is left. "
         "Behind a shut gate all of "

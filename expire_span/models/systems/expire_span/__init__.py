@@ -32,7 +32,7 @@ class PaperDetails:
 @documented
 @dataclass(frozen=True)
 class HeadReach:
-    """How the heads of a layer differ in how far they reach; needs span_per=kv_head."""
+    """How the spans of a layer's heads differ; needs span_per=kv_head."""
 
     learned: bool = False
     """Let each head learn its average span in steps, as Adaptive-Span does; `own_heads` of them distribute it over tokens, the
@@ -80,7 +80,7 @@ class ExpireSpanConfig:
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
     reach: HeadReach = field(default_factory=HeadReach)
-    """How the heads of a layer differ in how far they reach."""
+    """How the spans of a layer's heads differ."""
     paper: PaperDetails = field(default_factory=PaperDetails)
     """Details of the paper's released code."""
 
