@@ -285,9 +285,8 @@ def test_single_tokens_are_written_by_one_thread(run):
 
 
 def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
-    from expire_span.cli.figure import NAMES
+    from expire_span.cli.figure import NAMES, PAIRED
     from expire_span.view.figures import FIGURES
-    from expire_span.view.pair_figures import PAIRED
 
     assert {*FIGURES, *PAIRED, "patterns"} == set(NAMES)  # patterns is a figure of the memory systems, not of a run
     monkeypatch.chdir(tmp_path)

@@ -203,7 +203,12 @@ def run_eval(args: list[str]) -> int:
         raise UserError(
             f"run {run.path} taught a Hugging Face model to forget; score it with: expire-span evaluate-cache"
         )
-    run = with_data(run, command.path)
+    print(json.dumps(_evaluate(with_data(run, command.path), command), indent=2))
+    return 0
+
+
+def _evaluate(run: RunFolder, command: Eval) -> dict[str, Any]:
+    """The result of a supervised run's newest checkpoint on a split of its task."""
     from expire_span.checkpoint import load_model
     from expire_span.tasks.registry import build_task
     from expire_span.train.devices import check_device
@@ -212,7 +217,8 @@ def run_eval(args: list[str]) -> int:
 
     train = run.config.train
     rows = command.batch or train.eval_batch or train.batch
-    tokens = rows * (command.block or train.eval_block or train.block)
+    block = command.block or train.eval_block or train.block
+    tokens = rows * block
     check_fits(tokens * TOKEN_BYTES, f"a batch of {tokens:,} tokens", f"--batch {rows:,}", check_device("cpu"))
     decoder, config = load_model(run, check_device(command.device), warn)
     batches = command.batches or (config.train.eval_batches if command.split == "train" else None)
@@ -221,13 +227,12 @@ def run_eval(args: list[str]) -> int:
         build_task(config.task),
         command.split,
         batch=rows,
-        block=command.block or config.train.eval_block or config.train.block,
+        block=block,
         batches=batches,
         seed=config.seed,
         precision=config.train.precision,
     )
-    print(json.dumps(result.per_row(), indent=2))
-    return 0
+    return result.per_row()
 
 
 def with_data(run: RunFolder, path: str | None) -> RunFolder:

@@ -39,28 +39,14 @@ class Distiller:
                 f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
             )
         self.handle, self.config, self.model = handle, config, handle.model
+        _check_context(handle, documents, config.context)
         long_enough = [x for x in documents if len(x) >= config.context]
-        if not long_enough:
-            longest = max((len(x) for x in documents), default=0)
-            raise UserError(f"no document has a context of {config.context} tokens, the longest has {longest}")
-        table = table_length(text_config(handle.model))
-        if table is not None and config.context > table:
-            kind = type(handle.model).__name__
-            raise UserError(
-                f"{kind} has a learned table of {table} positions, got a context of {config.context} tokens; give a shorter one"
-            )
         self.documents, self.kept_apart = split_documents(long_enough, config.context)
         self.target = config.target(handle.config.ramp, handle.bytes_per_token)
         self.device = next(handle.model.parameters()).device
         budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
         self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
-        rate = config.lr or 0.5 / handle.layers[0].dim
-        rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
-        named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
-        groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
-        if handle.lora:
-            groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
-        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        self.optimizer = _build_optimizer(handle, config)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
 
@@ -201,6 +187,30 @@ class Distiller:
         self.calibrated = state.get("calibrated", True)  # states of version 0.2.0 had no calibration
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
+
+
+def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> None:
+    """Refuse a context that no document fills, or that the model has no positions for."""
+    longest = max((len(x) for x in documents), default=0)
+    if longest < context:
+        raise UserError(f"no document has a context of {context} tokens, the longest has {longest}")
+    table = table_length(text_config(handle.model))
+    if table is not None and context > table:
+        kind = type(handle.model).__name__
+        raise UserError(
+            f"{kind} has a learned table of {table} positions, got a context of {context} tokens; give a shorter one"
+        )
+
+
+def _build_optimizer(handle: Retrofit, config: DistillConfig) -> torch.optim.Adam:
+    """Adam with learning rates of their own for the predictors' weights, their biases, and low-rank additions."""
+    rate = config.lr or 0.5 / handle.layers[0].dim
+    rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
+    named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
+    groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
+    if handle.lora:
+        groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
+    return torch.optim.Adam(groups, betas=(0.9, 0.95))
 
 
 def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -65,7 +65,8 @@ class GymnasiumEnvironments(Environments):
                 self.episodes = np.where(starting, episodes, self.episodes)
                 self._reset(starting)
             if time < longest:
-                self._replay([h[time - longest + len(h)] if time >= longest - len(h) else None for h in history])
+                late = [time - (longest - len(actions)) for actions in history]  # place of each row in its own episode
+                self._replay([h[n] if n >= 0 else None for h, n in zip(history, late)])
         self.history = [[list(a) for a in actions] for actions in history]
         last = torch.tensor([h[-1] if h else list(self.actions) for h in history], device=self.device)
         begun = torch.tensor([not h for h in history], device=self.device)
