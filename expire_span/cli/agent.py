@@ -89,7 +89,7 @@ def eval_agent(run: RunFolder, command: Any) -> int:
 
 
 def _finish(run: RunFolder) -> int:
-    """Say how a finished run did."""
+    """Print the result of a finished run."""
     result = run.read_result() or {}
     if is_first_process():
         live = " ".join(f"{x:.1f}" for x in result["live"])

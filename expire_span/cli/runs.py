@@ -163,7 +163,7 @@ def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
 
 
 def _finish(run: Any) -> int:
-    """Say how a finished run did."""
+    """Print the result of a finished run."""
     result = run.read_result()
     if is_first_process():
         live = " ".join(f"{x:.1f}" for x in result["live"])

@@ -28,7 +28,7 @@ class Entrances:
 
 @dataclass(frozen=True)
 class WordRNN:
-    """A gated word model, and how long the units of its hidden state hold still, against an untrained one."""
+    """A gated word model: for how many words the units of its hidden state stay nearly constant, against an untrained model."""
 
     path: str = ""
     """A text file; none takes built-in tales."""

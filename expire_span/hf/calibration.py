@@ -1,13 +1,13 @@
-"""Spans to start from, read off the attention of the base model: what is hardly looked at any more may go.
+"""Initial spans, fitted to the attention of the base model: memories that get little attention later may expire.
 
 For every key/value head, with one price for all of them,
 
     minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
 
-lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it.
-The price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the
-heads and tokens that are looked at. The base model is run once for each context; what follows is a small problem of each
-layer by itself. It says nothing about how much a head's attention matters to the output: that is for the distillation to learn.
+lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it. The
+price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the heads
+and tokens that get attention. The base model runs once for each context; the rest is a small optimisation problem for each
+layer separately. It does not know how much a head's attention matters to the output: distillation learns that.
 """
 
 from __future__ import annotations
