@@ -41,7 +41,7 @@ GRID = {
 }
 """(dim, tokens) of the timed blocks."""
 HELD_OUT = {"cpu": (384, 3072, "5%"), "cuda": (768, 24576, "5%")}
-"""A block that takes no part in the fit: how well does the model foretell it?"""
+"""A block that takes no part in the fit: how well does the model predict it?"""
 DECODE_LIVE = (64, 1024, 4096)
 
 
@@ -171,7 +171,7 @@ def solve(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def residuals_of(model: Model, rows: list[dict[str, Any]]) -> list[float]:
-    """Foretold over measured seconds, minus one."""
+    """Predicted over measured seconds, minus one."""
     costs = np.array([1 / model.matrix_flops, 1 / model.pair_flops, model.chunk_seconds])
     return (terms_of(rows) @ costs / np.array([r["seconds"] for r in rows]) - 1).tolist()
 

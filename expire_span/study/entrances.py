@@ -21,11 +21,9 @@ from .sections.learned import learned
 
 LEAD = (
     "A series of numbers comes in, one a step; how often has it entered the interval from 0 to 1? Answering takes a "
-    "memory of "
-    "two things: was I inside just now, and how many entrances were there. This page begins with memories made by "
-    "hand, "
-    "shows what makes them leak and what a gate does about it, and ends with networks that had to find all this "
-    "by themselves, from random weights."
+    "memory of two things: was I inside just now, and how many entrances were there. This page begins with memories "
+    "made by hand, shows what makes them leak and what a gate does about it, and ends with networks that had to find "
+    "all this by themselves, from random weights."
 )
 
 

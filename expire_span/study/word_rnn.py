@@ -40,10 +40,9 @@ SHOWN = 110
 """Words in the heat map."""
 LEAD = (
     "A network of gated units reads a text word by word and predicts the next one. Its hidden state is all that it "
-    "remembers. Where a "
-    "unit's value stays the same over many words, it is holding something: memory in action. This page shows the "
-    "hidden state over "
-    "a passage, and measures how long units hold still, in the trained model and in the same model before training."
+    "remembers. Where a unit's value stays the same over many words, it is holding something: memory in action. This "
+    "page shows the hidden state over a passage, and measures how long units hold still, in the trained model and in "
+    "the same model before training."
 )
 
 
