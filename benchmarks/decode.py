@@ -68,46 +68,58 @@ def verdicts(
     rows: list[dict[str, Any]], marks: list[dict[str, Any]], prompt: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Each figure beside its goal."""
+    found = [*compare_with_others(rows), *compare_marks(marks)]
+    if prompt:
+        found.append(at_least("prompt over forward pass, tokens/s", prompt["share"], GOALS["prompt"]))
+    return found
+
+
+def at_most(name: str, value: float, goal: float) -> dict[str, Any]:
+    return {"figure": name, "value": value, "goal": goal, "won": value <= goal}
+
+
+def at_least(name: str, value: float, goal: float) -> dict[str, Any]:
+    return {"figure": name, "value": value, "goal": goal, "won": value >= goal}
+
+
+def compare_with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our decoding against a ring of as many memories, and against full attention at 64k tokens."""
 
     def find(start: str, batch: int, slots: int | None = None) -> dict[str, Any] | None:
         wanted = (r for r in rows if r["system"].startswith(start) and r["batch"] == batch)
         return next((r for r in wanted if slots is None or r.get("slots") == slots), None)
 
     found = []
-
-    def judge(name: str, value: float, goal: float, most: bool) -> None:
-        found.append({"figure": name, "value": value, "goal": goal, "won": value <= goal if most else value >= goal})
-
     for batch in BATCHES:
         ours, ring = find("ours", batch), find("ring, compiled", batch) or find("ring, graph", batch)
         if ours and ring:
-            judge(
-                f"batch {batch}: time over {ring['system']}",
-                ours["ms"]["median"] / ring["ms"]["median"],
-                GOALS["ring"],
-                True,
-            )
+            name = f"batch {batch}: time over {ring['system']}"
+            found.append(at_most(name, time_over(ours, ring), GOALS["ring"]))
     if ours := find("ours", 256):
-        judge("batch 256: tokens/s", ours["tokens_per_s"], GOALS["tokens_per_s_256"], False)
+        found.append(at_least("batch 256: tokens/s", ours["tokens_per_s"], GOALS["tokens_per_s_256"]))
     ours, full = find("ours", 16), find("full", 16, 65_536)
     if ours and full:
-        judge(
-            "batch 16, 64k: full over ours, time",
-            full["ms"]["median"] / ours["ms"]["median"],
-            GOALS["full_64k_16"],
-            False,
-        )
-        judge(
-            "batch 16, 64k: ours over full, bytes", ours["bytes_held"] / full["bytes_held"], GOALS["bytes_64k_16"], True
-        )
-    if len(marks) > 1:
-        first, last = marks[0], marks[-1]
-        where = f"{last['mark']:,} over {first['mark']:,} tokens"
-        judge(f"{where}: time", last["ms"]["median"] / first["ms"]["median"], GOALS["flat"], True)
-        judge(f"{where}: bytes", last["bytes_held"] / first["bytes_held"], GOALS["flat"], True)
-    if prompt:
-        judge("prompt over forward pass, tokens/s", prompt["share"], GOALS["prompt"], False)
+        held = ours["bytes_held"] / full["bytes_held"]
+        found.append(at_least("batch 16, 64k: full over ours, time", time_over(full, ours), GOALS["full_64k_16"]))
+        found.append(at_most("batch 16, 64k: ours over full, bytes", held, GOALS["bytes_64k_16"]))
     return found
+
+
+def compare_marks(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Time and bytes late in a long stream against those early in it."""
+    if len(marks) < 2:
+        return []
+    first, last = marks[0], marks[-1]
+    where = f"{last['mark']:,} over {first['mark']:,} tokens"
+    held = last["bytes_held"] / first["bytes_held"]
+    return [
+        at_most(f"{where}: time", time_over(last, first), GOALS["flat"]),
+        at_most(f"{where}: bytes", held, GOALS["flat"]),
+    ]
+
+
+def time_over(row: dict[str, Any], other: dict[str, Any]) -> float:
+    return row["ms"]["median"] / other["ms"]["median"]
 
 
 def run_gpu(result: dict[str, Any], whole: Deadline, asked: argparse.Namespace) -> None:
@@ -185,13 +197,16 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         prompt = result["prompts"][0] if result["prompts"] else None
         result["verdicts"] = verdicts(result["rows"], result["marks"], prompt)
-        for found in result["verdicts"]:
-            print(
-                f"{found['figure']:50} {found['value']:12,.4g}  goal {found['goal']:g}: {'won' if found['won'] else 'missed'}"
-            )
-        for name, error in result["errors"].items():
-            print(f"{name}: {error[:300]}")
+        show(result)
         print("written to", save("decode", result, args.out))
+
+
+def show(result: dict[str, Any]) -> None:
+    for found in result["verdicts"]:
+        outcome = "won" if found["won"] else "missed"
+        print(f"{found['figure']:50} {found['value']:12,.4g}  goal {found['goal']:g}: {outcome}")
+    for name, error in result["errors"].items():
+        print(f"{name}: {error[:300]}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Steps a second of the grid worlds: python -m benchmarks.gridworlds [--device cuda] [--envs 256] [--seconds 1].
 
 Uniformly random actions, which are drawn before the clock starts; an episode that ends is followed at once by the next one of
-its row. Every step gives the whole observation. `with_info` also asks for the expert, as the Gymnasium faces do. On the CPU
-seconds are those of the process, so that other programs on the machine do not count; it should have one core (taskset).
+its row. Every step gives the whole observation. `with_info` also asks for the expert, as the Gymnasium environments do. On
+the CPU seconds are those of the process, so that other programs on the machine do not count; it should have one core
+(taskset).
 """
 
 from __future__ import annotations

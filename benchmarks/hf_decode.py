@@ -21,7 +21,7 @@ from transformers import StaticCache
 from expire_span.hf.decoding import RetrofitEngine
 
 STEPS = 256
-NEVER = 1e4
+ENDLESS = 1e4
 """A dial with which nothing expires."""
 
 
@@ -84,7 +84,7 @@ def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str,
 
 
 def _full_slots(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
-    return _slots(handle, ids, chunk, NEVER)
+    return _slots(handle, ids, chunk, ENDLESS)
 
 
 def _plain(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:

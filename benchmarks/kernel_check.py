@@ -206,6 +206,16 @@ def time_all(report: dict, good: list[Candidate], deadline: float) -> None:
             del p
 
 
+def relative_cost(c: Candidate, workloads: list[dict[str, float | None]]) -> float:
+    """The candidate's time over the fastest time, summed over workloads; huge where it has none."""
+    total = 0.0
+    for times in workloads:
+        best = min((v for v in times.values() if v), default=1.0)
+        found = [v for k, v in times.items() if v and (k == c.name or k.startswith(c.name + " x"))]
+        total += min(found, default=1e9) / best
+    return total
+
+
 def pick(report: dict, dim: int) -> Tuning:
     """The fastest combination over the sweep's workloads, each weighed alike."""
     names = [w.name for w in SWEEP[dim]]
@@ -213,20 +223,13 @@ def pick(report: dict, dim: int) -> Tuning:
     totals: dict[tuple, tuple[float, list[Candidate]]] = {}
     by_kernel = {k: [c for c in candidates() if c.dim == dim and c.kernel == k] for k in ("forward", "dq", "dkv")}
 
-    def cost(c: Candidate) -> float:
-        best = {n: min((v for v in times[n].values() if v), default=1.0) for n in names}
-        total = 0.0
-        for n in names:
-            found = [v for k, v in times[n].items() if v and (k == c.name or k.startswith(c.name + " x"))]
-            total += min(found, default=1e9) / best[n]
-        return total
-
     for tma in (True, False):
         pool = {k: [c for c in cs if c.tma == tma] for k, cs in by_kernel.items()}
         for f in pool["forward"]:
             split = [d for d in pool["dq"] if f.block_m % d.block_m == 0]
             for parts in ([f, d, m] for d in split for m in pool["dkv"]):
-                totals[tuple(c.name for c in parts)] = (sum(map(cost, parts)), parts)
+                cost = sum(relative_cost(c, [times[n] for n in names]) for c in parts)
+                totals[tuple(c.name for c in parts)] = (cost, parts)
     _, parts = min(totals.values(), key=lambda item: item[0])
     made = {c.kernel: Launch(c.block_m, c.warps, c.stages) for c in parts}
     split_at = tuning.choose(dim, torch.bfloat16).split_at

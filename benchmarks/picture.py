@@ -12,7 +12,7 @@ from matplotlib import rc_context
 
 from expire_span.checkpoint import load_model
 from expire_span.runs import RunFolder
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 from expire_span.view.pictures import STYLE, draw_lifelines
 from expire_span.view.sample import marks_of, read_sample
 

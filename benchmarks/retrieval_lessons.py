@@ -26,13 +26,13 @@ ASKED = (
 )
 
 
-def weave_facts(tokenizer: Any, text: Tensor, *, every: int, reach: int, seed: int) -> Tensor:
-    """A document [n] with a fact for every so many tokens, each asked for at most `reach` tokens after it was stated."""
+def weave_facts(tokenizer: Any, text: Tensor, *, every: int, within: int, seed: int) -> Tensor:
+    """A document [n] with a fact for every so many tokens, each asked for at most `within` tokens after it was stated."""
     rng = numpy.random.default_rng(seed)
     places = []
     for _ in range(len(text) // every):
         said = int(rng.integers(len(text)))
-        asked = said + int(rng.integers(1, reach))
+        asked = said + int(rng.integers(1, within))
         statement, question = _invent(rng)
         places += [(said, 0, statement), (min(asked, len(text)), 1, question)]
     parts, start = [], 0

@@ -41,7 +41,7 @@ GRID = {
 }
 """(dim, tokens) of the timed blocks."""
 HELD_OUT = {"cpu": (384, 3072, "5%"), "cuda": (768, 24576, "5%")}
-"""A block that takes no part in the fit: how well does the model foretell it?"""
+"""A block that takes no part in the fit: how well does the model predict it?"""
 DECODE_LIVE = (64, 1024, 4096)
 
 
@@ -171,7 +171,7 @@ def solve(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def residuals_of(model: Model, rows: list[dict[str, Any]]) -> list[float]:
-    """Foretold over measured seconds, minus one."""
+    """Predicted over measured seconds, minus one."""
     costs = np.array([1 / model.matrix_flops, 1 / model.pair_flops, model.chunk_seconds])
     return (terms_of(rows) @ costs / np.array([r["seconds"] for r in rows]) - 1).tolist()
 
@@ -257,7 +257,7 @@ def measure_decode(device: str, rounds: int, steps: int = 20) -> list[dict[str, 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Scenario:
     """A model to be trained on long streams."""
 
     name: str
@@ -275,7 +275,7 @@ class Plan:
         return 12 * self.dim**2
 
 
-PLANS = [Plan("38M", 12, 512), Plan("300M", 24, 1024), Plan("6.4B", 32, 4096, processes=64)]
+SCENARIOS = [Scenario("38M", 12, 512), Scenario("300M", 24, 1024), Scenario("6.4B", 32, 4096, processes=64)]
 
 
 @dataclass(frozen=True)
@@ -298,24 +298,24 @@ class Room:
         return cls(widest["kept_per_token"] / widest["dim"], widest["kept_per_memory"] / widest["dim"], slack)
 
 
-def predict(plan: Plan, model: Model, room: Room, tokens: int = 1_000_000) -> dict[str, Any]:
+def predict(scenario: Scenario, model: Model, room: Room, tokens: int = 1_000_000) -> dict[str, Any]:
     """Bytes and traffic by counting, time by the fitted model. Training at bf16 stores hidden states in float32 and
     inference keys and values in bf16: 4 bytes a channel for both."""
-    parts = model.seconds(tokens, plan.weights, plan.live, plan.dim)
-    dense = model.seconds(tokens, plan.weights, tokens / 2, plan.dim)
-    total, share = plan.layers * plan.weights, (plan.processes - 1) / plan.processes
+    parts = model.seconds(tokens, scenario.weights, scenario.live, scenario.dim)
+    dense = model.seconds(tokens, scenario.weights, tokens / 2, scenario.dim)
+    total, share = scenario.layers * scenario.weights, (scenario.processes - 1) / scenario.processes
     return {
-        "model": plan.name,
+        "model": scenario.name,
         "weights": total,
-        "live": plan.live,
-        "store_mb": 4 * plan.dim * plan.live * room.slack / 1e6,
-        "store_mb_never_forgetting": 4 * plan.dim * tokens / 1e6,
-        "kept_mb": plan.dim * (room.kept_per_token * plan.block + room.kept_per_memory * plan.live) / 1e6,
-        "kept_mb_parallel": plan.dim * room.kept_per_token * tokens / 1e6,
+        "live": scenario.live,
+        "store_mb": 4 * scenario.dim * scenario.live * room.slack / 1e6,
+        "store_mb_never_forgetting": 4 * scenario.dim * tokens / 1e6,
+        "kept_mb": scenario.dim * (room.kept_per_token * scenario.block + room.kept_per_memory * scenario.live) / 1e6,
+        "kept_mb_parallel": scenario.dim * room.kept_per_token * tokens / 1e6,
         "seconds": sum(parts.values()),
         "share": {name: x / sum(parts.values()) for name, x in parts.items()},
         "never_forgetting": sum(dense.values()) / sum(parts.values()),
-        "processes": plan.processes,
+        "processes": scenario.processes,
         "ddp_gb": 2 * share * total * 4 / 1e9,
         "fsdp_gb": 3 * share * total * 4 / 1e9,
     }
@@ -358,7 +358,7 @@ def main() -> None:
     result = {"steps": steps, "fit": model.__dict__, "residuals": residuals, "held_out": other | {"residual": held_out}}
     result |= {"bytes": measure_bytes(device), "decode": measure_decode(device, rounds)}
     room = Room.of(result["bytes"])
-    result |= {"room": room.__dict__, "predictions": [predict(plan, model, room) for plan in PLANS]}
+    result |= {"room": room.__dict__, "predictions": [predict(scenario, model, room) for scenario in SCENARIOS]}
     for prediction in result["predictions"]:
         print(show(prediction))
     print("written to", save(f"scale_{device}", result, args.out))

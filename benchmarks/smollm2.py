@@ -183,7 +183,7 @@ def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Ten
 def lessons(asked: argparse.Namespace, tokenizer: Any, books: list[Tensor]) -> list[Tensor]:
     """The books, some of them with facts woven in; the last one is kept apart by the distillation."""
     woven = [
-        weave_facts(tokenizer, ids, every=asked.fact_every, reach=asked.train_context, seed=n)
+        weave_facts(tokenizer, ids, every=asked.fact_every, within=asked.train_context, seed=n)
         if n % asked.fact_books == 0
         else ids
         for n, ids in enumerate(books[:-1])

@@ -2,8 +2,8 @@
 
 The paper's two enwik8 models at the spans they start with, their memory filled to its steady state, beside figures of the
 authors' released code; and modern twins of the same size, trained in blocks and in parallel on long sequences. A step is
-all of it: forward, backward, clipping, optimizer, the memory's upkeep. Steps are timed ten at a time, since memory is
-squeezed only every few of them and the host runs ahead of the device.
+all of it: forward, backward, clipping, optimizer, deletion of memories. Steps are timed ten at a time, since memory is
+compacted only every few of them and the host runs ahead of the device.
 """
 
 from __future__ import annotations

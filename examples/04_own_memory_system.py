@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
     from expire_span.train.supervised import train
 
     check_system("fading_mean")
-    print("the shared test matrix holds: causal, any chopping, gradients, reset, independent rows, saving, bytes")
+    print("the shared test matrix holds: causal, pieces of any size, gradients, reset, independent rows, saving, bytes")
     recipe = recall()
     task = replace(recipe.task, min_length=2, max_length=6, distractor_prob=0.0, blank_prob=0.0)
     model = replace(recipe.model, mixer=FadingMeanConfig(half_life=32.0))

@@ -113,7 +113,7 @@ class AgentTrainConfig(LearningConfig):
     envs: int = 64
     """Environments side by side, over all processes together."""
     window: int = 32
-    """Steps between two updates: what is replayed, from one stored state, as one block. It is the gradient's horizon."""
+    """Steps between two updates, replayed from one stored state as one block: the horizon of the gradient."""
     epochs: int = 2
     """How often each window is learned from."""
     minibatches: int = 1
@@ -121,16 +121,16 @@ class AgentTrainConfig(LearningConfig):
     gamma: float = 0.99
     """Discount of a reward for every step that it lies ahead."""
     gae_lambda: float = 0.95
-    """Between one-step advantages (0) and those of whole returns (1)."""
+    """Lambda of generalised advantage estimation: 0 is one-step advantages, 1 those of whole returns."""
     clip_ratio: float = 0.2
-    """How far an action's probability may move, as a share, before it brings no further gain."""
+    """Clipping range of PPO: by which share an action's probability may change before the objective no longer improves."""
     kl_limit: float = 0.02
-    """Go on to the next window once an epoch has moved the policy this far (Kullback-Leibler divergence, nats)."""
+    """Stop learning from a window once an epoch has changed the policy by this much (Kullback-Leibler divergence, nats)."""
     least_spread: float = 0.1
-    """Advantages are divided by their spread, but not by less than this: of an agent that always succeeds they are noise, and
-    blown up they would undo what was learned. Environments with small rewards need a smaller one."""
+    """Smallest standard deviation by which advantages are divided: those of an agent that always succeeds are noise, which
+    would undo what was learned if it were scaled up. Environments with small rewards need a smaller value."""
     entropy: float = 0.01
-    """Weight of the entropy, which keeps the agent trying things."""
+    """Weight of the entropy bonus, which keeps the agent exploring."""
     value_weight: float = 0.5
     """Weight of the value's squared error."""
     imitate: int = 0

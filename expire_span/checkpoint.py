@@ -9,8 +9,8 @@
       state.json             step, place in the data, budget controller, generators of the host
       checksums.json         sha256 of every other file, written last
 
-A checkpoint of step 0 may hold weights alone (model.safetensors, state.json): what a run starts from that was not drawn at
-random. Its optimizers, memories and place in the data are those of a new run.
+A checkpoint of step 0 may hold weights alone (model.safetensors, state.json), where a run starts from given weights instead of
+random ones. Optimizers, memories and the position in the data are then those of a new run.
 
 The folder is built under a hidden name, synced and renamed, so that a crash leaves the whole checkpoint or none.
 """
@@ -309,7 +309,7 @@ def last_good(run: RunFolder) -> str:
 
 
 def _failed(run: RunFolder, step: int, error: OSError) -> str:
-    advice = f"once that is mended, go on with: expire-span resume {run.path}"
+    advice = f"once that is fixed, continue with: expire-span resume {run.path}"
     return f"cannot write the checkpoint of step {step}: {describe(error)}; {last_good(run)}; {advice}"
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from expire_span.checks import require
 from expire_span.field_docs import documented
-from expire_span.mixer_configs import MixerConfig
 from expire_span.model_configs import BackboneConfig, DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.task_configs import OUTSIDE_TASKS, EntrancesTask, RecallTask, TaskConfig, TextTask, WordsTask
@@ -42,6 +41,8 @@ __all__ = [
     "to_dict",
 ]
 
+MixerConfig = Any
+"""The settings of any memory system; each class has a literal `kind`. The systems are registered in models/systems."""
 FORMAT_VERSION = 2
 """Version of the run folder's layout and of config.json. Version 1 had no checksum and no fingerprint of the data."""
 

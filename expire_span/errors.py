@@ -49,7 +49,7 @@ class UserError(RunError, ValueError):
 
 
 class StorageError(RunError):
-    """A file cannot be read or written: the disk is full, a folder is read-only. The user can mend it and go on."""
+    """A file cannot be read or written: the disk is full, a folder is read-only. The user can fix it and resume."""
 
     exit_code = 2
 
@@ -60,7 +60,7 @@ def describe(error: OSError) -> str:
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """The sentence and the exit code for an error that a user can meet, or None for a fault of this package.
+    """The sentence and the exit code for an error that a user can meet, or None for a bug of this package.
 
     Errors of other libraries are known by their names, so that a command that did not load torch need not load it here.
     """
@@ -70,7 +70,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return "stopped", 130
     if isinstance(error, OSError):
         place = f"{error.filename}: " if isinstance(error.filename, (str, bytes)) else ""
-        return f"{place}{describe(error)}; mend that and repeat the command", 2
+        return f"{place}{describe(error)}; fix that and repeat the command", 2
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRAS:
         missing = (error.name or "").split(".")[0]
         return f"this needs the package {missing}; install it with: pip install 'expire-span[{EXTRAS[missing]}]'", 2

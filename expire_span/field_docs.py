@@ -25,7 +25,7 @@ _parsing = threading.Lock()
 
 @contextlib.contextmanager
 def without_fields() -> Iterator[None]:
-    """Leave the fields out meanwhile: the command line's parser reads the strings under them itself, and docstrings slowly."""
+    """Within the block, docstrings do not list fields: the command line's parser reads the strings itself, and faster."""
     global _without_fields
     before, _without_fields = _without_fields, True
     try:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON that is checked when it is read. Standard library only."""
+"""Atomic writes of files, and JSON that is checked when it is read. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def hash_file(path: Path) -> str:
-    """The sha256 of a file's bytes."""
+def hash_file(path: Path, algorithm: str = "sha256") -> str:
+    """The checksum of a file's bytes in hexadecimal digits."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -39,7 +39,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` at once: a reader, or a crash, sees the old content or the new, never a part."""
+    """Replace `path` atomically: a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_synced(temporary, data)

@@ -1,6 +1,6 @@
-"""Streaming decode of one prompt: tokens or bytes come as they are drawn, for ever if wished, in bounded memory.
+"""Streaming decode of one prompt: tokens or bytes are yielded as they are drawn, without end if wanted, in bounded memory.
 
-A thin layer over `Stream`: the prompt is read once, and its memory is shared out to all samples.
+A thin layer over `Stream`: the prompt is read once, and its memory is copied for every sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START = b"\n"
 def generate_tokens(
     decoder: Decoder, prompt: Tensor, sampling: Sampling, *, samples: int = 1, max_tokens: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield tokens [samples], one step at a time. The prompt [T] is read once and its memory shared out to all samples."""
+    """Yield tokens [samples], one step at a time. The prompt [T] is read once and its memory copied for every sample."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     stream = Stream(decoder, rows=1)

@@ -26,22 +26,26 @@ def state_bytes(model: BackboneConfig, steps: int, element: int = 4) -> int:
     return sum(find(size.settings.kind).held(size, steps) for size in _sizes(model, element))
 
 
-def reach_of(model: BackboneConfig) -> int | None:
+def receptive_field_of(model: BackboneConfig) -> int | None:
     """The most steps back that can matter to a model's output: what its layers read adds up. None: no limit.
 
     A layer without pairs of tokens (a recurrent one) carries anything that it was given, so it has no limit.
     """
-    reaches = [find(size.settings.kind).reach(size) for size in _sizes(model)]
-    return None if None in reaches else sum(reach for reach in reaches if reach is not None)
+    fields = [find(size.settings.kind).receptive_field(size) for size in _sizes(model)]
+    return None if None in fields else sum(field for field in fields if field is not None)
 
 
 def find_limits(config: RunConfig) -> list[str]:
     """What a memory system cannot do on a task, whatever it learns, in a sentence each."""
-    kind, reach, needs = config.model.mixer.kind, reach_of(config.model), getattr(config.task, "farthest", None)
+    kind, field, needs = (
+        config.model.mixer.kind,
+        receptive_field_of(config.model),
+        getattr(config.task, "farthest", None),
+    )
     limits = []
-    if reach is not None and needs is not None and reach < needs:
+    if field is not None and needs is not None and field < needs:
         task = f"{config.task.kind} asks for up to {needs}"
-        limits.append(f"{kind} sees {reach} steps back at most, and {task}: beyond that it can only guess")
+        limits.append(f"{kind} sees {field} steps back at most, and {task}: beyond that it can only guess")
     for settings in {m.kind: m for m in config.model.mixers}.values():
         if getattr(settings, "selection", "recent") != "recent":
             more = f"{settings.kind} sees more in training than in use, {find(settings.kind).training}"

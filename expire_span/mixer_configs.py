@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from expire_span.checks import require
-from expire_span.models import systems
+from expire_span.models.systems import mixer_config
 from expire_span.models.systems.adaptive_span import AdaptiveSpanConfig
 from expire_span.models.systems.bigbird import BigBirdConfig
 from expire_span.models.systems.compressive import CompressiveConfig
@@ -50,8 +50,3 @@ __all__ = [
 
 MixerConfig = Any
 """Any memory system's settings; each has a literal `kind`."""
-
-
-def mixer_config(kind: str, **fields: Any) -> Any:
-    """The settings of a kind; an unknown one lists those there are."""
-    return systems.find(kind).settings(**fields)

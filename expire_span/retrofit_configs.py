@@ -70,17 +70,18 @@ class DistillConfig:
     steps: int = 400
     """Optimizer steps."""
     seconds: float | None = None
-    """Train for at most so long, in seconds since the start or the last resume: steps are left out as the clock goes on."""
+    """Time limit in seconds since the start or the last resume; the schedule then follows the clock, and steps are skipped."""
     lora_rank: int = 0
     """Rank of low-rank additions to the model's linear layers that learn too (LoRA, needs peft); 0 trains predictors only."""
     lora_lr: float = 1e-4
     """Learning rate of those additions."""
     calibrate: int = 0
-    """Contexts whose attention in the base model says which spans to start from; 0 starts where nothing expires."""
+    """Number of contexts from whose attention in the base model the initial spans are fitted; 0 starts with spans so long that
+    nothing expires."""
     anneal: float = 0.6
     """Share of the steps over which the budget falls from the whole context to its target; calibrated spans begin there."""
     budget_from: float = 1.0
-    """Share of the context from which on the budget counts, in proportion to the tokens read; 1 is at its end only."""
+    """Share of a context after which the budget applies, in proportion to the tokens read; 1 applies it at the end only."""
     lr: float | None = None
     """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
     bias_lr: float = 0.02
@@ -94,7 +95,7 @@ class DistillConfig:
     clip: float = 1.0
     """Largest gradient norm."""
     eval_every: int = 100
-    """Steps between evaluations on a text that is kept apart; the last step always has one."""
+    """Steps between evaluations on held-out text; the last step always has one."""
     eval_contexts: int = 4
     """Contexts of an evaluation."""
     checkpoint_every: int = 50

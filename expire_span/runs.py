@@ -181,8 +181,8 @@ class RunFolder:
         return cls.open(path)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep other processes from training this run meanwhile. A process that dies, however it dies, holds nothing."""
+    def lock(self) -> Iterator[None]:
+        """Within the block, no other process can train this run. The lock ends with the process, however it ends."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             _lock(handle, self.path)
@@ -230,7 +230,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Delete what killed processes left half-written, unless the run is being trained or cannot be written to."""
-        with contextlib.suppress(OSError, RunError), self.hold():
+        with contextlib.suppress(OSError, RunError), self.lock():
             sweep(self.path)
             sweep(self.path.parent, f".{glob.escape(self.name)}.*.tmp")
             for folder in self.checkpoints.glob(".step-*.tmp"):
@@ -280,7 +280,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            advice = f"once that is mended, go on with: expire-span resume {self.path}"
+            advice = f"once that is fixed, continue with: expire-span resume {self.path}"
             raise StorageError(f"cannot write {self.path / name}: {describe(error)}; {advice}") from error
 
     def _read_lines(self, name: str) -> list[tuple[dict[str, Any], bytes]]:

@@ -71,7 +71,7 @@ class RecallTask:
 
     @property
     def farthest(self) -> int:
-        """The most steps back that an answer hangs on: from the question to the cue."""
+        """The most steps back that an answer depends on: from the question to the cue."""
         return self.max_length + 1
 
 
@@ -92,7 +92,7 @@ class EntrancesTask:
     smooth: int = 3
     """Draws that each value is the mean of; neighbours share all but one."""
     margin: float = 0.2
-    """No value lies nearer than this to 0 or to 1, so that nothing hangs on the exact place of an edge."""
+    """No value lies nearer than this to 0 or to 1, so that nothing depends on the exact place of an edge."""
     levels: int = 4
     """Tokens for each unit of the series: what a decoder reads of a value."""
 
@@ -105,7 +105,7 @@ class EntrancesTask:
 
     @property
     def farthest(self) -> int:
-        """The most steps back that an answer hangs on: to the first value."""
+        """The most steps back that an answer depends on: to the first value."""
         return self.max_length - 1
 
 
@@ -162,7 +162,7 @@ class CopyTask:
 
     @property
     def farthest(self) -> int:
-        """The most steps back that an answer hangs on: from the question to the first token."""
+        """The most steps back that an answer depends on: from the question to the first token."""
         return self.max_length - 1
 
 
@@ -259,7 +259,7 @@ class CorridorTask:
 
     @property
     def farthest(self) -> int:
-        """The most steps back that a choice hangs on: from the last cell to the cue."""
+        """The most steps back that a choice depends on: from the last cell to the cue."""
         return self.max_length - 1
 
 

@@ -82,7 +82,7 @@ def check_any_chopping(model: Decoder, keep: Keep, sizes: Sequence[int] = (*[1] 
 
 
 def check_gradients_of_any_chopping(model: Decoder, keep: Keep) -> None:
-    """Gradients within the last block do not depend on how the past was chopped."""
+    """Gradients within the last block do not depend on how the past was cut into blocks."""
     x, found = draw_tokens(), []
     for sizes in ([30], [12, 18], [5] * 6):
         with torch.no_grad():

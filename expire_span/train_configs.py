@@ -134,7 +134,7 @@ class TrainConfig(LearningConfig):
     eval_batches: int = 8
     """Batches per evaluation during training."""
     test_batches: int | None = None
-    """Batches of the final evaluation on the test split; None reads all of it, which a memory that only grows may not stand."""
+    """Batches of the final evaluation on the test split; None reads all of it, which may exceed a memory that only grows."""
     eval_batch: int | None = None
     """Rows side by side in evaluations; None takes batch."""
     eval_block: int | None = None

@@ -15,6 +15,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture
+def one_thread():
+    """One thread, as child processes have it: results are equal to the last bit only with equally many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real browser, one for all tests of a module."""
+    from tests.browser import open_browser
+
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture
 def call_compare(capsys, monkeypatch, tmp_path):
     """`expire-span compare` in this process, in an empty folder: exit code, output, errors."""
     from expire_span.cli import main

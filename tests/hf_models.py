@@ -89,3 +89,10 @@ def text(words: int = 2000, seed: int = 0) -> str:
     rng = random.Random(seed)
     parts = ["the old fox", "a red hen", "my friend", "the river", "saw", "took", "left", "a stone", "the road", "home"]
     return " ".join(rng.choice(parts) + rng.choice(["", "", ".", ","]) for _ in range(words))
+
+
+@torch.no_grad()
+def read(handle, ids):
+    """A new cache that has read the tokens ids [B, T], and the logits after the last of them."""
+    cache = handle.new_cache()
+    return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]

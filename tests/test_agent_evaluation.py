@@ -10,7 +10,7 @@ pytest.importorskip("gymnasium")
 from expire_span.agent_configs import EnvTask, PolicyConfig
 from expire_span.models.policy import Policy
 from expire_span.models.systems.expire_span import ExpireSpanConfig
-from expire_span.store import NEVER, settle
+from expire_span.store import NEVER, trim_states
 from expire_span.train.agent_evaluation import evaluate_agent, wilson
 from expire_span.train.build_environments import build_environments
 from expire_span.train.controls import Delete, choose_rows
@@ -87,7 +87,7 @@ def test_deleting_what_shows_a_fact():
     for _ in range(7):  # the shortest corridors end at step 3, so rows are kept going by walking right only
         facts = envs.facts()
         state = control.change(state, steps, facts)
-        memory = settle(state)[0]["memory"]
+        memory = trim_states(state)[0]["memory"]
         for row in range(6):
             born = sorted((steps[row] + memory.pos[row])[memory.pos[row] != NEVER].tolist())
             hidden = facts["fact"][row] < 0
@@ -109,7 +109,7 @@ def test_rows_of_two_states_are_exchanged():
         state = policy.initial_state(3)
         for _ in range(count):
             state = policy(seen, state).state
-        states.append(settle(state))
+        states.append(trim_states(state))
     mixed = choose_rows(states[0], states[1], torch.tensor([True, False, True]))[0]["memory"]
     assert (mixed.pos != NEVER).sum(1).tolist() == [2, 5, 2]
 

@@ -25,13 +25,7 @@ CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
 EXACT = [kind for kind, system in SYSTEMS.items() if system.streaming.startswith("exact")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Equal bits need equal threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # What is replayed equals what was played

@@ -12,7 +12,7 @@ from expire_span.analyse.classes import CLASSES, classify
 from expire_span.analyse.intervals import class_means, mean_of
 from expire_span.analyse.reading import Reading, TextModel
 from expire_span.cli import main
-from expire_span.mixer_configs import mixer_config
+from expire_span.models.systems import mixer_config
 from expire_span.runs import RunFolder, UserError
 from expire_span.train.supervised import train
 from tests.tiny import tiny_config

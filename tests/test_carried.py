@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.store import NEVER, SteadyMemory, settle
+from expire_span.store import NEVER, SteadyMemory, trim_states
 from expire_span.store.steady import choose_width
 
 RAMP, DIM = 2.0, 3
@@ -16,7 +16,7 @@ def run_blocks(spans, block, cap=None):
     rows, tokens = spans.shape
     memory = SteadyMemory.empty(rows, DIM, dtype=torch.float64, device=torch.device("cpu"))
     for start in range(0, tokens, block):
-        (state,) = settle([{"memory": memory}])
+        (state,) = trim_states([{"memory": memory}])
         memory, count = state["memory"], min(block, tokens - start)
         births = torch.arange(start, start + count, dtype=torch.float64)
         new = (births + 1)[None, :, None].expand(rows, count, DIM)
@@ -78,11 +78,11 @@ def test_widths_are_slow_to_shrink_and_quick_to_grow():
 
 def test_settled_states_hold_no_hidden_memory():
     state = run_blocks(torch.full((2, 400), 3.0, dtype=torch.float64), 100)
-    (settled,) = settle([{"memory": state}])
-    small = settled["memory"]
+    (trimmed,) = trim_states([{"memory": state}])
+    small = trimmed["memory"]
     assert small.living is None and small.pos.shape[1] <= 16
     assert small.hidden.untyped_storage().nbytes() == small.hidden.numel() * 8
-    assert settle([settled, None, {"h": 1}]) == [settled, None, {"h": 1}]
+    assert trim_states([trimmed, None, {"h": 1}]) == [trimmed, None, {"h": 1}]
 
 
 @pytest.mark.parametrize("initial", [0, 5])

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from expire_span import Backbone, BackboneConfig, Decoder, DecoderConfig, ExpireSpan, ExpireSpanConfig
-from expire_span.mixer_configs import GRUConfig, SlidingWindowConfig
 from expire_span.models.encoder import Encoder
 from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems.recurrent import GRUConfig
+from expire_span.models.systems.sliding_window import SlidingWindowConfig
 from expire_span.testing import draw_tokens, small_config
 
 TINY = DecoderConfig.modern(vocab=40, dim=32, layers=2, heads=4, ff_dim=32, mixer=ExpireSpanConfig(max_span=30, ramp=4))

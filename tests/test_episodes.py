@@ -13,12 +13,12 @@ from PIL import Image
 
 from expire_span.cli import main
 from expire_span.config import DecoderConfig, ExpireSpanConfig, RunConfig, TrainConfig
-from expire_span.mixer_configs import GRUConfig
+from expire_span.models.systems.recurrent import GRUConfig
 from expire_span.runs import RunFolder, UserError
 from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 from expire_span.tasks.gridworlds import build_engine
 from expire_span.tasks.gridworlds.render import render_rgb
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 from expire_span.train.actor_critic import train as train_agent
 from expire_span.train.supervised import train
 from expire_span.view.episodes import replay_twin

@@ -210,7 +210,7 @@ def test_leftovers_of_killed_runs_are_swept(tmp_path):
         path.write_text("half")
     for path in (left[1], left[2], others):
         path.mkdir()
-    with run.hold():
+    with run.lock():
         find_run("a", run.path.parent)
         assert all(path.exists() for path in left), "a run in training is not touched"
     find_run("a", run.path.parent)

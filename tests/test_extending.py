@@ -72,7 +72,7 @@ if __name__ == "__main__":
 BACKBONE = """
 import torch
 from expire_span import Backbone, BackboneConfig, ExpireSpanConfig
-from expire_span.mixer_configs import GRUConfig
+from expire_span.models.systems.recurrent import GRUConfig
 config = BackboneConfig(dim=16, heads=2, layers=4, ff_dim=16, mixer=ExpireSpanConfig(max_span=20, ramp=4),
                         partner=GRUConfig(), pattern="pppm")
 backbone, readout = Backbone(config), torch.nn.Linear(16, 1)

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
-from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.models.kit.fla_kernels import forgetting_kernel, gated_delta_kernel
+from expire_span.models.systems import mixer_config
 from expire_span.models.systems.gated_deltanet.rule import chunked_delta_rule
 
 from .error_budget import FACTOR

@@ -12,7 +12,7 @@ from expire_span.hf.decoding import RetrofitEngine
 from expire_span.sampling import Sampling
 from expire_span.store.slots import FRESH
 
-from .hf_models import forgetful, tokens
+from .hf_models import forgetful, read, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,12 +27,6 @@ def build(device="cuda", dtype=torch.float32):
     config = LlamaConfig(**sizes, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
     return forgetful(model.to(device), max_span=150, ramp=16, keep_first=3)
-
-
-@torch.no_grad()
-def read(handle, ids):
-    cache = handle.new_cache()
-    return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"])

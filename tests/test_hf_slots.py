@@ -10,15 +10,9 @@ from expire_span.hf.decoding import RetrofitEngine  # noqa: E402
 from expire_span.sampling import Sampling  # noqa: E402
 from expire_span.store.slots import FRESH  # noqa: E402
 
-from .hf_models import forgetful, tiny, tokens  # noqa: E402
+from .hf_models import forgetful, read, tiny, tokens  # noqa: E402
 
 GREEDY = Sampling(temperature=0)
-
-
-@torch.no_grad()
-def read(handle, ids):
-    cache = handle.new_cache()
-    return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
 @torch.no_grad()

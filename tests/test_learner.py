@@ -17,7 +17,7 @@ from expire_span.recipes import recall
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import session, supervised
 from expire_span.train.loop import Fault, NonFinite
-from expire_span.train.progress import Clock, Display, Reading, fit
+from expire_span.train.progress import Clock, Display, Speed, fit
 from expire_span.train.trackers import build_tracker
 from tests.tiny import tiny_config, write_text
 
@@ -171,7 +171,7 @@ def show(width: int) -> str:
         first = display.bar.tasks[0].completed
         display.advance(601)
         parts = ["loss 1.2345", "bpb 2.3456", "live " + " ".join(["123.4"] * 12), "memory 1.2 MB per row"]
-        display.train(601, parts, Reading(1.0, 12345.0, 3700.0, 8.0))
+        display.train(601, parts, Speed(1.0, 12345.0, 3700.0, 8.0))
         assert first == 600 and display.bar.tasks[0].completed == 601
         shown = io.StringIO()
         Console(file=shown, width=width, color_system=None).print(display.bar.get_renderable())

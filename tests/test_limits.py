@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
-from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
 from expire_span.models.lifetimes import REACH_RATE
 from expire_span.models.mixer import build_mixer
+from expire_span.models.systems import mixer_config
 from expire_span.models.systems.compressive.layer import Compressive
 from expire_span.models.systems.expire_span import HeadReach
 
@@ -134,7 +134,7 @@ def test_adaptive_span_is_its_formula():
     model.span_predictor.ratio.data = torch.tensor([0.2, 0.7], dtype=torch.float64)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     pos = torch.arange(40)
-    q = model.place(model.split_heads(model.query(x)), pos)
+    q = model.norm_and_rotate(model.split_heads(model.query(x)), pos)
     k, v = (h.repeat_interleave(2, 1) for h in (model.keys(x, pos), model.split_heads(model.value(x))))
     distance = pos[:, None] - pos
     span = (20 * model.span_predictor.ratio).repeat_interleave(2)[:, None, None]
@@ -191,7 +191,7 @@ def test_compressive_pools_groups_that_left_the_window():
             border = max(0, (n + 1 - 6) // 4 * 4)
             seen[n, border : n + 1] = True
             seen[n, 40 + max(0, border // 4 - 3) : 40 + border // 4] = True
-        q = model.place(model.split_heads(model.query(x)), pos)
+        q = model.norm_and_rotate(model.split_heads(model.query(x)), pos)
         k, v = (part.repeat_interleave(2, 1) for part in (keys, values))
         want = model.join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
         torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
@@ -215,7 +215,7 @@ def test_reconstruction_trains_the_pooling_alone_and_vanishes_where_nothing_is_l
 def shared_attention(model, x, *, alone):
     """Dense causal attention over shared queries and keys; `alone`: a token reads itself only where it must."""
     pos = torch.arange(x.shape[1])
-    q = model.turn(F.rms_norm(model.split_heads(model.query(x)), (8,)), pos)
+    q = model.rotate(F.rms_norm(model.split_heads(model.query(x)), (8,)), pos)
     v = model.split_heads(model.value(x)).repeat_interleave(2, 1)
     mask = torch.zeros(len(pos), len(pos), dtype=torch.float64).masked_fill(pos[:, None] < pos, -torch.inf)
     if alone:
@@ -246,7 +246,7 @@ def test_a_routed_query_reads_the_last_members_of_its_own_cluster():
     x = torch.randn(1, 40, 32, dtype=torch.float64)
     pos = torch.arange(40)
     plain = F.rms_norm(model.split_heads(model.query(x)), (8,))
-    q, v = model.turn(plain, pos), model.split_heads(model.value(x)).repeat_interleave(2, 1)
+    q, v = model.rotate(plain, pos), model.split_heads(model.value(x)).repeat_interleave(2, 1)
     cluster = torch.einsum("bhtd,hgd->bhtg", plain, model.centroids).argmax(-1)
     same = (cluster.unsqueeze(3) == cluster.unsqueeze(2)) & (pos[:, None] >= pos)
     later = same.flip(3).cumsum(3).flip(3)  # members from each one up to the query

@@ -19,7 +19,7 @@ def test_linear_attention_equals_its_quadratic_form(positions):
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     q, k = (F.elu(part) + 1 for part in model._queries_and_keys(x, torch.arange(40)))
     k, v = (part.repeat_interleave(2, 1) for part in (k, model.split_heads(model.value(x))))
-    q_turned, k_turned = (model.turn(part, torch.arange(40)) for part in (q, k))
+    q_turned, k_turned = (model.rotate(part, torch.arange(40)) for part in (q, k))
     normaliser = (q @ k.transpose(-1, -2)).tril().sum(-1, keepdim=True)
     want = model.join_heads((q_turned @ k_turned.transpose(-1, -2)).tril() / normaliser @ v)
     torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
@@ -92,7 +92,7 @@ def test_forgetting_is_its_formula():
     model = mixer("forgetting", initial_gate=0.7, chunk=9)
     x = torch.randn(2, 30, 32, dtype=torch.float64)
     pos = torch.arange(30)
-    q = model.place(model.split_heads(model.query(x)), pos)
+    q = model.norm_and_rotate(model.split_heads(model.query(x)), pos)
     k, v = (h.repeat_interleave(2, 1) for h in (model.keys(x, pos), model.split_heads(model.value(x))))
     gate = torch.sigmoid(model.gate(x)).transpose(1, 2)  # [B, H, T]
     fade = torch.ones(2, 4, 30, 30, dtype=torch.float64)

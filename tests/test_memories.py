@@ -11,10 +11,11 @@ from expire_span import cli
 from expire_span.checkpoint import load_model
 from expire_span.config import DecoderConfig, RunConfig, from_dict, to_dict
 from expire_span.generate import Sampling, generate_bytes
-from expire_span.memories import as_markdown, find_limits, reach_of, state_bytes
-from expire_span.mixer_configs import mixer_config
+from expire_span.memories import as_markdown, find_limits, receptive_field_of, state_bytes
 from expire_span.models.decoder import Decoder
-from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems import SYSTEMS, MemorySystem, mixer_config
+from expire_span.models.systems.contract import Budget
+from expire_span.models.systems.full import FullConfig
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder
 from expire_span.train.supervised import SupervisedLearner, resume, train
@@ -178,24 +179,24 @@ def test_nothing_beyond_the_reach_matters_and_something_at_it_does(kind):
     mixer = replace(mixer_config(kind), **LIMITED[kind])
     layers = 1 if kind == "compressive" else 2  # groups begin alike in all its layers, so that the sum is seldom met
     model = DecoderConfig.modern(vocab=8, dim=16, layers=layers, heads=2, ff_dim=16, positions="none", mixer=mixer)
-    reach = reach_of(model)
-    assert reach is not None
+    field = receptive_field_of(model)
+    assert field is not None
     torch.manual_seed(0)
     decoder = Decoder(model).double().eval()
-    tokens = torch.randint(0, 8, (1, 3 * reach))
+    tokens = torch.randint(0, 8, (1, 3 * field))
     changes = []
-    for place in range(reach):
+    for place in range(field):
         other = tokens.clone()
         other[0, place] = (other[0, place] + 1) % 8
         moved = (decoder(other)[0] - decoder(tokens)[0]).abs().amax(-1)[0]
         changes.append(int(moved.nonzero().max()) - place)
-    assert max(changes) == reach
+    assert max(changes) == field
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(LIMITED)))
 def test_systems_without_a_limit_say_none(kind):
     model = DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=mixer_config(kind))
-    assert reach_of(model) is None
+    assert receptive_field_of(model) is None
 
 
 def test_a_memory_too_short_for_the_task_is_said_before_training():
@@ -221,3 +222,8 @@ def test_limits_are_said_by_the_command(tmp_path, capsys):
     assert "can only guess" not in capsys.readouterr().err
     assert cli.main(["train", "recall", *options, "--name", "new", "--train.device", "cuda:99"]) == 2
     assert "transformer_xl sees 9 steps back at most" in capsys.readouterr().err
+
+
+def test_the_former_name_of_the_receptive_field_is_still_taken():
+    old = MemorySystem(FullConfig, "a:B", "n", lambda size, n: n, "O(T)", Budget("none"), reach=lambda size: 7)
+    assert old.receptive_field(None) == 7 and replace(old, bounded=False).receptive_field(None) == 7

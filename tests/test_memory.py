@@ -291,7 +291,7 @@ def test_lifetimes_have_all_their_digits_whatever_the_dtype(dtype):
 
 def test_bad_memories_are_refused_with_both_values():
     memory = ExpiringMemory.empty(1, ramp=RAMP).append(torch.tensor([7]), torch.ones(1, 1))
-    with pytest.raises(ValueError, match="must not fall from one memory to the next, got a step of -3"):
+    with pytest.raises(ValueError, match="must not decrease from one memory to the next, got a step of -3"):
         memory.append(torch.tensor([4]), torch.ones(1, 1))
     with pytest.raises(ValueError, match="spans must be numbers, got 1 NaN among 2"):
         memory.append(torch.tensor([8, 9]), torch.tensor([[1.0, float("nan")]]))

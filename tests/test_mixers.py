@@ -7,11 +7,10 @@ import torch
 
 from expire_span.config import DecoderConfig
 from expire_span.memories import state_bytes
-from expire_span.mixer_configs import mixer_config
 from expire_span.models import state as states
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import Mixer, MixerAux, MixerOutput
-from expire_span.models.systems import SYSTEMS
+from expire_span.models.systems import SYSTEMS, mixer_config
 from expire_span.models.systems.expire_span import HeadReach
 from expire_span.testing import CHECKS, KEEPS, applies, draw_tokens, small_config
 

@@ -288,7 +288,7 @@ BAD = {
     "nan span": (dict(span=torch.full((2, 63), torch.nan)), "span must not be NaN, got 126 NaN of 126"),
     "integer span": (dict(span=torch.ones(2, 63, dtype=torch.int64)), "span must be a float tensor, got torch.int64"),
     "ramp": (dict(ramp=0), "ramp must be greater than 0 and at most .*, got 0"),
-    "order": (dict(k_pos=torch.arange(63).flip(0)), "k_pos must not fall along a row, got 62 then 61 at index 0"),
+    "order": (dict(k_pos=torch.arange(63).flip(0)), "k_pos must not decrease along a row, got 62 then 61 at index 0"),
     "float positions": (dict(q_pos=torch.zeros(63)), "q_pos must be an integer tensor, got torch.float32"),
     "heads": (dict(q=torch.ones(2, 3, 63, 16)), "the heads of k must divide those of q, got 2 and 3"),
     "k shape": (dict(v=torch.ones(2, 2, 60, 16)), r"v must have shape \(2, 2, 63, 16\), got \(2, 2, 60, 16\)"),

@@ -54,7 +54,7 @@ BAD = {
     ),
     "beyond the row": (dict(cu_seqlens=torch.tensor([0, 5, 13])), ENDS + "got 0 and 13"),
     "short of the row": (dict(cu_seqlens=[0, 5]), ENDS + "got 0 and 5"),
-    "falling": (dict(cu_seqlens=torch.tensor([0, 7, 5, 12])), "cu_seqlens must not fall, got 7 then 5"),
+    "falling": (dict(cu_seqlens=torch.tensor([0, 7, 5, 12])), "cu_seqlens must not decrease, got 7 then 5"),
     "float boundaries": (dict(cu_seqlens=torch.tensor([0.0, 12.0])), r"got shape \(2,\) of torch.float32"),
     "float list": (dict(cu_seqlens=[0, 5.5, 12]), r"cu_seqlens must hold integers, got \[0, 5.5, 12\]"),
     "boundaries by row": (dict(cu_seqlens=torch.tensor([[0, 12]] * 2)), r"\(documents \+ 1,\), got shape \(2, 2\)"),

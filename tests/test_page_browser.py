@@ -15,7 +15,7 @@ from expire_span.runs import RunFolder
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
 from expire_span.view.tracer import Tracer
-from tests.browser import Watched, open_browser, serving, wait_until
+from tests.browser import Watched, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
 TEXT = "Egypt <script>alert(1)</script> is far, \U0001f600 é far away.\nEgypt again."
@@ -24,12 +24,6 @@ PASTE = """(size) => { const data = new DataTransfer(), options = { clipboardDat
     data.setData("text/plain", "x".repeat(size));
     return !document.getElementById("es-text").dispatchEvent(new ClipboardEvent("paste", options)); }"""
 """Pastes so many bytes into the text field; whether the page refused them."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

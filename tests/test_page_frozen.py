@@ -15,13 +15,7 @@ from expire_span.study.tanh_stack import detect
 from expire_span.study.word_rnn import find_stretches
 from expire_span.view.episodes import encode_png
 from expire_span.view.trace import Trace
-from tests.browser import Watched, made_trace, open_browser, write_page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as found:
-        yield found
+from tests.browser import Watched, made_trace, write_page
 
 
 @pytest.fixture(scope="module")

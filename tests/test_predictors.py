@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from expire_span.config import ExpireSpanConfig
-from expire_span.mixer_configs import AdaptiveSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.lifetimes import REACH_RATE, Lifetimes, ReachLifetimes, build_lifetimes
+from expire_span.models.systems.adaptive_span import AdaptiveSpanConfig
 from expire_span.models.systems.adaptive_span.layer import HeadLifetimes
 from expire_span.models.systems.expire_span import HeadReach, PaperDetails
 

@@ -12,16 +12,17 @@ from torch.nn import functional as F
 
 from expire_span.cli import main
 from expire_span.config import BudgetConfig, TrainConfig
-from expire_span.mixer_configs import FullConfig, TransformerXLConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
 from expire_span.models.lifetimes import live_both_ways
+from expire_span.models.systems.full import FullConfig
+from expire_span.models.systems.transformer_xl import TransformerXLConfig
 from expire_span.study.questions import cells, study
 from expire_span.study.questions.cells import CacheCell, EncoderCell, asked_on_side, learned_spans, small_model
 from expire_span.study.questions.fit import fit, measure
 from expire_span.study.questions.labelling import Labelling, LabellingTask
 from expire_span.study.questions.penalty import PENALTIES, Drop, drop_unread, penalise
-from expire_span.study.questions.study import Plan, best_within, penalty_gradients, run_study, summarise
+from expire_span.study.questions.study import QuestionsSettings, best_within, penalty_gradients, run_study, summarise
 
 LENGTH = 40
 TOKENS = torch.randint(30, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -281,7 +282,7 @@ def test_study_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "LONG", 128)
     monkeypatch.setattr(cells, "ENCODER_TASK", replace(cells.ENCODER_TASK, length=48, min_distance=8))
     monkeypatch.setattr(cells, "NOTES", replace(cells.NOTES, length=32, min_distance=6))
-    plan = replace(Plan.quick(), encoder_steps=2, span_steps=2, attention_steps=2)
+    plan = replace(QuestionsSettings.quick(), encoder_steps=2, span_steps=2, attention_steps=2)
     path, result = run_study(plan, tmp_path / "out", 1)
     assert len(ran) == len(plan.jobs) == 6
     page = (path / "report.html").read_text()
@@ -296,8 +297,8 @@ def test_study_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def test_full_plan_covers_what_the_documents_say():
-    jobs = Plan().jobs
-    assert len({job.name for job in jobs}) == len(jobs) and Plan().seeds >= 3
+    jobs = QuestionsSettings().jobs
+    assert len({job.name for job in jobs}) == len(jobs) and QuestionsSettings().seeds >= 3
     assert {j.system for j in jobs if isinstance(j, EncoderCell)} == {"full", "spans", "window"}
     assert {j.penalty for j in jobs if isinstance(j, CacheCell)} == {"none", *PENALTIES} - {"l1"}
     assert {j.task for j in jobs if isinstance(j, CacheCell)} == {"notes", "chores", "recall"}

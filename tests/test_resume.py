@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from expire_span import checkpoint
 from expire_span.recipes import text_small
@@ -20,14 +19,7 @@ from expire_span.train.signals import Interrupted
 from expire_span.train.supervised import SupervisedLearner, resume, train
 from tests.tiny import as_options, noisy_config, spawn, tiny_config, write_text
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Child processes have one thread; equal bits need equal threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -197,5 +189,5 @@ def test_a_run_in_training_cannot_be_resumed_beside_it(config, tmp_path):
     assert process.poll() is None and (path / "metrics.jsonl").read_bytes().startswith(before)
     process.kill()
     process.communicate()
-    with RunFolder.open(path).hold():  # what a killed process held is free
+    with RunFolder.open(path).lock():  # what a killed process held is free
         pass

@@ -10,8 +10,8 @@ from benchmarks.scale import (
     FITTED,
     RAMP,
     Model,
-    Plan,
     Room,
+    Scenario,
     build_input,
     fit,
     pairs_in_play,
@@ -50,8 +50,8 @@ def test_fit_finds_the_costs(chunk, seen):
 
 
 def test_prediction_counts():
-    plan = Plan("one", layers=2, dim=100, live=10, processes=4, block=50)
-    p = predict(plan, Model(1e9, 1e9, 0.0), Room(80.0, 20.0, 1.5), tokens=1000)
+    scenario = Scenario("one", layers=2, dim=100, live=10, processes=4, block=50)
+    p = predict(scenario, Model(1e9, 1e9, 0.0), Room(80.0, 20.0, 1.5), tokens=1000)
     assert p["store_mb"] == pytest.approx(10 * 100 * 4 * 1.5 / 1e6)
     assert p["store_mb_never_forgetting"] == pytest.approx(2 * 1000 * 100 * 2 / 1e6)
     assert p["kept_mb"] == pytest.approx((50 * 80 + 10 * 20) * 100 / 1e6)

@@ -131,10 +131,10 @@ def test_a_shut_gate_holds_bit_for_bit_and_an_open_one_overwrites():
     values = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     writes = torch.zeros_like(values)
     writes[[0, 20]] = 1
-    held = gating.hold(values, writes)
+    held = gating.run_gated_unit(values, writes)
     assert (held[:20] == held[0]).all() and (held[20:] == held[20]).all() and held[0] != held[20]
     assert torch.equal(held[[0, 20]], torch.tanh(0.5 * values[[0, 20]]))
-    leaking = gating.hold(values, writes, 0.05)
+    leaking = gating.run_gated_unit(values, writes, 0.05)
     assert (leaking[1:20] != leaking[0]).all()
 
 
@@ -271,7 +271,7 @@ def test_a_slow_drift_is_no_stretch():
 
 # The studies from end to end
 
-TINY = entrances.Plan((1,), (2, 3), 1, 3, (("expire_span", 1),), 2)
+TINY = entrances.EntrancesSettings((1,), (2, 3), 1, 3, (("expire_span", 1),), 2)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def study(tmp_path_factory) -> tuple[Path, dict]:
 def word_study(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("words")
     (folder / "text.txt").write_text("<b>one</b> fish, two $fish$; red fish. Blue fish!\n\n" * 200)
-    return word_rnn.run_study(word_rnn.Plan(str(folder / "text.txt"), 2, 1), folder / "out", 0)
+    return word_rnn.run_study(word_rnn.WordSettings(str(folder / "text.txt"), 2, 1), folder / "out", 0)
 
 
 @pytest.mark.parametrize("which", ["study", "word_study"])
@@ -322,7 +322,7 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
     with pytest.raises(UserError, match="holds study entrances, not word-rnn; give another --out"):
         StudyFolder.open(path, "word-rnn", {})
     with pytest.raises(UserError, match=r"with settings .* not .*; give another --out"):
-        entrances.run_study(entrances.Plan.quick(), path, 0)
+        entrances.run_study(entrances.EntrancesSettings.quick(), path, 0)
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="holds something that is no study"):
         StudyFolder.open(tmp_path, "entrances", {})

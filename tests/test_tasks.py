@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expire_span.config import EntrancesTask, RecallTask, TextTask, WordsTask
+from expire_span.tasks.contract import Batch
 from expire_span.tasks.entrances import Entrances, Series, count_entrances
 from expire_span.tasks.recall import EVAL_EPISODES, Recall
+from expire_span.tasks.registry import build_task
 from expire_span.tasks.tales import SHE, tell_tales
-from expire_span.tasks.task import Batch, build_task
 from expire_span.tasks.text import Text
 from expire_span.tasks.words import Words, split_words
 

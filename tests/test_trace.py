@@ -13,9 +13,11 @@ import torch
 from expire_span.cli import main
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.generate import Sampling
-from expire_span.mixer_configs import FullConfig, GRUConfig, SlidingWindowConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import HeadReach
+from expire_span.models.systems.full import FullConfig
+from expire_span.models.systems.recurrent import GRUConfig
+from expire_span.models.systems.sliding_window import SlidingWindowConfig
 from expire_span.runs import UserError
 from expire_span.train.supervised import train
 from expire_span.view.limit import Cut, limit_spans, mean_live, trace_cut
@@ -283,9 +285,8 @@ def test_single_tokens_are_written_by_one_thread(run):
 
 
 def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
-    from expire_span.cli.figure import NAMES
+    from expire_span.cli.figure import NAMES, PAIRED
     from expire_span.view.figures import FIGURES
-    from expire_span.view.pair_figures import PAIRED
 
     assert {*FIGURES, *PAIRED, "patterns"} == set(NAMES)  # patterns is a figure of the memory systems, not of a run
     monkeypatch.chdir(tmp_path)

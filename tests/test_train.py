@@ -12,7 +12,7 @@ import torch
 from expire_span import checkpoint
 from expire_span.config import RecallTask, TrainConfig
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 from expire_span.train.evaluate import evaluate
 from expire_span.train.optimizers import build_optimizers, rate_factor
 from expire_span.train.supervised import NonFinite, SupervisedLearner, train

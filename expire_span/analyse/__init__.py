@@ -1,1 +1,1 @@
-"""The paper's analyses of a trained model of text: what lives long, what spans hang on, what a shorter memory costs."""
+"""The paper's analyses of a trained model of text: what lives long, what spans depend on, what a shorter memory costs."""

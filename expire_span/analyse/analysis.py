@@ -1,7 +1,7 @@
 """`expire-span analyse RUN`: three questions to a trained model of text, answered with counts and intervals.
 
 1. Which tokens live longest, layer by layer? Mean span of each class of letters.
-2. What does a word's span hang on? The spans of a name before and after another word takes its place.
+2. What does a word's span depend on? The spans of a name before and after another word takes its place.
 3. What gets worse when no memory may live longer than a limit? Bits a letter, by class.
 
 The answers go to analysis.json in the run folder, the pictures beside it.
@@ -34,7 +34,7 @@ WORD, REPLACEMENTS = "Egypt", ("somewhere", "Humpty Dumpty")
 BEFORE, AFTER = 400, 100
 """Letters of the passage before and after the word."""
 PASSAGES = 16
-"""Places at most at which the word is replaced."""
+"""Most places at which the word is replaced."""
 TOP = 12
 """Longest-lived tokens that are listed for each layer, and letters that lose most by a cut."""
 CUTS = (16, 64, 256)
@@ -81,9 +81,9 @@ def rank_layer(reading: Reading, layer: int, classes: np.ndarray) -> dict[str, A
     return {"layer": layer, "mean": float(spans.mean()), "classes": rows, "longest": top}
 
 
-def around(text: str, place: int, reach: int = 12) -> list[str]:
+def around(text: str, place: int, width: int = 12) -> list[str]:
     """The letters before a place, the one at it, and those after."""
-    return [text[max(place - reach, 0) : place], text[place], text[place + 1 : place + 1 + reach]]
+    return [text[max(place - width, 0) : place], text[place], text[place + 1 : place + 1 + width]]
 
 
 def replace_word(model: TextModel, text: str, word: str | None) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ def cut_spans(model: TextModel, reading: Reading, limit: float, classes: np.ndar
 
 
 def write_analysis(folder: Path, found: dict[str, Any]) -> list[Path]:
-    """analysis.json and the pictures, each written whole or not at all."""
+    """Write analysis.json and the pictures, each atomically."""
     from .pictures import draw_all
 
     pictures = draw_all(found)

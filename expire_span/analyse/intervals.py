@@ -1,28 +1,28 @@
-"""Means with intervals, for values along a text whose neighbours are alike."""
+"""Means with confidence intervals by the block bootstrap, for values along a text, where neighbours are correlated."""
 
 from __future__ import annotations
 
 import numpy as np
 
-STRETCHES = 50
-"""Parts of the text that are drawn again: neighbours hang together, whole stretches hardly do."""
+BLOCKS = 50
+"""Contiguous blocks of the text that the bootstrap resamples: neighbouring values are correlated, whole blocks hardly are."""
 DRAWS = 1000
 LOW, HIGH = 2.5, 97.5
 """Percentiles: intervals of 95%."""
 
 
 def class_means(values: np.ndarray, classes: np.ndarray, count: int) -> list[dict[str, float]]:
-    """For each of `count` classes: how many values, their mean, and the interval of the mean from redrawn stretches."""
-    stretch = np.arange(len(values)) * STRETCHES // max(len(values), 1)
+    """For each of `count` classes: how many values, their mean, and the interval of the mean by resampling blocks."""
+    stretch = np.arange(len(values)) * BLOCKS // max(len(values), 1)
     place = stretch * count + classes
-    sums = np.bincount(place, values, STRETCHES * count).reshape(STRETCHES, count)
-    counts = np.bincount(place, minlength=STRETCHES * count).reshape(STRETCHES, count)
-    drawn = np.random.default_rng(0).multinomial(STRETCHES, np.full(STRETCHES, 1 / STRETCHES), DRAWS)
+    sums = np.bincount(place, values, BLOCKS * count).reshape(BLOCKS, count)
+    counts = np.bincount(place, minlength=BLOCKS * count).reshape(BLOCKS, count)
+    drawn = np.random.default_rng(0).multinomial(BLOCKS, np.full(BLOCKS, 1 / BLOCKS), DRAWS)
     return [_mean(sums[:, n], counts[:, n], drawn) for n in range(count)]
 
 
 def mean_of(values: np.ndarray) -> dict[str, float]:
-    """The same for a few values that are independent of each other: each is redrawn by itself."""
+    """The same for a few values that are independent of each other: each is resampled by itself."""
     drawn = np.random.default_rng(0).multinomial(len(values), np.full(len(values), 1 / len(values)), DRAWS)
     return _mean(values.astype(float), np.ones(len(values)), drawn)
 

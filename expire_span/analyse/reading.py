@@ -15,7 +15,7 @@ from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 from expire_span.tasks.text import label
 from expire_span.view.limit import limit_spans
 

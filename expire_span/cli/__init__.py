@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as error:
         told = explain(error)
-        if told is None:  # a fault of this package: its traceback is what a report of it needs
+        if told is None:  # a bug of this package: show the traceback, which a bug report needs
             raise
         return _fail(*told)
 

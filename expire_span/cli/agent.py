@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from expire_span.agent_configs import AgentRunConfig
 from expire_span.errors import UserError
 from expire_span.runs import RunFolder, check_name, check_new
 
-from .parsing import PROGRAM, parse, warn
+from .parsing import PROGRAM, is_first_process, parse, warn
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def train_agent(recipe: str, config: AgentRunConfig, args: list[str]) -> int:
         raise UserError("train agent needs an environment; give --task.env, like ExpireSpan/Corridor-Easy-v0")
     name = command.name or recipe
     check_name(name)
-    if _is_first_process():
+    if is_first_process():
         check_new(command.runs_dir / name)
     from expire_span.train.actor_critic import train
 
@@ -90,9 +89,9 @@ def eval_agent(run: RunFolder, command: Any) -> int:
 
 
 def _finish(run: RunFolder) -> int:
-    """Say how a finished run did."""
+    """Print the result of a finished run."""
     result = run.read_result() or {}
-    if _is_first_process():
+    if is_first_process():
         live = " ".join(f"{x:.1f}" for x in result["live"])
         interval = f" ({result['low']:.3f} to {result['high']:.3f})" if result["low"] is not None else ""
         print(
@@ -100,7 +99,3 @@ def _finish(run: RunFolder) -> int:
             f"after {result['env_steps']:,} steps, live memories {live}, run folder {run.path}"
         )
     return 0
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

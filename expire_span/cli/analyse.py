@@ -10,13 +10,13 @@ import tyro
 
 from expire_span.runs import UserError, find_run
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, parse, read_text_option
 from .runs import with_data
 
 
 @dataclass(frozen=True)
 class Analyse:
-    """Analyse a run of text: which letters live longest, what a word's span hangs on, what shorter memory costs."""
+    """Analyse a run of text: which letters live longest, what a word's span depends on, what shorter memory costs."""
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """Name or folder of a run on text or books, with learned spans; none takes the model that ships with the package."""
@@ -44,7 +44,7 @@ def run_analyse(args: list[str]) -> int:
         raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     limits = parse_limits(command.limits)
     run = find_run(command.run, command.runs_dir)
-    raw = None if command.text is None else _read(command.text)
+    raw = None if command.text is None else read_text_option(command.text)
     from expire_span.analyse.analysis import analyse, write_analysis
     from expire_span.train.devices import check_device
 
@@ -53,13 +53,6 @@ def run_analyse(args: list[str]) -> int:
     show(found)
     print("\n".join(str(path) for path in write_analysis(command.out or run.path, found)))
     return 0
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read --text {path}: {error.strerror}") from error
 
 
 def parse_limits(text: str | None) -> list[float]:
@@ -76,22 +69,30 @@ def parse_limits(text: str | None) -> list[float]:
 
 def show(found: dict[str, Any]) -> None:
     """The answers as three small tables."""
-    names = [row["class"] for row in found["layers"][0]["classes"]]
-    counts = {row["class"]: row["count"] for row in found["layers"][0]["classes"]}
+    classes = found["layers"][0]["classes"]
+    heading = "".join(f"{row['class']:>10}" for row in classes) + f"{'all':>10}"
     print(f"mean span by class of letter, over {found['tokens']:,} letters")
-    print("layer  " + "".join(f"{name:>10}" for name in names) + f"{'all':>10}")
-    print("count  " + "".join(f"{counts[name]:>10,}" for name in names))
+    print(f"layer  {heading}")
+    print("count  " + "".join(f"{row['count']:>10,}" for row in classes))
     for layer in found["layers"]:
         means = "".join(f"{row['mean']:>10.1f}" for row in layer["classes"])
         print(f"{layer['layer']:<7}{means}{layer['mean']:>10.1f}")
     if found["replaced"] is not None:
-        words = found["replaced"]["words"]
-        print(f"\nmean span where {words[0]['word']} stood, over {found['replaced']['passages']} passages")
-        print("layer  " + "".join(f"{word['word']:>16}" for word in words))
-        for rows in zip(*(word["layers"] for word in words)):
-            print(f"{rows[0]['layer']:<7}" + "".join(f"{row['mean']:>16.1f}" for row in rows))
+        _show_replaced(found["replaced"])
+    _show_cuts(found["cut"], heading)
+
+
+def _show_replaced(replaced: dict[str, Any]) -> None:
+    words = replaced["words"]
+    print(f"\nmean span where {words[0]['word']} stood, over {replaced['passages']} passages")
+    print("layer  " + "".join(f"{word['word']:>16}" for word in words))
+    for rows in zip(*(word["layers"] for word in words)):
+        print(f"{rows[0]['layer']:<7}" + "".join(f"{row['mean']:>16.1f}" for row in rows))
+
+
+def _show_cuts(cuts: list[dict[str, Any]], heading: str) -> None:
     print("\nbits more a letter where spans are cut")
-    print("limit  " + "".join(f"{name:>10}" for name in names) + f"{'all':>10}")
-    for cut in found["cut"]:
+    print(f"limit  {heading}")
+    for cut in cuts:
         means = "".join(f"{row['mean']:>+10.4f}" for row in cut["classes"])
         print(f"{cut['limit']:<7g}{means}{cut['bits_cut'] - cut['bits']:>+10.4f}")

@@ -12,12 +12,14 @@ from expire_span.files import to_json, write_atomic
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 
-from .parsing import PROGRAM, nearest, parse
+from .parsing import PROGRAM, nearest, parse, read_text_option
 
 SHOWN = 4096
 """Tokens of the sample in a figure that compares two traces."""
 NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cut", "patterns")
 """Kept here too, so that a wrong name is answered without loading what draws."""
+PAIRED = ("words", "cut")
+"""Figures that need a model, since they compare what it does with two texts or two memories."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
 STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
@@ -61,28 +63,31 @@ class FigureCommand:
 
 def run_figure(args: list[str]) -> int:
     command = parse(FigureCommand, args, f"{PROGRAM} figure")
-    if command.name not in NAMES:
-        raise UserError(f"unknown figure {command.name!r}; {nearest(command.name, list(NAMES))}")
-    if command.needed is not None and (command.name != "ages" or command.needed < 0):
-        raise UserError(f"--needed is an age of 0 or more for the figure ages, got {command.needed} for {command.name}")
-    if command.run is None and command.name in OF_SYSTEMS:
-        return _figure_of_systems(command, command.out or Path(f"{command.name}.pdf"))
-    if command.name == "patterns":
-        raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     is_trace = command.run is not None and Path(command.run).is_file()
-    run = None if is_trace else find_run(command.run, command.runs_dir)
-    raw = None if command.text is None else command.text.read_bytes()
+    _check(command, is_trace)
     out = command.out or Path(f"{command.name}.pdf")
-    if command.name in ("words", "cut"):
-        if run is None:
-            raise UserError(
-                f"the figure {command.name} compares what a model does; give a run, got the trace {command.run}"
-            )
-        _draw_pair(command, run, raw, out)
+    if command.run is None and command.name in OF_SYSTEMS:
+        return _figure_of_systems(command, out)
+    run = None if is_trace else find_run(command.run, command.runs_dir)
+    raw = None if command.text is None else read_text_option(command.text)
+    if run is not None and command.name in PAIRED:
+        {"cut": _draw_cut, "words": _draw_words}[command.name](command, run, raw, out)
     else:
         _draw_one(command, run, raw, out)
     print(out)
     return 0
+
+
+def _check(command: FigureCommand, is_trace: bool) -> None:
+    name = command.name
+    if name not in NAMES:
+        raise UserError(f"unknown figure {name!r}; {nearest(name, list(NAMES))}")
+    if command.needed is not None and (name != "ages" or command.needed < 0):
+        raise UserError(f"--needed is an age of 0 or more for the figure ages, got {command.needed} for {name}")
+    if command.run is not None and name == "patterns":
+        raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
+    if is_trace and name in PAIRED:
+        raise UserError(f"the figure {name} compares what a model does; give a run, got the trace {command.run}")
 
 
 def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, out: Path) -> None:
@@ -101,23 +106,32 @@ def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, 
         write_figure(command.name, trace, out)
 
 
-def _draw_pair(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
+def _draw_cut(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
+    """One text read twice: with the lives that the model gives, and with shorter ones."""
     from expire_span.view.figures import save_figure
     from expire_span.view.limit import Cut
-    from expire_span.view.pair_figures import draw_cut, draw_words
+    from expire_span.view.pair_figures import draw_cut
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
     reader = open_reader(run)
-    if command.name == "cut":
-        read = lambda cut: Trace.of(reader.trace_sample(SHOWN, cut) if raw is None else reader.trace_text(raw, cut))  # noqa: E731
-        before = read(Cut())
-        limit = command.max_span
-        if limit is None and command.live is None:
-            limit = (before.header["max_span"] or 0) / 16
-        after = read(Cut(limit, command.live))
-        save_figure(lambda: draw_cut(before, after), out)
-        return
+    read = lambda cut: Trace.of(reader.trace_sample(SHOWN, cut) if raw is None else reader.trace_text(raw, cut))  # noqa: E731
+    before = read(Cut())
+    limit = command.max_span
+    if limit is None and command.live is None:
+        limit = (before.header["max_span"] or 0) / 16
+    after = read(Cut(limit, command.live))
+    save_figure(lambda: draw_cut(before, after), out)
+
+
+def _draw_words(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
+    """One text with a word in it, and the same text with other words in its place."""
+    from expire_span.view.figures import save_figure
+    from expire_span.view.pair_figures import draw_words
+    from expire_span.view.source import open_reader
+    from expire_span.view.trace import Trace
+
+    reader = open_reader(run)
     text = STORY.encode() if raw is None else raw
     words = [command.word, *(other.strip() for other in command.others.split(",") if other.strip())]
     place = text.find(command.word.encode())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from expire_span.runs import UserError, find_run
+from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
 from .runs import OnAnyRun
@@ -46,27 +47,9 @@ def run_generate(args: list[str]) -> int:
     tokenizer = getattr(run.config.task, "tokenizer", "")
     if not tokenizer and getattr(run.config.model, "vocab", None) != 256:
         raise UserError(f"generate needs a run of text, got a run of task {run.config.task.kind}")
-    if not 1 <= command.samples <= MOST_SAMPLES:
-        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
-    if not 0 <= command.temperature < float("inf"):
-        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
-    if not 0 <= command.seed < 2**63:
-        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
-    if command.samples > 1 and command.max_tokens is None:
-        raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
+    _check(command)
     prompt = _read_prompt(command)
-    from expire_span.checkpoint import load_model
-    from expire_span.generate import Sampling, generate_bytes, generate_text
-    from expire_span.tasks.tokens import Tokenizer
-    from expire_span.train.devices import check_device
-
-    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
-    decoder, _ = load_model(run, check_device(command.device), warn)
-    limits = {"max_tokens": command.max_tokens, "samples": command.samples}
-    if tokenizer:
-        steps = generate_text(decoder, Tokenizer(tokenizer), prompt, sampling, **limits)
-    else:
-        steps = generate_bytes(decoder, prompt, sampling, **limits)
+    steps = _generate(command, run, tokenizer, prompt)
     if command.samples > 1:
         for text in zip(*steps):
             _write(prompt + b"".join(text) + b"\n\n")
@@ -78,6 +61,32 @@ def run_generate(args: list[str]) -> int:
             _write(byte)
     _write(b"\n")
     return 0
+
+
+def _check(command: Generate) -> None:
+    if not 1 <= command.samples <= MOST_SAMPLES:
+        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
+    if not 0 <= command.temperature < float("inf"):
+        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
+    if not 0 <= command.seed < 2**63:
+        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
+    if command.samples > 1 and command.max_tokens is None:
+        raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
+
+
+def _generate(command: Generate, run: RunFolder, tokenizer: str, prompt: bytes) -> Iterator[list[bytes]]:
+    """New bytes of all samples, step by step, from the run's newest checkpoint."""
+    from expire_span.checkpoint import load_model
+    from expire_span.generate import Sampling, generate_bytes, generate_text
+    from expire_span.tasks.tokens import Tokenizer
+    from expire_span.train.devices import check_device
+
+    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    decoder, _ = load_model(run, check_device(command.device), warn)
+    limits = {"max_tokens": command.max_tokens, "samples": command.samples}
+    if tokenizer:
+        return generate_text(decoder, Tokenizer(tokenizer), prompt, sampling, **limits)
+    return generate_bytes(decoder, prompt, sampling, **limits)
 
 
 def _read_prompt(command: Generate) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -70,11 +72,21 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known are: {', '.join(known)}"
 
 
-# Parsing
-
-
 def warn(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
+
+
+def read_text_option(path: Path) -> bytes:
+    """The bytes of the file that --text names."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read --text {path}: {error.strerror}") from error
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all those that a launcher has started for one run."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def take_name(args: list[str], verb: str, what: str, known: Iterable[str], usage: str) -> tuple[str, list[str]] | None:

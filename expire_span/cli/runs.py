@@ -13,7 +13,7 @@ import tyro
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.memories import find_limits
-from expire_span.mixer_configs import mixer_config
+from expire_span.models.systems import mixer_config
 from expire_span.recipes import RECIPES, get_recipe
 from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
@@ -21,7 +21,7 @@ from expire_span.runs import RunFolder, UserError, check_name, check_new, find_r
 from .agent import eval_agent, resume_agent, train_agent
 from .files import eval_file
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, spell_out, take_name, warn
+from .parsing import PROGRAM, is_first_process, parse, spell_out, take_name, warn
 from .retrofit import resume_retrofit
 
 
@@ -143,7 +143,7 @@ def run_train(args: list[str]) -> int:
     name = command.name or recipe
     check_name(name)
     path = command.runs_dir / name
-    if _is_first_process():
+    if is_first_process():
         check_new(path)
         for limit in find_limits(command.config):
             warn(limit)
@@ -162,16 +162,10 @@ def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
     return replace(config, model=replace(config.model, mixer=mixer_config(named[1])))
 
 
-def _is_first_process() -> bool:
-    import os
-
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _finish(run: Any) -> int:
-    """Say how a finished run did."""
+    """Print the result of a finished run."""
     result = run.read_result()
-    if _is_first_process():
+    if is_first_process():
         live = " ".join(f"{x:.1f}" for x in result["live"])
         print(
             f"{run.name}: test {result['score_name']} {result['score']:.4f}, loss {result['loss']:.4f}, live memories {live} "
@@ -209,16 +203,22 @@ def run_eval(args: list[str]) -> int:
         raise UserError(
             f"run {run.path} taught a Hugging Face model to forget; score it with: expire-span evaluate-cache"
         )
-    run = with_data(run, command.path)
+    print(json.dumps(_evaluate(with_data(run, command.path), command), indent=2))
+    return 0
+
+
+def _evaluate(run: RunFolder, command: Eval) -> dict[str, Any]:
+    """The result of a supervised run's newest checkpoint on a split of its task."""
     from expire_span.checkpoint import load_model
-    from expire_span.tasks.task import build_task
+    from expire_span.tasks.registry import build_task
     from expire_span.train.devices import check_device
     from expire_span.train.estimate import TOKEN_BYTES, check_fits
     from expire_span.train.evaluate import evaluate
 
     train = run.config.train
     rows = command.batch or train.eval_batch or train.batch
-    tokens = rows * (command.block or train.eval_block or train.block)
+    block = command.block or train.eval_block or train.block
+    tokens = rows * block
     check_fits(tokens * TOKEN_BYTES, f"a batch of {tokens:,} tokens", f"--batch {rows:,}", check_device("cpu"))
     decoder, config = load_model(run, check_device(command.device), warn)
     batches = command.batches or (config.train.eval_batches if command.split == "train" else None)
@@ -227,13 +227,12 @@ def run_eval(args: list[str]) -> int:
         build_task(config.task),
         command.split,
         batch=rows,
-        block=command.block or config.train.eval_block or config.train.block,
+        block=block,
         batches=batches,
         seed=config.seed,
         precision=config.train.precision,
     )
-    print(json.dumps(result.per_row(), indent=2))
-    return 0
+    return result.per_row()
 
 
 def with_data(run: RunFolder, path: str | None) -> RunFolder:

@@ -28,7 +28,7 @@ class Entrances:
 
 @dataclass(frozen=True)
 class WordRNN:
-    """A gated word model, and how long the units of its hidden state hold still, against an untrained one."""
+    """A gated word model: for how many words the units of its hidden state stay nearly constant, against an untrained model."""
 
     path: str = ""
     """A text file; none takes built-in tales."""
@@ -74,10 +74,11 @@ def run_entrances(args: list[str]) -> int:
     command = parse(Entrances, spell_out(args, "--quick"), f"{PROGRAM} study entrances")
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("entrances-quick" if command.quick else "entrances")
-    from expire_span.study.entrances import Plan, collect_facts, run_study
+    from expire_span.study.entrances import EntrancesSettings, collect_facts, run_study
 
-    plan = Plan.quick(command.seeds or 2) if command.quick else Plan(seeds=command.seeds or 5)
-    return _show(*run_study(plan, out, jobs), collect_facts, quick=command.quick)
+    quick, seeds = command.quick, command.seeds
+    settings = EntrancesSettings.quick(seeds or 2) if quick else EntrancesSettings(seeds=seeds or 5)
+    return _show(*run_study(settings, out, jobs), collect_facts, quick=command.quick)
 
 
 def run_word_rnn(args: list[str]) -> int:
@@ -85,9 +86,9 @@ def run_word_rnn(args: list[str]) -> int:
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds, steps=command.steps)
     if command.path and not Path(command.path).is_file():
         raise UserError(f"--path {command.path} is not a file; give a text file, or none for the built-in tales")
-    from expire_span.study.word_rnn import Plan, collect_facts, run_study
+    from expire_span.study.word_rnn import WordSettings, collect_facts, run_study
 
-    return _show(*run_study(Plan(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
+    return _show(*run_study(WordSettings(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
 
 
 def run_questions(args: list[str]) -> int:
@@ -95,10 +96,11 @@ def run_questions(args: list[str]) -> int:
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("questions-quick" if command.quick else "questions")
     from expire_span.study.questions.page import collect_facts
-    from expire_span.study.questions.study import Plan, run_study
+    from expire_span.study.questions.study import QuestionsSettings, run_study
 
-    plan = Plan.quick(command.seeds or 1) if command.quick else Plan(seeds=command.seeds or 3)
-    return _show(*run_study(plan, out, jobs), collect_facts, quick=command.quick)
+    quick, seeds = command.quick, command.seeds
+    settings = QuestionsSettings.quick(seeds or 1) if quick else QuestionsSettings(seeds=seeds or 3)
+    return _show(*run_study(settings, out, jobs), collect_facts, quick=command.quick)
 
 
 def check_counts(**counts: int | None) -> int:

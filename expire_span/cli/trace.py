@@ -8,7 +8,7 @@ from pathlib import Path
 
 from expire_span.runs import UserError, find_run, write_atomic
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, parse, read_text_option
 from .runs import OnAnyRun, find_adapter
 
 
@@ -39,7 +39,7 @@ def run_trace(args: list[str]) -> int:
     if command.episode is not None and command.episode < 0:
         raise UserError(f"--episode must be 0 or more, got {command.episode}")
     adapter = find_adapter(command.run)
-    raw = None if command.text is None else _read(command.text)
+    raw = None if command.text is None else read_text_option(command.text)
     from expire_span.view.limit import Cut
     from expire_span.view.source import open_adapter, open_reader
     from expire_span.view.trace import encode
@@ -58,10 +58,3 @@ def run_trace(args: list[str]) -> int:
         sys.stdout.buffer.write(encode(line))
         sys.stdout.buffer.flush()
     return 0
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read --text {path}: {error.strerror}") from error

@@ -86,7 +86,7 @@ def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
 
 
 def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
-    """The recipe's controller with another target; heads that start at it are held there from the first step on."""
+    """The recipe's budget controller with another target; without a wait where heads already start at the target."""
     budget = replace(budget, live=float(memories), bytes=None, patience_loss=None)
     return budget if kind == "expire_span" else replace(budget, start_loss=None)
 

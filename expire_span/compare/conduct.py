@@ -1,4 +1,4 @@
-"""The conductor of a comparison: one child process after the other, with progress and time left."""
+"""Runs a comparison: one child process per system, one after the other, with progress and time left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from expire_span.train.progress import show_time
 from .plan import Comparison
 
 POLL = 0.2
-"""Seconds between two looks at a child."""
+"""Seconds between two checks of a child process."""
 PATIENCE = 60.0
 """Seconds that a child gets to save its work when the comparison is stopped."""
 
@@ -38,7 +38,7 @@ from expire_span.compare.worker import main
 sys.exit(main(sys.argv[2:]))
 """
 """What a child runs, under -P: the current folder is not searched for modules, so a file in it that is called like a library is
-never run; and the package is this very copy, wherever it lies."""
+never run; and the package is this very copy, wherever it is installed."""
 
 
 class Stopped(RunError):
@@ -102,7 +102,7 @@ class ComparisonDisplay:
 
 
 def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str, str]:
-    """Make every run that is not finished; returns the reasons of those that failed. `describe` tells a run's outcome."""
+    """Make every run that is not finished; returns why runs failed, by name. `describe` gives a run's outcome in words."""
     waiting = [name for name in comparison.runs if not _finished(comparison, name)]
     pace, failed = Pace(len(waiting)), {}
     with ComparisonDisplay(len(waiting)) as display:
@@ -145,7 +145,7 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
 
 
 def describe_end(code: int) -> str:
-    """How a child ended that said nothing, in words."""
+    """How a child process ended that gave no reason, in words."""
     if code >= 0:
         return f"its process ended with code {code}"
     try:
@@ -157,7 +157,7 @@ def describe_end(code: int) -> str:
 
 
 def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The child gets no signals of the terminal, only the end of its standard input."""
+    """Start a child that gets no signals from the terminal: closing its standard input asks it to stop."""
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[1]), str(folder.resolve()), name]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True

@@ -13,7 +13,8 @@ from expire_span.config import RunConfig
 from expire_span.memories import find_limits, state_bytes
 from expire_span.models.systems import find
 from expire_span.runs import UserError
-from expire_span.tasks.task import Split, Task, build_task
+from expire_span.tasks.contract import Split, Task
+from expire_span.tasks.registry import build_task
 from expire_span.train.build_environments import build_environments
 from expire_span.train.devices import check_device
 from expire_span.train.estimate import check_arithmetic, check_size, count_parameters, device_bytes
@@ -23,7 +24,7 @@ from .matched import match_parameters
 from .plan import Comparison, System, config_of
 
 COPIES = 2.5
-"""A growing store holds spare room, and is copied when it grows: so many times what it keeps, at worst."""
+"""Most bytes that a growing store needs for each byte that it keeps: it has spare slots, and is copied when it grows."""
 
 
 def prepare(

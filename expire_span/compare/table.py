@@ -68,7 +68,9 @@ def how_measured(comparison: Comparison) -> str:
     if comparison.train_seconds is None:
         trained = f"{train.steps:,} steps each"
     else:
-        trained = f"{comparison.train_seconds:g} s of training each, as the speed at the start foretold"
+        trained = (
+            f"{comparison.train_seconds:g} s of training each, the number of steps set from the speed at the start"
+        )
     better = "higher" if comparison.score["higher_is_better"] else "lower"
     return (
         f"Recipe {comparison.recipe}, {trained}; {comparison.score['name']} ({better} is better) over {part} in "
@@ -80,7 +82,9 @@ def how_measured(comparison: Comparison) -> str:
 def _how_played(comparison: Comparison, config: AgentRunConfig) -> str:
     trained = f"{config.train.steps:,} updates of {config.train.envs} x {config.train.window} steps each"
     if comparison.train_seconds is not None:
-        trained = f"{comparison.train_seconds:g} s of training each, as the speed at the start foretold"
+        trained = (
+            f"{comparison.train_seconds:g} s of training each, the number of steps set from the speed at the start"
+        )
     name = comparison.score["name"]
     return (
         f"Recipe {comparison.recipe} in {config.task.env}, {trained}; {name} (higher is better) of the best weights "

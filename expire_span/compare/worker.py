@@ -33,7 +33,7 @@ from .plan import Comparison
 WARM_STEPS = 5
 """Steps before the clock starts: compilation, tuned kernels, a first checkpoint of the allocator."""
 WARM_SHARE, TIMED_SHARE = 0.01, 0.03
-"""The clock starts after this share of the training time at least, and runs for so much of it."""
+"""Shares of the training time: warm-up before the clock starts, at least, and the time over which steps are timed."""
 TIMED_STEPS = 16
 """Steps that are timed at least."""
 
@@ -87,7 +87,7 @@ def _step_for(learner: Learner, seconds: float, least: int, first: int = 0) -> t
 
 
 def _wait() -> None:
-    """Until a GPU has done what was asked of it."""
+    """Wait until a GPU has finished all work that was launched."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -110,7 +110,7 @@ def main(args: list[str]) -> int:
         run_system(Path(args[0]), args[1])
     except Exception as error:
         told = explain(error)
-        if told is None:  # a fault of this package; the conductor shows the last line of its traceback
+        if told is None:  # a bug of this package; the parent process shows the last line of its traceback
             raise
         print(" ".join(told[0].split()), file=sys.stderr)
         return told[1]

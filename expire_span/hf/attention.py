@@ -18,7 +18,7 @@ from expire_span.ops.reference import ages, expiry_mask
 
 NAME = "expire_span"
 KEPT = float(2**28)
-"""Span of tokens that are kept: no stream is read for so long. It is finite, so that they expire by the rule of all others."""
+"""Span of tokens that are always kept, longer than any stream. It is finite, so that the ordinary deletion rule applies."""
 
 
 def is_kept(span: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ class Reading:
     """Ids [B, T] of packed documents, or None."""
     wants_weights: bool = False
     hidden: Tensor | None = None
-    """What the predictor read, [B, T, C]; kept by caches that teach."""
+    """What the predictor read, [B, T, C]; kept by caches for learning."""
     predictor: nn.Module | None = None
     slots: Any = None
     """The `LayerSlots` that store and read instead, where a single token of each row is decoded over slots."""
 
 
 def register() -> None:
-    """Make the name known to transformers; doing it again changes nothing."""
+    """Register the names with transformers; safe to call again."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, keep_padding)
 

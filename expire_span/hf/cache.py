@@ -1,8 +1,8 @@
 """ExpiringCache: what a retrofitted model remembers, as `past_key_values`; memories are deleted for good as they expire.
 
-Three facts hold it together. `get_seq_length` counts tokens seen, not memories kept, so that positions go on. Keys stay
-rotated at the position they were born with, since only differences of positions matter. `update` gets keys and values but
-no spans: the hook of the layer stages them just before.
+How it fits transformers: `get_seq_length` counts tokens seen, not memories kept, so that positions continue. Keys keep the
+rotation of the position at which they were written, since only differences of positions matter. `update` gets keys and values
+but no spans: the layer's hook hands them over just before (`stage`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
 
 from .attention import Reading
-from .rotary import turn_keys
+from .rotary import rotate_keys
 
 
 class ForgettingLayer(CacheLayerMixin):
@@ -36,7 +36,7 @@ class ForgettingLayer(CacheLayerMixin):
     seen: int
     """Tokens read so far, whatever is left of them."""
     has_buffers: bool
-    """Whether there is a place for memories already."""
+    """Whether buffers for memories exist already."""
 
     @property
     def is_initialized(self) -> bool:
@@ -166,13 +166,13 @@ class ExpiringLayer(ForgettingLayer):
     # Ours
 
     def rebase(self, offset: int) -> None:
-        """Count positions from `offset` on and turn stored keys back by as much."""
+        """Subtract `offset` from all positions and rotate stored keys back by as much."""
         self.seen -= offset
         if self.memory is None:
             return
         self.memory = self.memory.rebase(offset)
         if self.inverse_frequencies is not None and "k" in self.memory.slots:
-            turned = turn_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
+            turned = rotate_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
             self.memory = self.memory.replace_field("k", turned)
 
 
@@ -199,13 +199,13 @@ class ExpiringCache(Cache):
         return [layer.memory.live(layer.seen) for layer in self.layers if layer.memory is not None]
 
     def compact(self) -> ExpiringCache:
-        """Squeeze out everything dead now, spare room apart."""
+        """Remove all dead memories now; spare slots stay."""
         for layer in self.layers:
             layer._change(lambda memory: memory.compact())
         return self
 
     def check_whole(self) -> None:
-        """Refuse a cache that an exception left with some layers further than others."""
+        """Refuse a cache in which some layers have read more tokens than others, because a forward pass failed half way."""
         seen = {layer.seen for layer in self.layers}
         if len(seen) > 1:
             raise ValueError(
@@ -231,7 +231,7 @@ class ExpiringCache(Cache):
         return self
 
     def rebase(self, offset: int) -> None:
-        """Count positions from `offset` on, so that an endless stream keeps small numbers and exact rotary angles."""
+        """Subtract `offset` from all positions, so that an endless stream keeps small positions and exact rotary angles."""
         if not 0 <= offset <= self.seen:
             raise ValueError(f"offset must lie between 0 and the {self.seen} tokens seen, got {offset}")
         for layer in self.layers:

@@ -1,13 +1,13 @@
-"""Spans to start from, read off the attention of the base model: what is hardly looked at any more may go.
+"""Initial spans, fitted to the attention of the base model: memories that get little attention later may expire.
 
 For every key/value head, with one price for all of them,
 
     minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
 
-lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it.
-The price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the
-heads and tokens that are looked at. The base model is run once for each context; what follows is a small problem of each
-layer by itself. It says nothing about how much a head's attention matters to the output: that is for the distillation to learn.
+lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it. The
+price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the heads
+and tokens that get attention. The base model runs once for each context; the rest is a small optimisation problem for each
+layer separately. It does not know how much a head's attention matters to the output: distillation learns that.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def fit(
 ) -> float:
     """Set the predictors so that `target` memories per head live at the end of a context; returns how many do.
 
-    It begins with one span for all memories and stays at the budget: the price of every step is the one at which longer or
-    shorter spans for all alike would change nothing, and what that leaves open is corrected every few steps.
+    It starts with one span for all memories that meets the budget. Each step keeps to the budget to first order (see
+    `_set_gradients`), and every few steps the remaining difference is corrected.
     """
     steps = steps or STEPS
     predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
@@ -148,18 +148,23 @@ def fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, 2 * (1 - n / steps)))
     ages = ages_of(context).to(handle.model.device)
     for step in range(1, steps + 1):
-        slopes = {n: _slopes(predictors[n], found[n], ages) for n in found}
-        lost, held = (sum(float(pair[which][1].sum()) for pair in slopes.values()) for which in (0, 1))
-        price = max(-lost / max(held, 1e-12), 0.0)
-        for n, (of_lost, of_held) in slopes.items():
-            predictors[n].weight.grad = of_lost[0] + price * of_held[0]
-            predictors[n].bias.grad = of_lost[1] + price * of_held[1]
+        _set_gradients(found, predictors, ages)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         if step % CORRECT_EVERY == 0 or step == steps:
             live = _meet(handle, found, predictors, target)
     return live
+
+
+def _set_gradients(found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], ages: Tensor) -> None:
+    """Gradients of lost attention + price x held memory, at the price at which a common shift of all biases gains nothing."""
+    slopes = {n: _slopes(predictors[n], found[n], ages) for n in found}
+    lost, held = (sum(float(pair[which][1].sum()) for pair in slopes.values()) for which in (0, 1))
+    price = max(-lost / max(held, 1e-12), 0.0)
+    for n, (of_lost, of_held) in slopes.items():
+        predictors[n].weight.grad = of_lost[0] + price * of_held[0]
+        predictors[n].bias.grad = of_lost[1] + price * of_held[1]
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class RetrofitStepper:
 
 
 @dataclass(frozen=True)
-class _Face:
+class _DecoderInterface:
     """What an engine asks a decoder for."""
 
     embed: Any
@@ -99,7 +99,7 @@ class RetrofitEngine(SteadyEngine):
 
     def __init__(self, handle: Retrofit, rows: int, *, rebase_after: int = REBASE_AFTER) -> None:
         embed: nn.Module = handle.model.get_input_embeddings()
-        face = _Face(embed, _Vocabulary(text_config(handle.model).vocab_size))
+        face = _DecoderInterface(embed, _Vocabulary(text_config(handle.model).vocab_size))
         super().__init__(face, rows, RetrofitStepper(handle, rows))  # type: ignore[arg-type]
         self.handle, self.rebase_after = handle, rebase_after
         self.active = [False] * rows

@@ -27,9 +27,9 @@ from .rivals import METHODS as RIVALS
 
 METHODS = ("none", *RIVALS, "expire")
 MOST_DIAL = 8.0
-"""The most that spans are multiplied by where a budget leaves room."""
+"""The largest factor by which spans are multiplied where a budget allows it."""
 CLOSE = 0.97
-"""A dial is good enough once the peak is at least this share of the budget."""
+"""The search for a dial ends once the peak is at least this share of the budget."""
 NewCache = Callable[[], Any]
 
 

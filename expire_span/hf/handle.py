@@ -1,8 +1,8 @@
 """Give a causal language model lifetimes: `handle = retrofit(model)`, without changing one of its weights or classes.
 
 A hook before each attention layer predicts spans from the hidden states that the layer reads, hands them to the cache and to
-the attention function, and that is all. Layers that see a window by their own design keep it: such a window is a span
-that all memories share, with a hard edge, and they delete by it. `handle.detach()` takes everything off again.
+the attention function; nothing else changes. Layers with a sliding window in the base model keep it: the window is a span that
+all memories share, with a hard edge, and memories beyond it are deleted. `handle.detach()` removes everything again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
 
 
 class Retrofit:
-    """A retrofitted model: makes caches, holds the predictors, and can be taken off."""
+    """A retrofitted model: it makes caches, holds the predictors, and can be removed from the model again."""
 
     def __init__(self, model: nn.Module, layers: list[AttentionLayer], config: RetrofitConfig) -> None:
         self.model: Any = model
@@ -81,7 +81,7 @@ class Retrofit:
     # The handle
 
     def new_cache(self, *, learning: bool = False) -> ExpiringCache:
-        """An empty cache for `past_key_values`; one that teaches keeps hidden states too, so that old memories' spans learn."""
+        """An empty cache for `past_key_values`. With `learning` it also keeps hidden states, so that old spans get gradient."""
         layers = []
         for x in self.layers:
             ramp, frequencies = self.ramp_of(x), inverse_frequencies(self.model, x.module)
@@ -127,7 +127,7 @@ class Retrofit:
         return bool(self._hooks)
 
     def detach(self) -> nn.Module:
-        """Take everything off: the model is bit for bit what it was."""
+        """Remove all hooks and settings: the model is bit for bit what it was."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

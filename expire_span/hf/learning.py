@@ -1,4 +1,4 @@
-"""The cache layer that teaches: it keeps hidden states, so that the spans of memories of earlier blocks still learn."""
+"""The cache layer for learning: it keeps hidden states, so that spans of earlier blocks' memories still get gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank additions (LoRA) to a retrofitted model's linear layers, through peft; they come off again without a trace."""
+"""Low-rank additions (LoRA) to a retrofitted model's linear layers, through peft; removing them restores the model exactly."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ Each holds the same number of memories in every layer and head, and evicts after
     knorm   the newest few and those with the smallest key norm
     snap    the newest few and those that the last queries attended to most (SnapKV's rule, applied throughout)
 
-Keys stay rotated where they were born. What is evicted was never trained away, so all of them are approximations.
+Keys keep the rotation of the position at which they were written. The model was not trained for any eviction, so all of these
+are approximations.
 """
 
 from __future__ import annotations

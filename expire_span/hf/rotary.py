@@ -1,4 +1,4 @@
-"""Turning stored keys, so that positions of an endless stream can be counted anew."""
+"""Rotating stored keys, so that the positions of an endless stream can be renumbered."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Kinds of rotary positions whose angles change with the length of the context: keys at rest cannot follow."""
+"""Kinds of rotary positions whose angles change with the length of the context, which stored keys cannot follow."""
 
 
-def turn_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
-    """Keys [.., D] as if they stood `steps` later. Angles are reduced in float64: steps may be millions."""
+def rotate_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
+    """Keys [.., D] rotated to positions larger by `steps`. Angles are reduced in float64: steps may be millions."""
     angle = (inverse_frequencies.double() * steps) % (2 * torch.pi)
     angle = torch.cat([angle, angle]).to(keys.device)
     work = torch.promote_types(keys.dtype, torch.float32)

@@ -21,7 +21,7 @@ from expire_span.store.slots import FRESH, Slots
 
 from .cache import ForgettingLayer
 from .layouts import AttentionLayer
-from .rotary import turn_keys
+from .rotary import rotate_keys
 
 
 class LayerSlots(SlotStep):
@@ -54,7 +54,7 @@ class LayerSlots(SlotStep):
         keys, offset = found.k, self.clock.now - found.now
         if offset and keys.shape[2]:
             assert self.frequencies is not None, "rows of unequal age need rotary positions"
-            keys = turn_keys(keys, offset, self.frequencies)
+            keys = rotate_keys(keys, offset, self.frequencies)
         self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
         counts = self.slots.counts[rows].amax(0).tolist()
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
@@ -79,7 +79,7 @@ class LayerSlots(SlotStep):
         """Turn all keys back by `offset` positions; positions in the slots count from the last compaction anyway."""
         assert self.frequencies is not None
         frequencies = self.frequencies
-        self.slots.map_keys(lambda keys: turn_keys(keys, -offset, frequencies))
+        self.slots.map_keys(lambda keys: rotate_keys(keys, -offset, frequencies))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None) -> Tensor:
         """Store one memory of each row and head, and read: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, 1, Hq, D]."""

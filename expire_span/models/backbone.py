@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from expire_span.model_configs import BackboneConfig
 from expire_span.models import systems
-from expire_span.store import SteadyMemory, settle
+from expire_span.store import SteadyMemory, trim_states
 
 from .mixer import Keep, Mixer, MixerAux, build_mixer
 
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def _empty(self) -> Tensor:
-        """What a zero hidden state looks like at the mixer's input, [C]."""
+        """The mixer's input for a hidden state of zeros, [C]: the norm may add a bias."""
         zero = self.ff.down.weight.new_zeros(self.ff.down.out_features)
         return self.norm1(zero) if self.pre_norm else zero
 
@@ -157,7 +157,7 @@ class Backbone(nn.Module):
         self._scale_outputs()
 
     def _scale_outputs(self) -> None:
-        """Depth-scaled output projections with pre-norm, so that the residual stream starts at the same size."""
+        """With pre-norm, scale output projections down with depth, so that the residual stream starts at the same size."""
         if self.config.norm != "pre":
             return
         with torch.no_grad():
@@ -172,8 +172,8 @@ class Backbone(nn.Module):
     def compile_blocks(self, *, carry: bool) -> None:
         """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
 
-        Sequences that stand alone run whole compiled blocks, and so do carried memories whose shapes are steady. Other
-        systems' states change shape from block to block: there only the feed-forward parts are compiled.
+        Whole blocks are compiled for sequences without carried memory, and for carried memories whose shapes stay the same. The
+        states of other systems change their shapes from block to block: there only the feed-forward parts are compiled.
         """
         for block in self.layers():
             if carry and not block.mixer.steadiness().shapes:
@@ -192,7 +192,7 @@ class Backbone(nn.Module):
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        state = [None] * len(self.blocks) if state is None else settle(state)
+        state = [None] * len(self.blocks) if state is None else trim_states(state)
         h, states, auxes = x, [], []
         for block, part, used in zip(self.layers(), state, self._draw_layers(x)):
             run = block.compiled if block.compiled is not None and _is_steady(part, fresh, keep) else block
@@ -210,7 +210,7 @@ class Backbone(nn.Module):
 
 
 def _is_steady(state: Any, fresh: Tensor | None, keep: Keep) -> bool:
-    """Whether a compiled block meets the shapes it was compiled for: no memory at all, or one whose shapes are steady."""
+    """Whether a compiled block can run with this state: there is no memory, or its shapes stay the same."""
     if state is None:
         return keep == "nothing"
     return fresh is None and isinstance(state, dict) and isinstance(state.get("memory"), SteadyMemory)

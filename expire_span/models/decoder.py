@@ -13,7 +13,7 @@ from .backbone import Backbone, BackboneAux, Block
 from .mixer import Keep
 
 DecoderAux = BackboneAux
-"""What a decoder reports: its backbone's report."""
+"""What a decoder reports: the report of its backbone, under the name that users of 0.1 import."""
 
 
 class DecoderOutput(NamedTuple):
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         return DecoderOutput(self.head(h), after, aux)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, C]. On a CPU, tokens outside the vocabulary are named; a GPU reports them by itself, later."""
+        """[B, T] -> [B, T, C]. Tokens outside the vocabulary are refused on a CPU; on a GPU, CUDA reports them later."""
         try:
             return self.embed(tokens)
         except IndexError:
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
 
 
 def upgrade_name(name: str) -> str:
-    """A weight's name as it is today: in checkpoints from before there was a backbone, blocks lie one level higher."""
+    """A weight's name as it is today: checkpoints of 0.1 name the blocks without `backbone.`"""
     return re.sub(r"^((?:decoder\.)?)(blocks\.|norm\.|relative_keys)", r"\1backbone.\2", name)
 
 

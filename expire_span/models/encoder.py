@@ -1,7 +1,7 @@
 """The encoder: tokens in, one prediction for each token out, read from both sides.
 
 Token i is seen by query t, before it or after it, with the weight `clamp(1 + (span_i - |t - i|) / ramp, 0, 1)`: its age is its
-distance. Systems that run on the operator can look both ways; those that are built for streams cannot.
+distance. Systems that run on the expiring-attention operator can read both ways; those that are built for streams cannot.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from .kit.fused_logits import Logits, ValuesAndLogits
 from .kit.precision import storage_dtype
 
 LEAST_SHARE = 1e-5
-"""The least share of max_span above the shortest span that a head can start with."""
+"""The smallest initial span of a head, as a share of max_span above its shortest span."""
 REACH_RATE = 50.0
 """How fast a learned reach moves: an update of its parameter by 0.003 changes it by 15%."""
 MOST_LOGIT = 30.0
-"""The most that a token's features can add to the logit of its span: enough for any span in any head."""
+"""Limit of what a token's hidden state can add to the logit of its span; it allows any span in any head."""
 
 
 class SpanForm(NamedTuple):
@@ -57,11 +57,11 @@ class LifetimeRule(nn.Module):
     causal: bool = True
     """Off, a memory is alive within its span on either side."""
     reports_spans: bool = True
-    """Whether the spans mean anything to a reader; off where nothing ever expires."""
+    """Whether spans are worth reporting; off where nothing ever expires."""
 
     @property
     def per_head(self) -> bool:
-        """Whether heads differ in what they keep, so that a store of keys and values needs a row for each head."""
+        """Whether heads have different spans, so that a store of keys and values needs a row for each head."""
         return False
 
     def with_values(self, h: Tensor, value: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class LifetimeRule(nn.Module):
         return span
 
     def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
-        """The price of the lifetimes of a block of `count` tokens from position `start` on, for each row [B].
+        """The span loss of a block of `count` tokens from position `start` on, for each row [B].
 
         span [B, P, S] and k_pos [.., S] are of all memories that the block reads; the block's own come last.
         """
@@ -192,9 +192,10 @@ class ReachLifetimes(Lifetimes):
 
         e_i = L sigmoid(w . h_i / tau + logit(z / L))
 
-    This is the bias of `Lifetimes` in steps. Without w it is Adaptive-Span: a head closes, and opens again, by a few updates of
-    one number, where the bias itself would take a thousand. The parameter is `reach` of z = shortest + ramp (e^(50 reach) - 1):
-    on a logarithmic scale, since an update that moves a head of thousands of steps would throw about one of ten.
+    This is the bias of `Lifetimes` in steps. Without w it is Adaptive-Span: a head closes, and opens again, by a few updates
+    of one number, where the bias itself would take a thousand. The parameter is `reach` in z = shortest + ramp (e^(50 reach)
+    - 1): a logarithmic scale, since an update that suits a head of thousands of steps would be far too large for a head of
+    ten.
     """
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
@@ -209,12 +210,12 @@ class ReachLifetimes(Lifetimes):
         self.reach = nn.Parameter(torch.tensor([self._scale(max(z - low, 0.0)) for z, low in zip(starts, shortest)]))
 
     def _scale(self, steps: float) -> float:
-        """The parameter of a reach of so many steps beyond the shortest span."""
+        """The value of the parameter for a reach of `steps` beyond the shortest span."""
         return math.log1p(steps / self.ramp) / REACH_RATE
 
     def _spans(self, product: Tensor) -> Tensor:
-        # The parameter is clamped, not each token's span: at the limit the sum of the tokens' gradients is dropped if it leads
-        # outward. Dropping them one by one would leave the noise of the others, which opens heads that are to be closed.
+        # The parameter is clamped, not each token's span: at the limit the sum of the tokens' gradients is dropped if it points
+        # outward. Dropping single outward gradients would bias the sum inward, and open heads that training wants closed.
         reach = clamp_with_recovery(self.reach.to(product.dtype), 0.0, self.furthest)
         steps = self.ramp * torch.expm1(REACH_RATE * reach).unsqueeze(1)  # [heads, 1]
         own, shared = steps.split([self.out_features, len(steps) - self.out_features])
@@ -242,7 +243,7 @@ class ReachLifetimes(Lifetimes):
 def live_both_ways(span: Tensor, pos: Tensor, first: int, last: int, *, ramp: float) -> Tensor:
     """For how many of the queries first..last, on either side, each memory is alive. span, pos [.., S] -> [.., S].
 
-    The queries before a memory are those after it in the mirror.
+    Queries before a memory are counted by mirroring all positions.
     """
     after = live_queries(span, pos, first, last, ramp=ramp, include_self=True)
     before = live_queries(span, -pos, -last, -first, ramp=ramp, include_self=False)
@@ -261,7 +262,7 @@ def num_own_heads(kv_heads: int, settings: ExpireSpanConfig) -> int:
 
 
 def num_outputs(kv_heads: int, settings: ExpireSpanConfig) -> int:
-    """Rows of spans that a predictor gives: one for the layer, or one for each head with its own and one for the others."""
+    """Rows of spans that a predictor gives: one for the layer; or one for each head with own spans, and one for all others."""
     return 1 if settings.span_per == "layer" else min(num_own_heads(kv_heads, settings) + 1, kv_heads)
 
 

@@ -18,14 +18,14 @@ from expire_span.models import systems
 from expire_span.models.systems import LayerShape
 
 Keep = Literal["hidden", "kv", "nothing"]
-"""What a state holds of the past: hidden states (learning: keys, values and spans are recomputed from today's weights), keys
+"""What a state holds of the past: hidden states (learning: keys, values and spans are recomputed in every block), keys
 and values (serving: they are computed once), or nothing (sequences that stand alone)."""
 
 
 class MixerAux:
     """What a layer reports beside its output; tensors stay on their device.
 
-    `loss` and `live` may be given as functions, which are called when somebody asks: decoding token by token asks for
+    `loss` and `live` may be given as functions, which are called when the attribute is read: decoding token by token reads
     neither.
     """
 
@@ -40,7 +40,7 @@ class MixerAux:
         self.span = span
         """Spans given to this block's tokens, [B, T] or [B, Hkv, T], detached."""
         self.bytes_held = bytes_held
-        """Bytes of memory that the state really occupies after this block."""
+        """Bytes that the state occupies after this block."""
 
     @property
     def loss(self) -> Tensor | None:
@@ -69,12 +69,12 @@ class MixerOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Steadiness:
-    """What a layer promises about its training passes, for those who compile them or record them as CUDA graphs."""
+    """Guarantees about a layer's training passes, read by the code that compiles them or records them as CUDA graphs."""
 
     shapes: bool = False
     """The state that learning carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
     alone: bool = False
-    """On sequences that stand alone, the host never waits for the device, so that a pass can be recorded."""
+    """Without carried memory, the host never waits for the device, so that a pass can be recorded."""
     carried: bool = False
     """The same with memory from the block before."""
 
@@ -120,7 +120,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x: Tensor, state: Any) -> MixerOutput:
-        """What to add to x [B, T, C], the state after it, and what was seen on the way."""
+        """The output y to be added to the residual stream x [B, T, C], the state after the block, and the report."""
 
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""

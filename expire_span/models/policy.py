@@ -24,7 +24,7 @@ BLANK = ((0, 1, 2), (0, 5), (0,))
 CELL_VALUES = 64
 """Values that a type, colour or state of a grid's cell can have; larger ones are read as the largest."""
 SMALL = 0.01
-"""Scale of the action head's first weights: at first, all actions are about equally likely."""
+"""Scale of the action head's initial weights, so that all actions are about equally likely at first."""
 
 
 class Choices:
@@ -154,7 +154,7 @@ class ChoicesPart(nn.Module):
 
     def __init__(self, field: ObservationField, dim: int, cell_dim: int) -> None:
         super().__init__()
-        # Python's own numbers, since a comparison builds policies without memory (device meta) to count their parameters.
+        # Python numbers instead of tensors, since comparisons build policies on the meta device to count their parameters.
         sizes, lows = field.sizes, field.lows or (0,) * len(field.sizes)
         firsts = [0 if field.form == "words" else sum(sizes[:n]) for n in range(len(sizes))]
         self.depth, total = len(field.shape), max(sizes) if field.form == "words" else sum(sizes)

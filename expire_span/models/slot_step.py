@@ -1,4 +1,4 @@
-"""One layer of attention over slots, one token of every row at a time, in place: what most layers of a stream repeat for ever.
+"""Decoding over slots: one layer of attention, one token of every row per step, with the memories changed in place.
 
 On a GPU nothing in a step waits for the device or depends on a number that only the host knows.
 """
@@ -35,9 +35,9 @@ class Memories(NamedTuple):
 
 
 class Clock:
-    """Where in the stream all rows are: the fresh slot to write next, on the host and on the device, and its angles.
+    """The position of a stream, common to all rows: the next fresh slot, on the host and on the device, and its rotary angles.
 
-    Rows share one clock, however old they are: attention sees distances only.
+    Rows that began at different times can share it, since attention depends on distances only.
     """
 
     def __init__(self, device: torch.device, rotary: tuple[int, float] | None, dtype: torch.dtype) -> None:
@@ -57,7 +57,7 @@ class Clock:
         return self.epoch + self.column
 
     def turn_to_epoch(self) -> None:
-        """Angles of all positions up to the next compaction, from the epoch on the device: recordable."""
+        """Compute the angles of all positions up to the next compaction from the epoch on the device."""
         if self.rotary is None:
             return
         cos, sin = rotary_angles(self.epoch_on_device + self._steps, *self.rotary, self.dtype)
@@ -65,7 +65,7 @@ class Clock:
         self.sin.copy_(torch.cat([-sin, sin], 1))  # for x cos + roll(x) sin
 
     def begin_epoch(self) -> None:
-        """After a compaction: the part that the device does."""
+        """The device's part of the work after a compaction."""
         self.on_device.zero_()
         self.epoch_on_device += FRESH
         self.turn_to_epoch()
@@ -93,14 +93,14 @@ class SlotRules:
 
 def slot_rules(mixer: Mixer) -> SlotRules | None:
     """The rules of a layer that can keep its memories in slots, else None."""
-    reach = systems.find(mixer.settings.kind).reach(systems.StateSize(mixer.shape, mixer.settings))
-    if reach is None:
+    field = systems.find(mixer.settings.kind).receptive_field(systems.StateSize(mixer.shape, mixer.settings))
+    if field is None:
         return None
     if isinstance(mixer, ExpiringAttention):
         r, form = mixer.rules, mixer.span_predictor.span_form(mixer.shape.dim)
         if form is None or not r.causal:
             return None
-        limit = min(reach + 1, r.cap or reach + 1)
+        limit = min(field + 1, r.cap or field + 1)
         return SlotRules(mixer.span_predictor.ramp, r.cap, r.include_self, r.normalizer_eps, limit, r.impl, form)
     if isinstance(mixer, WindowMixer) and not mixer.sinks and [band.dilation for band in mixer.bands] == [1]:
         window = mixer.bands[0].window  # a hard edge: with a ramp of 1, age `window` is the first that is dead
@@ -135,7 +135,7 @@ class SlotStep:
         self.edge = self.form.low + rules.ramp  # [Hkv]: of a memory whose sigmoid is 0
         self.slots: Slots
         self.most: list[int] = [0] * self.kv_heads
-        """How many older slots of each head may be in use at the next compaction at most."""
+        """Upper bound of the older slots of each head that are in use at the next compaction."""
 
     # Memory
 
@@ -149,12 +149,12 @@ class SlotStep:
         self._adopt()
 
     def capacity_for(self, needed: list[int]) -> list[int]:
-        """Older slots of each head: room for what there is and for one more filling of the fresh slots."""
+        """Number of older slots of each head that holds `needed` memories and all memories of the fresh slots."""
         wanted = [choose_capacity(n + FRESH, self.rules.limit) for n in needed]
         return wanted if self.fused else [max(wanted)] * len(wanted)  # plain PyTorch reads a rectangle
 
     def make_room(self, needed: list[int]) -> bool:
-        """Grow the slots where `needed` memories and those of one filling might not fit; whether that was so."""
+        """Grow the slots if `needed` memories and those of the fresh slots might not fit; returns whether they were grown."""
         have = self.slots.capacity
         if all(min(n + FRESH, self.rules.limit) <= size for n, size in zip(needed, have)):
             return False
@@ -164,7 +164,7 @@ class SlotStep:
         return True
 
     def _adopt(self) -> None:
-        """Views of the slots that every step uses, made once."""
+        """Make the views of the slots that every step uses, once."""
         s = self.slots
         self.fields = (s.k, s.v, s.pos, s.edge, s.counts, s.bounds)
         if self.fused:
@@ -200,7 +200,7 @@ class SlotStep:
         return Memories(k, v, span, pos, state["position"])
 
     def load(self, rows: Tensor, found: Memories) -> None:
-        """Put memories into rows; keys are turned to the clock of this stream."""
+        """Put memories into rows; keys are rotated to the positions of this stream's clock."""
         keys = found.k
         if self.turned and keys.shape[2]:
             offset = torch.tensor(self.clock.now - found.now, device=keys.device)
@@ -279,7 +279,7 @@ class SlotStep:
             normalizer_eps=self.rules.normalizer_eps,
         )
         if not self.rules.include_self:
-            y = y.nan_to_num_(0.0)  # where nothing lives there is nothing to read
+            y = y.nan_to_num_(0.0)  # a query without living memories: softmax over nothing is NaN
             self._store(both, proj[:, inner:end], edge, column)
         return y.flatten(1)
 
@@ -301,7 +301,7 @@ class SlotStep:
         self.edges.select(2, column).copy_(edge)
 
 
-# Linear maps of a step, with what stands before and after them
+# Linear maps of a step, fused with the norm before or the sum after them
 
 
 def folds(norm: nn.Module, weight: Tensor) -> bool:

@@ -33,7 +33,7 @@ def move(state: Any, device: torch.device | str) -> Any:
 
 
 def fork(state: Any) -> Any:
-    """An independent copy: what happens to one no longer touches the other."""
+    """An independent copy: later changes of one do not affect the other."""
     return map_tensors(state, torch.Tensor.clone)
 
 

@@ -1,10 +1,11 @@
-"""One token of every row through a decoder, in fixed shapes and in place: what a stream repeats for ever.
+"""Decoding steps of a whole decoder: one token of every row per step, in fixed shapes and in place.
 
 A `Stepper` holds a decoder's blocks as steps: weights joined where one product can serve several projections, and the memory
 of each layer in buffers that are never replaced while their capacity lasts. On a GPU nothing in a step waits for the device or
 depends on a number that only the host knows, so that all of it can be recorded as one CUDA graph.
 
-Layers of expiring attention and of a sliding window keep `Slots`; systems with a `fixed_state` keep that. Others have no steps.
+Layers of expiring attention and of a sliding window keep `Slots`; systems with a `fixed_state` keep that. Other systems
+cannot be stepped, and streams run them through the decoder.
 """
 
 from __future__ import annotations

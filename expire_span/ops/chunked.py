@@ -50,7 +50,7 @@ def chunked_attention(
 
 
 def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
-    """Queries per chunk for these lives. Only the fused kernel of the CPU needs no memory for the scores of a long chunk."""
+    """Queries per chunk, by how long memories live. Only the CPU's fused kernel does not store the scores of long chunks."""
     if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
     life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
@@ -152,7 +152,7 @@ def _forward_op(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the logarithm of each query's normaliser [B, Hq, T], where the backward pass has a use for it."""
+    """The output, and where the backward pass uses it the logarithm of each query's normaliser [B, Hq, T], else zeros."""
     p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logs = torch.zeros(q.shape[:3], dtype=p.q.dtype, device=q.device)
@@ -209,7 +209,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
-    # The gradient of a sum is one number expanded: matrix products would be taken one by one.
+    # The gradient of a sum is an expanded scalar with stride 0, for which batched matrix products would run one by one.
     dys, ys, logs = (rows_of_queries(x.to(p.q.dtype).contiguous(), kv_heads, parts) for x in (dy, y, logs))
     if p.fuses and p.never_expires:
         whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)

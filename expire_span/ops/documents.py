@@ -47,7 +47,7 @@ def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -
     if ids.device != q.device:
         raise ValueError(f"documents of {what} are on {ids.device} but q is on {q.device}; move them to one device")
     if check and bool((ids[..., 1:] < ids[..., :-1]).any()):
-        raise ValueError(f"documents of {what} must not fall along a row; give the documents rising ids")
+        raise ValueError(f"documents of {what} must not decrease along a row; give the documents increasing ids")
     return ids.long().expand(batch, count)
 
 

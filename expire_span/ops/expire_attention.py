@@ -38,13 +38,13 @@ def expire_attention(
 
     Args:
         q: queries [B, Hq, T, D].
-        k, v: memories [B, Hkv, S, D]; Hkv divides Hq. A memory that no query sees may hold anything, NaN too.
+        k, v: memories [B, Hkv, S, D]; Hkv divides Hq. A memory that no query sees may hold any values, NaN included.
         span: how long each memory has full weight, in steps, >= -ramp (below 0 it is born on its ramp): [B, S], or
             [B, P, S] with P of 1..Hkv: the first P - 1 key/value heads have spans of their own, and all others share the
             last. Lifetimes are computed in float32 whatever the dtype of q; in float64 if both are float64.
-        q_pos: integer positions [T] or [B, T], never falling along a row; without q_pos and k_pos, the memories stand at
+        q_pos: integer positions [T] or [B, T], never decreasing along a row; without q_pos and k_pos, the memories are at
             0..S-1 and the queries at the last T of these positions.
-        k_pos: integer positions [S], [B, S] or [B, Hkv, S], never falling along a row; any gaps.
+        k_pos: integer positions [S], [B, S] or [B, Hkv, S], never decreasing along a row; gaps are allowed.
         ramp: length of the soft edge, in steps, > 0.
         causal: memories after the query are unseen; False gives encoders, where age is |t - i|.
         include_self: whether age 0 is seen.
@@ -52,13 +52,13 @@ def expire_attention(
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores. With
             gradients in triton, memories that live at the same time must have different positions.
         normalizer_eps: added to the normaliser as a share of the living memories' unmasked sum (the released code's 1e-8).
-        documents: packed documents: integer ids, never falling along a row, of the tokens ([T] or [B, T], where S = T), or
+        documents: packed documents: integer ids, never decreasing along a row, of the tokens ([T] or [B, T], where S = T), or
             a pair (of the queries, of the memories). No attention and no lifetime crosses from one to another.
         cu_seqlens: the same as boundaries [0, n1, n1 + n2, ..., T], a tensor or a list, the same for all rows.
         deterministic: gradients that are bitwise equal from run to run on a GPU, at some cost; on where
             torch.use_deterministic_algorithms is.
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
-        check_values: refuse NaN spans, spans below -ramp, falling positions and wrong boundaries; by default on the CPU
+        check_values: refuse NaN spans, spans below -ramp, decreasing positions and wrong boundaries; by default on the CPU
             only, since the check waits for the device.
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
@@ -77,11 +77,11 @@ def expire_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
     if q.shape[0] == 0 or q.shape[2] == 0:
-        return q.clone()  # no rows or no queries, so that y is as empty as q
+        return q.clone()  # no rows or no queries: y is empty like q
     span = span.to(inputs.lifetime_dtype(span, q))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    rules = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
-    call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *rules)
+    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
+    call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *options)
     if chosen == "triton":
         return _run_triton(call, deterministic, check)
     return _run_reference(call, causal) if chosen == "reference" else _run_chunked(call, causal)
@@ -105,12 +105,12 @@ class _Call:
     normalizer_eps: float
 
     @property
-    def rules(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options that every implementation takes."""
         return dict(ramp=self.ramp, include_self=self.include_self, scale=self.scale)
 
     @property
-    def paper(self) -> dict[str, Any]:
+    def paper_options(self) -> dict[str, Any]:
         """The options of the paper's models."""
         return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
 
@@ -139,7 +139,7 @@ class _Call:
 
 
 def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
-    """The kernels take spans and positions as they were given: every view would cost host time."""
+    """The kernels take spans and positions in the shapes in which they were given, since making a view costs host time."""
     from .triton import triton_attention, triton_decode
 
     decodes, span = call.decodes, call.span
@@ -147,10 +147,12 @@ def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
         span = spans_of_heads(span, call.k.shape[1])
     tensors = (call.q, call.k, call.v, span, call.q_pos, call.k_pos)
     if decodes and call.ids is None:
-        return triton_decode(*tensors, **call.rules, **call.paper)
+        return triton_decode(*tensors, **call.options, **call.paper_options)
     if check and call.relative_keys is not None and call.learns:
         inputs.check_distinct(call.q_pos, call.k_pos, call.relative_keys.shape[0], call.ids)
-    return triton_attention(*tensors, **call.rules, **call.paper, documents=call.ids, deterministic=deterministic)
+    return triton_attention(
+        *tensors, **call.options, **call.paper_options, documents=call.ids, deterministic=deterministic
+    )
 
 
 def _run_chunked(call: _Call, causal: bool) -> Tensor:
@@ -158,17 +160,17 @@ def _run_chunked(call: _Call, causal: bool) -> Tensor:
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=causal, **call.rules)
+        return decode_attention(*tensors, causal=causal, **call.options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=causal, **call.rules, **call.paper)
+    return chunked_attention(*tensors, causal=causal, **call.options, **call.paper_options)
 
 
 def _run_reference(call: _Call, causal: bool) -> Tensor:
     from .reference import reference_attention
 
     by_head = (x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head())
-    return reference_attention(call.q, call.k, call.v, *by_head, causal=causal, **call.rules, **call.paper)
+    return reference_attention(call.q, call.k, call.v, *by_head, causal=causal, **call.options, **call.paper_options)
 
 
 def attend_in_segments(

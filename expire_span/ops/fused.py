@@ -1,7 +1,7 @@
 """PyTorch's fused attention of the CPU over the live list of one chunk, and the gradient of spans, which it does not give.
 
 The fused kernel keeps a block of scores in the processor's cache. It takes the mask as a term of the scores, log m, and returns
-the logarithm of each query's normaliser, from which any weight can be had again: w = exp(score + log m - log total).
+the logarithm of each query's normaliser, from which any weight can be recomputed: w = exp(score + log m - log total).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def ramp_gradient(
         columns = slice(begin, end)
     k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
     size = mask.shape[3]
-    # Turned copies: a CPU multiplies them four times as fast as it does views of memories that lie apart.
+    # Transposed copies: a CPU multiplies them four times as fast as strided views of the gathered memories.
     k, v = (x.mT.contiguous().flatten(0, 1) for x in (k, v))  # [N*K, D, r]
     weight = torch.bmm(q.flatten(0, 1), k).mul_(scale).sub_(done.log_total.flatten(0, 1).unsqueeze(-1)).exp_()
     # [N*K, Q, r]: weights without their mask, which is the derivative of w by m

@@ -1,6 +1,6 @@
 """The operator's inputs: what they default to, what is refused, and the dtypes in which lifetimes are computed.
 
-Every refusal is one sentence with both values, what was expected and what came. Checks of shapes and dtypes always run;
+Every error is one sentence with the expected and the given value. Checks of shapes and dtypes always run;
 checks of values wait for the device, so that by default they run on the CPU only.
 """
 
@@ -41,8 +41,8 @@ def lifetime_dtype(span: Tensor, q: Tensor) -> torch.dtype:
     """The dtype in which spans and ages are computed: float32, or float64 where spans and queries both are float64.
 
     A half-precision number cannot hold the ages of long-lived memories (float16 counts single steps up to 2048,
-    bfloat16 up to 256). With more digits than this in one implementation or in a store, they would not agree on the step at
-    which a memory dies.
+    bfloat16 up to 256). All implementations and the stores use the same precision, so that they agree on the step at which a
+    memory dies.
     """
     return torch.float64 if span.dtype == q.dtype == torch.float64 else torch.float32
 
@@ -128,7 +128,9 @@ def _check_rising(name: str, pos: Tensor) -> None:
     where = int(falls.reshape(-1, falls.shape[-1]).any(0).nonzero()[0, 0])
     row = pos.reshape(-1, pos.shape[-1])[falls.reshape(-1, falls.shape[-1])[:, where].nonzero()[0, 0]]
     pair = f"{int(row[where])} then {int(row[where + 1])}"
-    raise ValueError(f"{name} must not fall along a row, got {pair} at index {where}; sort the memories by position")
+    raise ValueError(
+        f"{name} must not decrease along a row, got {pair} at index {where}; sort the memories by position"
+    )
 
 
 def check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor, Tensor] | None) -> None:
@@ -173,5 +175,5 @@ def _check_boundaries(bounds: list[int], queries: int) -> None:
     for early, late in pairwise(bounds):
         if late < early:
             raise ValueError(
-                f"cu_seqlens must not fall, got {early} then {late}; give the documents' boundaries in order"
+                f"cu_seqlens must not decrease, got {early} then {late}; give the documents' boundaries in order"
             )

@@ -2,8 +2,9 @@
 
 A memory belongs to the lists of all chunks from the one in which it is born to the one in which its ramp ends. A dead memory
 stays dead, so the list of a chunk is made from the list before: its survivors, then the newly born. The work for all lists is
-therefore proportional to their total length. Consecutive chunks can share a `LiveList`, a row for each, so that short chunks,
-which list few memories that most of their queries cannot see, do not cost an operator call each.
+therefore proportional to their total length. Short chunks waste less, since fewer of the listed memories are dead for most of
+their queries. Several consecutive chunks can share one `LiveList`, a row for each, so that each short chunk does not need
+calls of its own.
 """
 
 from __future__ import annotations
@@ -135,11 +136,11 @@ def live_lists(
     stops = [min(s + chunk, count) for s in starts]
     first = q_pos[:, starts].contiguous()  # [N, chunks]
     last = q_pos[:, [s - 1 for s in stops]].contiguous()
-    reach = span.detach().double() + (ramp + _MARGIN)
+    life = span.detach().double() + (ramp + _MARGIN)
     base = q_pos[:, :1]
-    death = (k_pos - base).double() + reach
+    death = (k_pos - base).double() + life
     dies = torch.searchsorted((first - base).double(), death) - 1  # last chunk that still sees it
-    born = torch.searchsorted(last, k_pos) if causal else _first_chunk(k_pos - base, reach, last - base)
+    born = torch.searchsorted(last, k_pos) if causal else _first_chunk(k_pos - base, life, last - base)
     whole = _whole_chunks(span, first, last, k_pos, causal, include_self, dies)
     groups = _groups(count, chunk, together)
     candidates = _sweep(born, dies, groups) if causal else _everything(born, len(groups))
@@ -156,9 +157,9 @@ def _groups(count: int, chunk: int, together: int) -> list[tuple[int, int]]:
     return groups + ([(whole, whole + 1)] if count % chunk else [])
 
 
-def _first_chunk(k_pos: Tensor, reach: Tensor, last: Tensor) -> Tensor:
-    """Encoders see memories that lie ahead: the first chunk whose last query is at most `reach` steps before the memory."""
-    return torch.searchsorted(last.double(), k_pos.double() - reach)
+def _first_chunk(k_pos: Tensor, life: Tensor, last: Tensor) -> Tensor:
+    """Encoders see memories that lie ahead: the first chunk whose last query is at most `life` steps before the memory."""
+    return torch.searchsorted(last.double(), k_pos.double() - life)
 
 
 def _whole_chunks(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .lists import LiveList, live_lists
 
 QUERIES = 768
-"""Queries that are computed in one call on a CPU: enough that the work outweighs the calls, few enough for its cache."""
+"""Queries that one call computes on a CPU: enough that the call overhead is small, few enough that scores stay in its cache."""
 FUSED_FROM = 256
 """The smallest chunk that PyTorch's fused attention computes."""
 
@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def never_expires(self) -> bool:
-        """Whether this is plain causal attention: queries stand where memories do, and none of these begins to fade."""
+        """Whether this is plain causal attention: queries and memories have the same positions, and no memory fades."""
         if not (self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]):
             return False
         last = (self.q_pos[:, -1:] - self.k_pos).to(self.span.dtype)
@@ -78,7 +78,7 @@ def lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_se
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(work), v.to(work)
-    finite = math.isfinite(k.sum() + v.sum())  # one of them that is not finite shows in the sum
+    finite = math.isfinite(k.sum() + v.sum())  # a sum with a NaN or infinite term is not finite
     return Problem(
         rows_of_queries(q.to(work), kv_heads, parts),
         rows_of_memories(k, parts),

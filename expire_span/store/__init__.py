@@ -1,21 +1,21 @@
-"""What a layer keeps: one deletion rule, hidden states or keys and values, several layouts behind one face."""
+"""What a layer keeps: one deletion rule, hidden states or keys and values, several layouts behind one interface."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .face import Store
+from .interface import Store
 from .memory import ExpiringMemory
 from .rule import NEVER
-from .steady import SteadyMemory, settle
+from .steady import SteadyMemory, trim_states
 
-__all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "settle"]
+__all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "trim_states"]
 
 _LAYOUTS: dict[str, Any] = {cls.layout_name: cls for cls in (ExpiringMemory, SteadyMemory)}
 
 
 def restore(layout: str, state: dict[str, Any]) -> Store:
-    """The store whose `layout_name` and `state_dict` these are."""
+    """The store that was saved with this `layout_name` and `state_dict`."""
     if layout not in _LAYOUTS:
         raise ValueError(f"unknown layout {layout!r} of a saved memory, known are: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[layout].from_state_dict(state)

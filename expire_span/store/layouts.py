@@ -5,8 +5,8 @@ widest has empty slots in front. In **segments** (segments.py) each row has as m
 reading gathers a rectangle. `compact` deletes the dead and chooses the layout: segments where the rectangle would be more
 than a quarter padding.
 
-Appending writes into spare slots of shared buffers. Only the layout whose `tail` says that it ends where the buffers end may
-do so in place; an older layout that shares them copies first.
+Appending writes into spare slots of buffers that several versions of a store share. Only the newest version, whose `used`
+equals the shared `tail`, may write in place; an older version copies the buffers first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .segments import Segments
 LEAST_SPARE = 32
 """Fewest memories appended between two compactions."""
 MOST_PADDING = 1.25
-"""A rectangle may have at most so many times the slots of what lives."""
+"""A rectangle may have at most this many slots per living memory; with more padding, segments are used."""
 
 
 def spare_room(used: int, block: int) -> int:
-    """Free slots to keep beside `used` ones where `block` memories are appended at a time.
+    """Number of spare slots for a store with `used` slots in use, to which `block` memories are appended at a time.
 
-    A block that would not fit into them gets none: there, every block is followed by a compaction.
+    It is 0 where a block would not fit into the spare slots: then every block is followed by a compaction.
     """
     spare = max(used // 2, LEAST_SPARE)
     return spare if block <= spare else 0
@@ -48,7 +48,7 @@ class Layout(ABC):
     packed: int = 0
     """Number of slots in use right after the last compaction."""
     tail: list[int] = field(default_factory=lambda: [0])
-    """Slots taken in the shared buffers: one number for all layouts that share them."""
+    """Number of slots written in the shared buffers: one mutable number for all layouts that share them."""
 
     @property
     @abstractmethod
@@ -66,15 +66,15 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, new: dict[str, Tensor], used: int, count: int) -> None:
-        """Put `count` memories of every row behind its `used` slots."""
+        """Write `count` memories of every row after its first `used` slots."""
 
     @abstractmethod
     def with_room(self, new: dict[str, Tensor], count: int) -> Layout:
-        """A copy with room for `count` more memories of every row; `new` says which fields there are."""
+        """A copy with room for `count` more memories of every row. `new` holds them, and so names the fields."""
 
     @abstractmethod
     def flat_places(self, kept: Tensor) -> Tensor:
-        """Indices into the rectangle [rows, used], flattened, as indices into the buffers, flattened to slots."""
+        """Convert flat indices into the rectangle [rows, used] to flat slot indices into the buffers."""
 
     @abstractmethod
     def as_rectangle(self) -> Rectangle:
@@ -91,11 +91,11 @@ class Layout(ABC):
         return replace(self, buffers={name: fn(x) for name, x in self.buffers.items()}, tail=[self.used])
 
     def index_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors beside the buffers that say where rows lie."""
+        """Tensors beside the buffers that locate the rows."""
         return ()
 
     def compact(self, alive: Tensor, block: int) -> Layout:
-        """Keep the memories marked in `alive` [*rows, used]. Waits for the device, to learn how many they are."""
+        """Keep the memories marked in `alive` [*rows, used]. The host waits for the device to learn how many there are."""
         counts = alive.sum(-1).flatten()
         total, width = torch.stack([counts.sum(), counts.amax()]).tolist() if alive.numel() else (0, 0)
         if len(counts) * width > MOST_PADDING * total:
@@ -133,7 +133,7 @@ class Rectangle(Layout):
         return self
 
     def order_living_last(self) -> Rectangle:
-        """Empty slots belong in front: bring them there, keeping the order of the others."""
+        """Move empty slots to the front, keeping the order of the others."""
         order, room = order_living_last(self.read("pos") != NEVER), self.capacity - self.used
         buffers = {n: widen(take_slots(self.read(n), order), room, len(self.rows)) for n in self.buffers}
         return replace(self, buffers=buffers, tail=[self.used])

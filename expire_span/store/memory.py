@@ -1,9 +1,9 @@
 """ExpiringMemory: keys and values (or any named fields) that are deleted for good when their span is over.
 
 A store holds, for each of its rows, memories sorted by birth: a position, a span, and the fields. Rows are independent: each
-keeps its own memories. Appending costs the size of what is appended; expired memories are squeezed out once they could fill
-half of the room, so the cost of copying is amortised, and what is held stays within a constant factor of what lives. Who is
-dead is decided by rule.py, where memories lie by layouts.py.
+keeps its own memories. Appending takes time in proportion to what is appended. Compaction, which removes expired memories by
+copying the living ones, runs only once they could fill half of the slots: its cost is amortised, and what is held stays
+within a constant factor of what lives. rule.py decides which memories are dead, layouts.py how the others are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import Store
+from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
 from .rule import NEVER, blank, exact_span, find_living, steps_left
 from .segments import Segments
@@ -33,7 +33,7 @@ class ExpiringMemory(Store):
     block: int = 0
     """Number of memories that the last append added to each row."""
     now: int = NEVER
-    """Position of the next query, as last told to `expire`: memories dead at it may already be gone."""
+    """Position of the next query, from the last call of `expire`: memories that are dead for it may already be deleted."""
     evicted: Tensor | None = None
     """Number of living memories that the cap removed, per row: each is a departure from exactness."""
 
@@ -72,7 +72,7 @@ class ExpiringMemory(Store):
 
     @property
     def slots(self) -> dict[str, Tensor]:
-        """The buffers as they lie: [*rows, capacity, ..] in a rectangle, [slots, ..] in segments."""
+        """The buffers as they are stored: [*rows, capacity, ..] in a rectangle, [slots, ..] in segments."""
         return self.layout.buffers
 
     @property
@@ -118,8 +118,8 @@ class ExpiringMemory(Store):
     def append(self, pos: Tensor, span: Tensor, *, check_values: bool = True, **fields: Tensor) -> ExpiringMemory:
         """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...].
 
-        check_values: refuse positions that fall and spans that are not numbers. It reads the values, so on a GPU it waits
-        for the device; switch it off where they are known to be good.
+        check_values: refuse decreasing positions and NaN spans. On a GPU the host must wait for the device to read the values;
+        switch the check off where they are known to be valid.
         """
         count = span.shape[-1]
         new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact_span(span), **fields}
@@ -135,11 +135,11 @@ class ExpiringMemory(Store):
         return store.compact() if added >= max(store.layout.typical // 2, LEAST_SPARE) else store
 
     def compact(self) -> ExpiringMemory:
-        """Squeeze out the dead now. Waits for the device: how much lives decides how many slots remain."""
+        """Remove dead memories now. The host waits for the device, since the number of living memories decides the new size."""
         return replace(self, layout=self.layout.compact(self.remaining(self.now) > 0, self.block))
 
     def as_rectangle(self) -> ExpiringMemory:
-        """The same store with rows side by side, for what works on whole rows."""
+        """The same store in the rectangle layout, for operations on whole rows."""
         return replace(self, layout=self.layout.as_rectangle())
 
     def with_span(self, span: Tensor) -> ExpiringMemory:
@@ -165,7 +165,7 @@ class ExpiringMemory(Store):
         return replace(joined, layout=joined.layout.as_rectangle().order_living_last())
 
     def rebase(self, offset: int) -> ExpiringMemory:
-        """Count positions from `offset` on, so that an endless stream keeps small numbers."""
+        """Subtract `offset` from all positions, so that they stay small in a stream without end."""
         pos = self.slots["pos"]
         buffers = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
         return replace(self, layout=replace(self.layout, buffers=buffers), now=self.now - offset)
@@ -233,12 +233,12 @@ class ExpiringMemory(Store):
         steps = torch.cat([last, pos], -1).diff(dim=-1)
         if bool((steps < 0).any()):
             raise ValueError(
-                f"positions must not fall from one memory to the next, got a step of {int(steps.min())}; "
+                f"positions must not decrease from one memory to the next, got a step of {int(steps.min())}; "
                 "append memories in order of birth, or rebase the store first"
             )
 
     def _evict(self) -> ExpiringMemory:
-        """Hold every row to `cap` living memories."""
+        """Evict living memories of every row down to `cap`."""
         if self.cap is None or self.used <= self.cap:
             return self
         layout = self.layout.as_rectangle()

@@ -1,4 +1,4 @@
-"""The one rule for who is dead, who is evicted, and in which order slots lie. Every layout of the store uses it.
+"""The one rule for which memories are dead, which are evicted, and how slots are ordered. Every layout of the store uses it.
 
 Memory i, born at position p_i with span e_i, is dead for a query at t once `e_i + ramp - (t - p_i) <= 0`. Spans and ages are
 compared in float32 (float64 where spans are float64), whatever the dtype of the model: positions are subtracted as integers
@@ -54,7 +54,7 @@ def find_weakest(left: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
 def order_living_last(alive: Tensor) -> Tensor:
     """A permutation [.., S] that moves living slots to the end in their order of birth, and all others to the front.
 
-    It is built from one running count instead of a sort, so its shape and cost do not depend on who died.
+    It is built from one running count instead of a sort, so its shape and cost do not depend on which memories died.
     """
     count = alive.shape[-1]
     index = torch.arange(count, device=alive.device)
@@ -66,7 +66,7 @@ def order_living_last(alive: Tensor) -> Tensor:
 def take_slots(x: Tensor, order: Tensor) -> Tensor:
     """Gather slots: x [*rows, S, ..], order [*rows, n] -> [*rows, n, ..]."""
     rest = x.shape[order.dim() :]
-    if rest and x.device.type == "cpu":  # whole slots are copied, where gather would look up every number by itself
+    if rest and x.device.type == "cpu":  # index_select copies whole slots; gather would look up every number separately
         first = torch.arange(order.shape[:-1].numel()) * x.shape[order.dim() - 1]
         places = order + first.reshape(*order.shape[:-1], 1)
         return x.reshape(-1, *rest).index_select(0, places.flatten()).reshape(*order.shape, *rest)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where each row lies in the flat buffers. Every row has free slots after its last one.
+    """The location of each row in the flat buffers. Every row has free slots after its last memory.
 
     Slot 0 belongs to no row and stays empty: padding is read from there.
     """

@@ -9,7 +9,7 @@ dead: tensor operations of fixed shapes that never wait for the device, so that 
 
 Positions count from the last compaction on (older memories are below 0), so that they stay small for ever, and are exact as
 float32. A memory's `edge` is its span + ramp: it is dead for a query at t once `edge - (t - pos) <= 0`, the rule of rule.py. An
-empty slot has an edge of minus infinity. The order of slots has no meaning.
+empty slot has an edge of minus infinity. Slots are in no particular order.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Slots:
         return left.masked_fill(~inside, DEAD)
 
     def live(self, column: int) -> Tensor:
-        """How many memories are alive for a query at `column`, [rows, heads]."""
+        """Number of memories that are alive for a query at `column`, [rows, heads]."""
         return (self.left(column) > 0).sum(-1)
 
     # Changing
@@ -147,7 +147,7 @@ class Slots:
         self.edge.index_copy_(1, place, edge)
 
     def evict(self, column: int | Tensor) -> None:
-        """After one append, hold every head to `cap` memories that are alive for a query at `column`."""
+        """After one append, evict a memory of every head that has more than `cap` alive for a query at `column`."""
         if self.cap is None:
             return
         left, pos = self.left(column), self.by_head(self.pos)
@@ -160,7 +160,7 @@ class Slots:
     def compact(self) -> None:
         """Delete what is dead for the query that comes after `FRESH` fresh slots, move the others to the older slots.
 
-        Memories that find no room there are lost: the caller grows `capacity` in time, see `Slots.grown`.
+        Memories that do not fit there are lost, so the caller must grow `capacity` in time: see `Slots.grown`.
         """
         alive = steps_left(self.edge, self.pos, FRESH, 0.0) > 0  # [rows, total]
         upto = alive.cumsum(1)
@@ -168,7 +168,7 @@ class Slots:
         target = self._first + (upto - before - 1)
         target = torch.where(
             alive & (target < self._end), target, self.total
-        )  # the place behind the last slot is thrown away
+        )  # writes to the extra slot behind the last are discarded
         source = torch.zeros(self.rows, self.total + 1, dtype=torch.int64, device=alive.device)
         source = source.scatter_(1, target, self._index.expand_as(target))[:, : self.total]
         counts = (upto - before)[:, self._last]
@@ -188,10 +188,10 @@ class Slots:
         self.evicted.index_fill_(0, rows, 0)
 
     def load(self, rows: Tensor, column: int, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, now: int) -> None:
-        """Put other stores' memories into rows, in place of all these hold; the next query is at `column`.
+        """Replace everything that some rows hold by the memories of other stores; the next query is at `column`.
 
         k, v [n, heads, S, D], span [n, 1 or heads, S], pos the same with `NEVER` for empty; `now` is the position of the
-        next query. Waits for the device. The caller has made room: see `count_living`.
+        next query. The host waits for the device. The caller has made sure that they fit: see `count_living`.
         """
         span, pos = (x.expand(-1, self.heads, -1) for x in (span.float(), pos))
         alive = steps_left(span, pos, now, self.ramp) > 0

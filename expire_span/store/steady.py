@@ -1,9 +1,9 @@
 """SteadyMemory: the hidden states of living memories, as learning carries them from block to block.
 
 Positions count from the start of the block to come: a stored memory's position is negative, and none grows without bound. At
-the end of a block the dead are wiped and moved to the front; the living stay behind them in order of birth. The result is
-equally wide whoever died, so a block never waits for the device and can be compiled, or recorded as a CUDA graph. `settle`
-then cuts empty slots off: it waits for the device once per step, for all layers together.
+the end of a block dead slots are cleared and moved to the front; the living follow in order of birth. The width does not
+depend on which memories died, so the host need not wait for the device, and a block can be compiled or recorded as a CUDA
+graph. `trim_states` then cuts empty slots off. It waits for the device once per step, for all layers together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import Store
+from .interface import Store
 from .rule import NEVER, find_living, order_living_last, steps_left, take_slots, wipe
 
 
@@ -60,7 +60,7 @@ class SteadyMemory(Store):
         return SteadyMemory(*kept, evicted, alive.sum(-1), block)
 
     def forget_rows(self, rows: Tensor, start: SteadyMemory) -> SteadyMemory:
-        """The rows marked in `rows` [B] (bool) hold what `start` holds, and nothing else."""
+        """Replace the memories of the rows marked in `rows` [B] (bool) by those of `start`."""
         gone = rows.to(self.pos.device)[:, None]
         if not start.pos.shape[1]:  # rows become all empty, and empty slots need no order
             pos = self.pos.masked_fill(gone, NEVER)
@@ -86,19 +86,19 @@ class SteadyMemory(Store):
         return cls(**state)
 
 
-def settle(states: list[Any], *, copy: bool = True) -> list[Any]:
-    """Cut off the slots that no row needs, in all layers' states at once. States of other systems pass through.
+def trim_states(states: list[Any], *, copy: bool = True) -> list[Any]:
+    """Cut off the empty slots that all rows have in front, in all layers' states at once. Other systems' states stay the same.
 
-    copy: give the memory of the cut-off slots free; without it, the states are views for a caller who copies them anyway.
+    copy: copy what remains, so that the memory of the slots cut off is freed; without it the result is a view.
     """
     pending = [n for n, state in enumerate(states) if _is_pending(state)]
     if not pending:
         return states
     counts = torch.stack([states[n]["memory"].living for n in pending]).amax(-1).tolist()
-    settled = list(states)
+    trimmed = list(states)
     for n, count in zip(pending, counts):
-        settled[n] = {**states[n], "memory": _cut(states[n]["memory"], count, copy)}
-    return settled
+        trimmed[n] = {**states[n], "memory": _cut(states[n]["memory"], count, copy)}
+    return trimmed
 
 
 def _is_pending(state: Any) -> bool:
@@ -116,9 +116,9 @@ def _cut(memory: SteadyMemory, count: int, copy: bool) -> SteadyMemory:
 
 
 def choose_width(count: int, before: int, most: int) -> int:
-    """Slots for `count` living memories: few different numbers, and slow to shrink, since each is a shape to compile for.
+    """Number of slots for `count` living memories: few different values that shrink slowly, since each is a shape to compile.
 
-    before: the slots there were before the block was added; most: those there are now.
+    before: number of slots before the block was added; most: number of slots now.
     """
     step = max(8, 1 << max(count.bit_length() - 4, 0))
     want = -(-count // step) * step

@@ -1,4 +1,4 @@
-"""How a stream's steps run: in place over buffers of fixed size, or through the decoder as any caller would.
+"""How a stream's steps run: in place over buffers of fixed size, or by ordinary calls of the decoder.
 
 An engine keeps `logits` [rows, V] of the next token of every row. `advance` draws tokens from them (or takes given ones), and
 computes the next logits. `SteadyEngine` changes nothing but the contents of buffers: on a GPU each step is one replay of a
@@ -72,14 +72,14 @@ class Engine(ABC):
 
 
 class SteadyEngine(Engine):
-    """Steps in place. The host knows when slots are compacted, and reads how full they are a compaction later."""
+    """Steps in place. The host knows when slots are compacted, and reads their counts one compaction later, without waiting."""
 
     def __init__(self, decoder: Decoder, rows: int, stepper: Stepper | None = None) -> None:
         super().__init__(decoder, rows)
         self.stepper = stepper or Stepper(decoder, rows)
         self.clock = self.stepper.clock
         self.lookahead = self._on_gpu = self.device.type == "cuda"
-        # Plain PyTorch steps take the fresh slot's number from the host: a recording would keep it.
+        # Plain PyTorch steps take the fresh slot's number from the host: a recorded graph would repeat the same number.
         self._replays = self._on_gpu and all(layer.fused for layer in self.stepper.slot_layers)
         self._graphs: dict[Any, Any] = {}
         self._warm: set[Any] = set()
@@ -107,7 +107,7 @@ class SteadyEngine(Engine):
         self.logits[where] = logits.float()
 
     def read_in_step(self, prompts: dict[int, Tensor]) -> None:
-        """Short prompts of all rows, one token of each a step; a shorter one begins later, so that all end together."""
+        """Read short prompts of all rows, one token per row and step; shorter ones begin later, so that all end together."""
         longest = max(map(len, prompts.values()))
         table = torch.zeros(longest, self.rows, dtype=torch.int64)
         begins: dict[int, list[int]] = {}
@@ -147,7 +147,7 @@ class SteadyEngine(Engine):
         self.position += 1
 
     def _run(self, key: Any, work: Callable[[], None], generator: torch.Generator | None = None) -> None:
-        """Work that changes buffers only: plainly the first time, which loads its kernels, then recorded and replayed."""
+        """Run work that only changes buffers: the first time directly, which loads its kernels; then recorded and replayed."""
         if not self._replays or key not in self._warm:
             work()
             self._warm.add(key)
@@ -184,7 +184,7 @@ class SteadyEngine(Engine):
             self._ask_counts(torch.stack([layer.slots.counts for layer in layers]))
 
     def _ask_counts(self, counts: Tensor) -> None:
-        """Copy counts [layers, rows, heads] to the host; a GPU is not waited for until the next compaction."""
+        """Start copying counts [layers, rows, heads] to the host; the host waits for them at the next compaction only."""
         if not self._on_gpu:
             self._share_counts(counts)
             return

@@ -1,4 +1,4 @@
-"""`Stream`: rows that read prompts and go on from them, for ever if wished."""
+"""`Stream`: rows that read prompts and generate from them, without end if wanted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
 from .engines import Engine, PlainEngine, SteadyEngine
-from .happenings import find_events, remember_living
+from .events import find_events, remember_living
+from .memory_check import check_room
 from .prompts import Prompt, check_prompt, group_by_length, read_prompt
-from .room import check_room
 from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 
@@ -27,7 +27,7 @@ STEPPED = 512
 
 
 class Stream:
-    """Rows of a decoder that read, write and forget, each at its own age.
+    """Rows of a decoder that read and generate tokens, each with its own prompt and start.
 
         stream = Stream(decoder, rows=2)
         stream.read([b"Once upon a time", b"It was"])
@@ -35,7 +35,7 @@ class Stream:
             ...  # step.tokens [rows]; stream.replace(1, b"And then") while the others go on
 
     Memory is bounded by what lives. On a GPU a step is one replay of a CUDA graph, and tokens come one step late, so that
-    neither side waits for the other. The decoder's weights must not change while a stream uses them.
+    host and device do not wait for each other. The decoder's weights must not change while a stream uses them.
     """
 
     def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
@@ -218,7 +218,7 @@ class Stream:
 
 
 def _send_to_host(tokens: Tensor) -> Flight:
-    """Begin to copy tokens from a GPU, without waiting for it."""
+    """Start to copy tokens from a GPU, without waiting for it."""
     host, event = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True), torch.cuda.Event()
     host.copy_(tokens, non_blocking=True)
     event.record()

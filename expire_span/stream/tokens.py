@@ -1,4 +1,4 @@
-"""What a stream gives its caller, step by step, and tokens on their way from the device."""
+"""What a stream returns for each step, and tokens that are being copied from the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Flight:
     tokens: Tensor
     event: torch.cuda.Event | None = None
     stale: set[int] = field(default_factory=set)
-    """Rows that were replaced since: their tokens belong to nobody."""
+    """Rows that were replaced since: their tokens are dropped."""
     events: list[Events] | None = None
 
     def collect(self, active: list[bool]) -> Step:

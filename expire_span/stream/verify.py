@@ -1,4 +1,4 @@
-"""Whether deletion changes anything: a stream against one pass over everything, in which only the mask ends lives."""
+"""Whether deletion changes anything: a stream that deletes, against one pass over all tokens in which nothing is deleted."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Verdict(NamedTuple):
 def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
     """Stream tokens (random ones by default, or bytes) one by one, with deletion, and compare with one undeleted pass."""
     config = decoder.config
-    reaches = [systems.find(m.kind).reach(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)]
-    wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in reaches if r is not None], default=256))
+    fields = [
+        systems.find(m.kind).receptive_field(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)
+    ]
+    wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in fields if r is not None], default=256))
     drawn = torch.randint(config.vocab, (wanted,), generator=torch.Generator().manual_seed(0))
     data = drawn if text is None else torch.tensor(list(text[:wanted]), dtype=torch.int64)
     if len(data) < 2:

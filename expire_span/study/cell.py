@@ -2,9 +2,9 @@
 
     z = sigmoid(Wz x + Uz h'),  r = sigmoid(Wr x + Ur h'),  c = tanh(Wc x + Uc (r * h')),  h = h' + z (c - h')
 
-These are the equations of `models/systems/recurrent/gated.py`. It is written a second time because small networks spend their
-time on starting operations, not on arithmetic: here
-all seeds share every operation, and the backward pass is written out, so that it needs a few operations a step.
+These are the equations of `models/systems/recurrent/gated.py`. They are written a second time because small networks spend
+their time on launching operations, not on arithmetic: here all seeds share every operation, and a hand-written backward pass
+needs only a few operations a step.
 """
 
 from __future__ import annotations

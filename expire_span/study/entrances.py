@@ -21,17 +21,15 @@ from .sections.learned import learned
 
 LEAD = (
     "A series of numbers comes in, one a step; how often has it entered the interval from 0 to 1? Answering takes a "
-    "memory of "
-    "two things: was I inside just now, and how many entrances were there. This page begins with memories made by "
-    "hand, "
-    "shows what makes them leak and what a gate does about it, and ends with networks that had to find all this "
-    "by themselves, from random weights."
+    "memory of two things: was I inside just now, and how many entrances were there. This page begins with memories "
+    "made by hand, shows what makes them leak and what a gate does about it, and ends with networks that had to find "
+    "all this by themselves, from random weights."
 )
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is trained; the settings of a study folder."""
+class EntrancesSettings:
+    """Which networks and decoders are trained; saved as the settings of the study folder."""
 
     layers: tuple[int, ...] = (1, 2, 3)
     units: tuple[int, ...] = (2, 4, 8, 16, 32)
@@ -42,7 +40,7 @@ class Plan:
     decoder_steps: int = 800
 
     @classmethod
-    def quick(cls, seeds: int = 2) -> Plan:
+    def quick(cls, seeds: int = 2) -> EntrancesSettings:
         """Small enough for half a minute: few sizes, few steps; most of it stays unsolved."""
         return cls((1, 2), (4, 16), seeds, 200, (("expire_span", 1),), 100)
 
@@ -60,16 +58,16 @@ def run_job(job: Size | Model, folder: StudyFolder, tick: Callable[[float], None
     return train_model(job, folder.path / "runs", tick)
 
 
-def run_study(plan: Plan, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
+def run_study(settings: EntrancesSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
     """Run what is not finished, then write study.json and report.html."""
     begin = time.perf_counter()
-    folder = StudyFolder.open(out, "entrances", asdict(plan))
-    found = run_jobs(run_job, plan.jobs, folder, processes)
-    cells = [found[job.name] for job in plan.jobs if isinstance(job, Size)]
-    models = [found[job.name] for job in plan.jobs if isinstance(job, Model)]
+    folder = StudyFolder.open(out, "entrances", asdict(settings))
+    found = run_jobs(run_job, settings.jobs, folder, processes)
+    cells = [found[job.name] for job in settings.jobs if isinstance(job, Size)]
+    models = [found[job.name] for job in settings.jobs if isinstance(job, Model)]
     by_hand = measure(lambda values: read_count(run_counter(values)))
     numbers = handmade.measure_all()
-    result = {"study": "entrances", "settings": asdict(plan), "solved_means": SOLVED, "trained_length": TRAINED}
+    result = {"study": "entrances", "settings": asdict(settings), "solved_means": SOLVED, "trained_length": TRAINED}
     result |= {"by_hand": numbers | {"gated_counter": by_hand}, "exercise": cells, "decoders": models}
     result["seconds"] = {
         "all_cells": sum(part["seconds"] for part in found.values()),

@@ -13,8 +13,8 @@ import torch
 
 from expire_span.checkpoint import load_model
 from expire_span.config import RunConfig
-from expire_span.mixer_configs import mixer_config
 from expire_span.models.decoder import Decoder
+from expire_span.models.systems import mixer_config
 from expire_span.recipes import entrances
 from expire_span.tasks.entrances import Entrances, Series, is_inside
 

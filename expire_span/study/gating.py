@@ -28,7 +28,7 @@ SHARP = 400.0
 """Slope of the hand-made gate."""
 
 
-def hold(values: Tensor, writes: Tensor, gate: float = 0.0) -> Tensor:
+def run_gated_unit(values: Tensor, writes: Tensor, gate: float = 0.0) -> Tensor:
     """One gated unit over values [T]: it takes a value where `writes` [T] is 1 and holds it elsewhere. Its states, [T]."""
     states, _ = held_cell(gate, 1)(torch.stack([values, writes], -1)[None], values.new_zeros(1, 1))
     return states[0, :, 0]

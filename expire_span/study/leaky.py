@@ -1,7 +1,7 @@
 """The leaky counter: h = tanh(w1 h' + w2 g), with g the detector's "inside". What it keeps against what it notices.
 
-It cannot be both: a large w1 keeps what was counted, a large w2 makes an entrance visible. It also adds on every step inside,
-not only on entering, since nothing tells it that it was inside before.
+The two exclude each other: a large w1 keeps what was counted, a large w2 makes an entrance visible. It also adds on every
+step inside, not only on entering, since nothing tells it that it was inside before.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: in
         try:
             futures = {pool.submit(_run_one, work, job, folder): job for job in left}
             _watch(futures, done, len(jobs) - len(left))
-        except BaseException:  # Ctrl-C, or a job that failed: nobody waits for the others
+        except BaseException:  # Ctrl-C, or a job that failed: do not wait for the others
             for process in list((pool._processes or {}).values()):
                 process.terminate()
             raise

@@ -1,4 +1,4 @@
-"""How much the state still hangs on the first input, T steps later: |dh_T / dx_1|.
+"""How much the state still depends on the first input, T steps later: |dh_T / dx_1|.
 
 A tanh cell multiplies the derivative by U and by 1 - h^2 every step: it falls geometrically. A gated cell multiplies it by
 1 - z: with the gate shut (z = 0) by one, for ever.

@@ -40,16 +40,15 @@ SHOWN = 110
 """Words in the heat map."""
 LEAD = (
     "A network of gated units reads a text word by word and predicts the next one. Its hidden state is all that it "
-    "remembers. Where a "
-    "unit's value stays the same over many words, it is holding something: memory in action. This page shows the "
-    "hidden state over "
-    "a passage, and measures how long units hold still, in the trained model and in the same model before training."
+    "remembers. Where a unit's value stays the same over many words, it is holding something: memory in action. This "
+    "page shows the hidden state over a passage, and measures how long units hold still, in the trained model and in "
+    "the same model before training."
 )
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is trained; the settings of a study folder."""
+class WordSettings:
+    """Which word models are trained; saved as the settings of the study folder."""
 
     path: str = ""
     steps: int = 400
@@ -152,16 +151,16 @@ def unigram_perplexity(task: Words) -> float:
     return float(np.exp(-np.log(share[task.split("test")]).mean()))
 
 
-def run_study(plan: Plan, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
+def run_study(settings: WordSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
     """Run what is not finished, then write study.json and report.html."""
     begin = time.perf_counter()
-    check_text(plan)
-    folder = StudyFolder.open(out, "word-rnn", asdict(plan))
-    found = run_jobs(run_job, plan.jobs, folder, processes)
-    models = [found[job.name] for job in plan.jobs]
+    check_text(settings)
+    folder = StudyFolder.open(out, "word-rnn", asdict(settings))
+    found = run_jobs(run_job, settings.jobs, folder, processes)
+    models = [found[job.name] for job in settings.jobs]
     result = {
         "study": "word-rnn",
-        "settings": asdict(plan),
+        "settings": asdict(settings),
         "eps": EPS,
         "held": HELD,
         "passage": PASSAGE,
@@ -174,9 +173,9 @@ def run_study(plan: Plan, out: Path, processes: int) -> tuple[Path, dict[str, An
     return folder.path, result
 
 
-def check_text(plan: Plan) -> None:
+def check_text(settings: WordSettings) -> None:
     """A text that is too short is refused before anything is written."""
-    config = config_of(plan.jobs[0])
+    config = config_of(settings.jobs[0])
     task = Words(config.task)  # type: ignore[arg-type]
     for split in ("train", "valid", "test"):
         task.stream(split, batch=config.train.batch, block=config.train.block, seed=0)

@@ -185,7 +185,7 @@ class Collision:
             return SavedRows(self, split, batch=batch, block=block)
         return CollisionRows(self, split, batch=batch, block=block, seed=seed)
 
-    def rules(self, split: Split) -> CollisionTask:
+    def config_of(self, split: Split) -> CollisionTask:
         """The game of a split: only training has the aids."""
         return self.config if split == "train" else replace(self.config, meet_prob=0.0, hints=False)
 
@@ -244,7 +244,7 @@ class CollisionRows:
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int, seed: int) -> None:
         self.task, self.frames, self.hints = task, block // FRAME, task.config.hints and split == "train"
-        self.simulation = Simulation(task.rules(split), batch, key=key_of(split, seed))
+        self.simulation = Simulation(task.config_of(split), batch, key=key_of(split, seed))
         self.limit = None if split == "train" else -(-task.config.eval_frames // batch)
 
     def __iter__(self) -> CollisionRows:

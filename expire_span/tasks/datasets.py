@@ -178,7 +178,7 @@ def make_collision(
         with hold_lock(path):
             if not path.exists():
                 rows = min(ROWS[split], count)
-                _save_frames(task, path, count, Simulation(task.rules(split), rows, key=key_of(split, seed)))
+                _save_frames(task, path, count, Simulation(task.config_of(split), rows, key=key_of(split, seed)))
         done += count
         report(done, frames)
     return target

@@ -6,7 +6,6 @@ first and then finds the finished file. An interrupted download goes on where it
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import urllib.error
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.files import hash_file
 from expire_span.runs import RunError, UserError
 
 CHUNK = 1 << 20
@@ -44,11 +44,6 @@ class Check:
             if found != wanted:
                 return f"its {name} is {found} instead of {wanted}"
         return None
-
-
-def hash_file(path: Path, name: str) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, name).hexdigest()
 
 
 @contextmanager
@@ -81,7 +76,7 @@ def fetch(url: str, target: Path, check: Check, report: Report = lambda done, to
 
 
 def _download(url: str, part: Path, report: Report) -> None:
-    """Write what the server has behind the bytes that are already there."""
+    """Download the bytes after those that are already there."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:

@@ -20,7 +20,7 @@ from expire_span.task_configs import EntrancesTask
 from .contract import Batch, Score, Split, TaskSample, sample_episode
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of, mix
 
-REACH = 2
+OUTER_UNITS = 2
 """Units beyond either edge of [0, 1] that have levels of their own; further out, the outermost level stands for all."""
 
 
@@ -43,7 +43,7 @@ class Entrances:
 
     def __init__(self, config: EntrancesTask) -> None:
         self.config = config
-        self.begin = config.levels * (1 + 2 * REACH)
+        self.begin = config.levels * (1 + 2 * OUTER_UNITS)
         self.pad = self.begin + 1
         self.first_answer = self.pad + 1
         self.vocab = self.first_answer + config.max_count + 1
@@ -59,7 +59,7 @@ class Entrances:
 
     def to_levels(self, values: np.ndarray) -> np.ndarray:
         """The token of each value."""
-        return np.clip(np.floor((values + REACH) * self.config.levels), 0, self.begin - 1).astype(np.int64)
+        return np.clip(np.floor((values + OUTER_UNITS) * self.config.levels), 0, self.begin - 1).astype(np.int64)
 
     def show(self, tokens: Tensor) -> list[str]:
         return [self.label(token) for token in tokens.tolist()]
@@ -73,7 +73,7 @@ class Entrances:
             return f"count {token - self.first_answer}"
         if token >= self.begin:
             return ("begin", "pad")[token - self.begin]
-        value = (token + 0.5) / self.config.levels - REACH
+        value = (token + 0.5) / self.config.levels - OUTER_UNITS
         return f"{'inside' if 0 <= value <= 1 else 'outside'} {value:.3g}"
 
 

@@ -25,7 +25,7 @@ class EpisodeSource(Protocol):
     count: int | None
     """How many there are; None where they never end."""
     key: np.ndarray
-    """What the draws of this split and seed hang on."""
+    """What the draws of this split and seed depend on."""
     pad: int
     """The token after an episode's end."""
     shortest: int
@@ -165,7 +165,7 @@ class PackedEpisodes:
 
 
 def mix(x: np.ndarray | np.uint64) -> np.ndarray:
-    """Scramble 64-bit numbers: a Weyl step and the finaliser of splitmix64, elementwise."""
+    """Hash 64-bit numbers elementwise: a Weyl step and the finaliser of splitmix64."""
     z = np.atleast_1d(np.asarray(x, np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -183,5 +183,5 @@ def below(draws: np.ndarray, limit: int) -> np.ndarray:
 
 
 def key_of(split: Split, seed: int) -> np.ndarray:
-    """The key that the draws of a split hang on."""
+    """The key that the draws of a split depend on."""
     return mix(np.uint64((seed * len(SPLITS) + SPLITS.index(split)) % 2**64))

@@ -31,7 +31,7 @@ ROLL = 256
 STAGE = 16
 """Groups of `ROLL` episodes after which training goes on to the next stage of difficulty; earlier stages stay in the mix."""
 KEEP = 64
-"""Groups of `ROLL` episodes that are kept."""
+"""Most groups of `ROLL` episodes that are kept in memory."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ read the window again as blocks, from the one state it began with (replay.py), a
     loss = -mean min(ratio A, clip(ratio, 1 - c, 1 + c) A) + v (V - target)^2 - h entropy + w mean span of new memories
 
 The weight w of the spans is zero until the agent succeeds (the budget controller sees the share of failures as the task's
-loss): a cue that expires before the agent knows what it is for sends no gradient back, and is lost for good.
+loss): a cue that expires before the agent has learned to use it gives no gradient that would lengthen its span.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from expire_span.checkpoint import Snapshot
 from expire_span.models.policy import Policy
 from expire_span.models.state import move
 from expire_span.runs import RunFolder, UserError
+from expire_span.sizes import show_bytes
 
 from . import randomness, session
 from .agent_evaluation import AgentResult, evaluate_agent
@@ -35,7 +36,6 @@ from .devices import build_accelerator
 from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates
-from .progress import show_bytes
 from .replay import Window, replay
 from .rollout import Episodes, Player
 from .trackers import check_tracker

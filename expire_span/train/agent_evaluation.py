@@ -1,4 +1,4 @@
-"""Evaluation of agents: success by difficulty with intervals, what is kept in memory, and whether that was of use.
+"""Evaluation of agents: success by difficulty with confidence intervals, what is kept in memory, and whether it was needed.
 
 Every row of environments plays the same number of whole episodes, so that short ones are not favoured. Difficulty is the
 expert's number of steps, where the environment tells it.
@@ -236,20 +236,22 @@ def _bands(episodes: list[_Episode]) -> list[Band]:
 
 
 def _summarise(episodes: list[_Episode], band: int | None) -> Band:
-    judged = [e for e in episodes if not math.isnan(e.success)]
-    wins, count = sum(e.success for e in judged), len(episodes)
-    low, high = wilson(wins, len(judged)) if judged else (None, None)
-    lives = [e.live for e in episodes if e.live is not None]
-    peaks = [e.peak for e in episodes if e.peak is not None]
+    judged = [e.success for e in episodes if not math.isnan(e.success)]
+    low, high = wilson(sum(judged), len(judged)) if judged else (None, None)
+    first, last = (None, None) if band is None else (band * BAND + 1, (band + 1) * BAND)
     return Band(
-        first=None if band is None else band * BAND + 1,
-        last=None if band is None else (band + 1) * BAND,
-        episodes=count,
-        success=wins / len(judged) if judged else None,
+        first=first,
+        last=last,
+        episodes=len(episodes),
+        success=_mean(judged),
         low=low,
         high=high,
-        mean_return=sum(e.returned for e in episodes) / count,
-        mean_steps=sum(e.steps for e in episodes) / count,
-        live=sum(lives) / len(lives) if lives else None,
-        peak_live=max(peaks) if peaks else None,
+        mean_return=sum(e.returned for e in episodes) / len(episodes),
+        mean_steps=sum(e.steps for e in episodes) / len(episodes),
+        live=_mean([e.live for e in episodes if e.live is not None]),
+        peak_live=max((e.peak for e in episodes if e.peak is not None), default=None),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""The budget controller: the user names a mean number of live memories, the span loss weight follows by itself."""
+"""The budget controller adjusts the weight of the span loss so that the mean number of live memories meets a target."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from expire_span.config import BudgetConfig
 LOSS_MEMORY = 20.0
 """Steps over which the running mean of the task loss looks back."""
 LARGEST_ERROR = 2.0
-"""Limit of one step's log error, so that an empty or overfull start does not throw the weight."""
+"""Limit of one step's log error, so that far too few or too many memories at the start do not change the weight too fast."""
 FLOOR_SHARE = 1e-2
-"""The weight never falls below this share of initial_weight, so that it can come back soon."""
+"""The weight never falls below this share of initial_weight, so that it can rise again soon."""
 
 
 class BudgetController:
     """Integral control in log space: `log w += gain * log(live / target)`.
 
-    Why this form: the right weight is unknown to several orders of magnitude, so it is moved by shares; and an integral
-    has no steady error, so the mean number of live memories settles on the target itself. The state stays on the device:
-    no step waits for it.
+    Why this form: the right weight is unknown to several orders of magnitude, so it is changed by factors; and integral control
+    has no steady-state error, so the mean number of live memories converges to the target itself. The state stays on the
+    device: no step waits for it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Controls against self-deception: does an agent act by what it remembers, or by something else?
+"""Control experiments: does an agent act by what it remembers, or by something else?
 
 Each control changes the memories of an agent while it plays, and says what must then happen:
 - forget: all memories are deleted at every step; where memory is needed, the agent must fall to chance.
@@ -18,7 +18,7 @@ from torch import Tensor
 from expire_span.agent_configs import EnvTask
 from expire_span.models.policy import Policy
 from expire_span.models.state import map_tensors
-from expire_span.store import NEVER, SteadyMemory, settle
+from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .build_environments import build_environments
 from .environments import to_tensor
@@ -58,7 +58,7 @@ class Delete(Control):
             more = self.shown.new_zeros(len(steps), width - self.shown.shape[1])
             self.shown = torch.cat([self.shown, more], 1)
         self.shown[torch.arange(len(steps), device=steps.device), steps] = showing
-        return [_without(part, self.shown, steps, ~showing) for part in settle(state)]
+        return [_without(part, self.shown, steps, ~showing) for part in trim_states(state)]
 
 
 def _without(part: Any, shown: Tensor, steps: Tensor, rows: Tensor) -> Any:
@@ -79,7 +79,7 @@ def _slots_of(part: Any) -> SteadyMemory:
 
 
 class Swap(Control):
-    """The twin sees the same episode with the other colour as cue, and is led by the agent's own actions."""
+    """The twin environment shows the same episode with the other colour as cue, and takes the agent's own actions."""
 
     def __init__(self, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int) -> None:
         twin = build_environments(task, count, device)
@@ -120,7 +120,7 @@ class Swap(Control):
 def choose_rows(new: list[Any], old: list[Any], rows: Tensor) -> list[Any]:
     """The state whose rows come from `new` where `rows` [B] says so, and from `old` elsewhere."""
     out = []
-    for a, b in zip(settle(new), settle(old)):
+    for a, b in zip(trim_states(new), trim_states(old)):
         most = max(_slots_of(x).pos.shape[1] for x in (a, b))
         first, second = (_widen(_slots_of(x), most) for x in (a, b))
         hidden = torch.where(rows[:, None, None], first.hidden, second.hidden)

@@ -19,7 +19,7 @@ from expire_span.ops import resolve_impl
 
 
 def check_device(device: str) -> torch.device:
-    """The device that a config's words mean here; a GPU that is not there is refused."""
+    """The device that a config names, on this machine; a GPU that it does not have is refused."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -37,7 +37,7 @@ def check_device(device: str) -> torch.device:
 def build_accelerator(config: RunConfig) -> Accelerator:
     """An Accelerator on the wanted device. Autocast is ours (in `Scorer`): accelerate's would also cast the memories."""
     device = check_device(config.train.device)
-    if device.type == "cpu":  # where a CPU lacks bf16 products, torch says so at length and computes them another way
+    if device.type == "cpu":  # a CPU without bf16 products makes torch warn at length, and computes them in another way
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     elif config.train.precision == "bf16":  # running sums and the like stay in float32; tensor cores multiply them too
         torch.set_float32_matmul_precision("high")

@@ -87,7 +87,7 @@ def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> 
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
-    """The base model learns nothing meanwhile, and is left as it was."""
+    """Run the training with the base model frozen, and leave the model as it was."""
     model = learner.handle.model
     learned = {id(p) for p in learner.handle.parameters()}
     before, training = [(p, p.requires_grad) for p in model.parameters()], model.training

@@ -1,8 +1,8 @@
-"""One step of learning to forget on a frozen Hugging Face model: its own logits are the teacher, the budget the pressure.
+"""One training step of span predictors on a frozen Hugging Face model: its own logits are the teacher, a budget limits memory.
 
-    loss = KL(base model || with expiry) + weight x mean span,   weight by the controller, so that the living fit the budget
+    loss = KL(base model || with expiry) + weight x mean span,   the weight set by the budget controller
 
-Contexts are read in blocks; the memory of earlier blocks is carried and its spans learn on (hf/learning.py).
+Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still get gradient (hf/learning.py).
 """
 
 from __future__ import annotations
@@ -39,28 +39,14 @@ class Distiller:
                 f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
             )
         self.handle, self.config, self.model = handle, config, handle.model
+        _check_context(handle, documents, config.context)
         long_enough = [x for x in documents if len(x) >= config.context]
-        if not long_enough:
-            longest = max((len(x) for x in documents), default=0)
-            raise UserError(f"no document has a context of {config.context} tokens, the longest has {longest}")
-        table = table_length(text_config(handle.model))
-        if table is not None and config.context > table:
-            kind = type(handle.model).__name__
-            raise UserError(
-                f"{kind} has a learned table of {table} positions, got a context of {config.context} tokens; give a shorter one"
-            )
         self.documents, self.kept_apart = split_documents(long_enough, config.context)
         self.target = config.target(handle.config.ramp, handle.bytes_per_token)
         self.device = next(handle.model.parameters()).device
         budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
         self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
-        rate = config.lr or 0.5 / handle.layers[0].dim
-        rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
-        named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
-        groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
-        if handle.lora:
-            groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
-        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        self.optimizer = _build_optimizer(handle, config)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
 
@@ -127,7 +113,7 @@ class Distiller:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of contexts of the text that is kept apart, always the same ones."""
+        """The same for contexts of the held-out text, always the same ones."""
         rng = numpy.random.default_rng([self.seed, 1])
         found = []
         for first in range(0, self.config.eval_contexts, self.config.batch):
@@ -145,7 +131,7 @@ class Distiller:
         return self.config.context ** (1 - done) * self.target**done
 
     def set_rate(self, share: float) -> None:
-        """The learning rate after a share of the training: constant, then falling in a line."""
+        """The learning rate after a share of the training: constant, then linear decay."""
         left = min(1.0, (1 - share) / max(1e-9, self.config.decay))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * max(left, LEAST_RATE)
@@ -161,8 +147,9 @@ class Distiller:
     def _price(self, span: Tensor, cache: Any, context: int) -> Tensor:
         """The mean span; where spans were calibrated, only as far as the context goes.
 
-        What lies beyond the context is read by no query, so that nothing would speak for it: charged for it, long spans would
-        be pressed harder than short ones. Spans that all begin beyond the context need that pressure to come down.
+        No query reads a memory beyond the context, so nothing in the task favours spans beyond it: if that part were charged
+        too, long spans would be shortened more than short ones. Where all spans start beyond the context, it must be charged,
+        so that they get shorter at all.
         """
         if not self.config.calibrate:
             return span.mean()
@@ -202,8 +189,32 @@ class Distiller:
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 
 
+def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> None:
+    """Refuse a context that no document fills, or that the model has no positions for."""
+    longest = max((len(x) for x in documents), default=0)
+    if longest < context:
+        raise UserError(f"no document has a context of {context} tokens, the longest has {longest}")
+    table = table_length(text_config(handle.model))
+    if table is not None and context > table:
+        kind = type(handle.model).__name__
+        raise UserError(
+            f"{kind} has a learned table of {table} positions, got a context of {context} tokens; give a shorter one"
+        )
+
+
+def _build_optimizer(handle: Retrofit, config: DistillConfig) -> torch.optim.Adam:
+    """Adam with learning rates of their own for the predictors' weights, their biases, and low-rank additions."""
+    rate = config.lr or 0.5 / handle.layers[0].dim
+    rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
+    named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
+    groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
+    if handle.lora:
+        groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
+    return torch.optim.Adam(groups, betas=(0.9, 0.95))
+
+
 def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Text to learn from, and text that is kept apart: the last document, or the end of the only one.
+    """Training text and held-out text: the latter is the last document, or the end of the only one.
 
     A single document that is too short to spare a context serves for both.
     """

@@ -1,4 +1,4 @@
-"""Many environments side by side, whatever they are: what an agent's training and evaluation need of them.
+"""Many environments side by side: the interface that an agent's training and evaluation use.
 
 The grid worlds of this package run as one batched engine, on the GPU where the agent is there; everything else runs through
 Gymnasium's vector API. An episode that ends is followed at once by the next one of its row, whose draws depend only on (seed,
@@ -83,7 +83,7 @@ class Environments(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Tensor]:
-        """What the agent must not see, about its present observation: optimal_action, oracle_steps, needed_until, fact."""
+        """Facts about the present observation that the agent does not get: optimal_action, oracle_steps, needed_until, fact."""
 
     @abstractmethod
     def state_dict(self) -> Any:
@@ -106,7 +106,7 @@ class Environments(ABC):
     def _observe(self) -> dict[str, Tensor]: ...
 
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)
-        """Give back what the environments hold outside this process."""
+        """Release resources outside this process."""
 
 
 def to_tensor(x: Any, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run needs at least, so that absurd sizes are refused with numbers before anything is built or written."""
+"""Lower bounds of the memory that a run needs, so that impossible sizes are refused before anything is built or written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from expire_span.config import DecoderConfig, RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.policy import Policy
 from expire_span.runs import UserError
-
-from .progress import show_bytes
+from expire_span.sizes import show_bytes
 
 WEIGHT_BYTES = 16
 """Bytes of a parameter in training: its value, its gradient and two running means of Adam, each in float32."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import Batch, Split, Task
+from expire_span.tasks.contract import Batch, Split, Task
 
 from .scorer import Scorer, score
 

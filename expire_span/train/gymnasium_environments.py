@@ -51,7 +51,10 @@ class GymnasiumEnvironments(Environments):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin every row's episode so late that all of them arrive together; until then a row plays anything."""
+        """Replay every row's saved actions, with rows that have fewer starting later, so that all finish at the same step.
+
+        Before its start a row takes arbitrary actions in an episode that is then reset.
+        """
         history = state["history"]
         longest = max(len(actions) for actions in history)
         self.begin(state["seed"])
@@ -62,7 +65,8 @@ class GymnasiumEnvironments(Environments):
                 self.episodes = np.where(starting, episodes, self.episodes)
                 self._reset(starting)
             if time < longest:
-                self._replay([h[time - longest + len(h)] if time >= longest - len(h) else None for h in history])
+                late = [time - (longest - len(actions)) for actions in history]  # place of each row in its own episode
+                self._replay([h[n] if n >= 0 else None for h, n in zip(history, late)])
         self.history = [[list(a) for a in actions] for actions in history]
         last = torch.tensor([h[-1] if h else list(self.actions) for h in history], device=self.device)
         begun = torch.tensor([not h for h in history], device=self.device)
@@ -72,7 +76,7 @@ class GymnasiumEnvironments(Environments):
         chosen = torch.tensor([action or [0] * len(self.actions) for action in actions])
         _, terminated, truncated, _ = self._advance(chosen)
         ended = (terminated | truncated).cpu().numpy()
-        if ended.any():  # only rows that play anything can end: the episodes that are replayed were not over
+        if ended.any():  # only rows before their start can end: the replayed episodes were still running
             self._reset(ended)
 
     def close(self) -> None:

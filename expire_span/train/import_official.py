@@ -23,13 +23,13 @@ from expire_span.config import RunConfig, TextTask, TrainConfig
 from expire_span.models import official
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError, check_new
-from expire_span.tasks.task import build_task
+from expire_span.tasks.registry import build_task
 
 from .devices import build_accelerator, describe_environment
 from .fingerprint import find_fingerprint
 
 BYTES = 256
-NEVER = -1e4
+IMPOSSIBLE = -1e4
 """Logit of a byte that the checkpoint's dictionary lacks: its probability is exactly zero in float32."""
 END, UNKNOWN = "<eos>", "<unk>"
 """Symbols of their dictionary that are no bytes: the end of a line, which we read as a newline, and anything unknown."""
@@ -186,7 +186,7 @@ def as_bytes(decoder: Decoder, symbols: Sequence[int | None]) -> Decoder:
         raise UserError("each byte must have one token, got a byte that is named twice in --symbols")
     state = decoder.state_dict()
     places, tokens = torch.tensor(list(known)), torch.tensor(list(known.values()))
-    for name, empty in (("embed.weight", 0.0), ("head.weight", 0.0), ("head.bias", NEVER)):
+    for name, empty in (("embed.weight", 0.0), ("head.weight", 0.0), ("head.bias", IMPOSSIBLE)):
         old = state[name]
         state[name] = old.new_full((BYTES, *old.shape[1:]), empty).index_copy(0, places, old[tokens])
     larger = Decoder(replace(decoder.config, vocab=BYTES))

@@ -1,4 +1,4 @@
-"""The most memory that training has held."""
+"""Peak memory of training."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def forget_peak() -> None:
-    """Measure a GPU's peak anew, so that it is that of training alone; the host's cannot be reset."""
+    """Reset a GPU's peak, so that it is that of training alone; the host's cannot be reset."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held: the GPU's where one is in use, else the host's."""
+    """Peak memory of this process: of the GPU where one is in use, else of the host."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     import resource

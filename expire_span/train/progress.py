@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from expire_span.sizes import show_bytes
 
-__all__ = ["Clock", "Display", "Reading", "fit", "show_bytes", "show_time"]
+__all__ = ["Clock", "Display", "Speed", "fit", "show_bytes", "show_time"]
 
 BAR_WIDTH = 24
 """Columns of the bar on a terminal."""
@@ -36,7 +36,7 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Speed:
     """What a clock says at a line of metrics."""
 
     seconds: float
@@ -56,13 +56,13 @@ class Clock:
         self.start = self.last = time.perf_counter()
         self.first_step = self.last_step = step
 
-    def read(self, step: int, tokens: int, total: int) -> Reading:
+    def read(self, step: int, tokens: int, total: int) -> Speed:
         now = time.perf_counter()
         spent = max(now - self.last, 1e-9)
         left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
         pace = 1000 * spent / max(step - self.last_step, 1)
         self.last, self.last_step = now, step
-        return Reading(now - self.start, tokens / spent, left, pace)
+        return Speed(now - self.start, tokens / spent, left, pace)
 
     @property
     def elapsed(self) -> float:
@@ -118,7 +118,7 @@ class Display:
         except BrokenPipeError:  # whoever was reading has gone; the training goes on
             self.shown = False
 
-    def train(self, step: int, parts: list[str], reading: Reading) -> None:
+    def train(self, step: int, parts: list[str], reading: Speed) -> None:
         """A line of training metrics, with the time left and tokens per second."""
         speed = f"{reading.tokens_per_second:,.0f} tokens/s"
         if self.bar is not None:

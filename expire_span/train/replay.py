@@ -1,8 +1,9 @@
-"""Replay: windows of steps that were played one at a time, read again as blocks from the one state that each began with.
+"""Replay: read windows of steps, which were played one at a time, again as blocks, from the state that each began with.
 
-A window may hold the end of one episode and the beginning of the next. It is cut there into stretches: a stretch that goes on
-with an episode reads from the stored state, one that begins an episode reads from nothing. Reading a stretch as a block gives
-the probabilities and values that were met when it was played, since a memory that was deleted then is masked now.
+A window may hold the end of one episode and the beginning of the next. Each row is cut there into fragments of one episode
+each: a fragment that continues an episode starts from the stored state, one that begins an episode from an empty state.
+Reading a fragment as a block gives the same probabilities and values as playing it did, since a memory that was deleted then
+is masked now.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Window:
 
 
 @dataclass
-class Stretches:
+class Fragments:
     """Parts of a window's rows that belong to one episode each; every tensor is [n], on the host."""
 
     row: Tensor
@@ -64,12 +65,12 @@ class Stretches:
     goes_on: Tensor
     """Whether the episode began before the window."""
 
-    def take(self, chosen: Tensor) -> Stretches:
+    def take(self, chosen: Tensor) -> Fragments:
         """Those that are marked in `chosen` [n] (bool)."""
-        return Stretches(*(getattr(self, f.name)[chosen] for f in fields(self)))
+        return Fragments(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
-def cut(begins: Tensor) -> Stretches:
+def cut(begins: Tensor) -> Fragments:
     """Cut every row of a window [T, B] where an episode begins; in order of rows, then of time."""
     starts = begins.t().cpu()  # [B, T]
     goes_on = ~starts
@@ -78,7 +79,7 @@ def cut(begins: Tensor) -> Stretches:
     row, first = starts.nonzero(as_tuple=True)
     last_of_row = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
     stop = torch.where(last_of_row, starts.shape[1], first.roll(-1))
-    return Stretches(row, first, stop - first, goes_on[row, first])
+    return Fragments(row, first, stop - first, goes_on[row, first])
 
 
 @dataclass
@@ -100,21 +101,21 @@ class Replayed:
 
 
 def replay(policy: Policy, window: Window) -> Replayed:
-    """Read the stretches of a window as blocks."""
-    stretches, parts = cut(window.begins), []
+    """Read the fragments of a window as blocks."""
+    fragments, parts = cut(window.begins), []
     encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
     for goes_on in (True, False):
-        group = stretches.take(stretches.goes_on == goes_on)
+        group = fragments.take(fragments.goes_on == goes_on)
         if len(group.row):
             parts.append(_read(policy, window, encoded, group, goes_on))
     return _join(parts)
 
 
-def _read(policy: Policy, window: Window, encoded: Tensor, group: Stretches, goes_on: bool) -> Replayed:
+def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goes_on: bool) -> Replayed:
     device, longest = window.begins.device, int(group.length.max())
     rows, firsts, lengths = group.row, group.first, group.length
     time = torch.arange(longest)
-    mask = time < lengths[:, None]  # [n, longest]; what lies behind a stretch's end is read and not used
+    mask = time < lengths[:, None]  # [n, longest]; what lies behind a fragment's end is read and not used
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
     mask, places = mask.to(device), places.to(device)
     state = select_rows(window.state, rows) if goes_on else None
@@ -154,7 +155,7 @@ def _rule_of(mixer: nn.Module) -> Lifetimes | None:
 class SpanWatch:
     """Collects, while it is open, the spans that a policy's layers give, with their gradients.
 
-    A block's own loss averages over all of its steps; here the steps behind a stretch's end must not count.
+    A block's own loss averages over all of its steps; here the steps behind a fragment's end must not count.
     """
 
     def __init__(self, policy: Policy) -> None:

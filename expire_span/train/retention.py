@@ -1,4 +1,4 @@
-"""Whether what an agent kept is what it needed.
+"""How well the memories that an agent kept match those that it needed.
 
 An environment may say of each observation which fact it shows, and until when that is of use (`fact`, `needed_until`). A memory
 is kept until its span and the ramp are over, or its episode ends. Then, counted in steps after a memory's birth:
@@ -78,12 +78,12 @@ class RetentionCounter:
 
     def _cover(self, memories: list[tuple[int, int, int]]) -> None:
         """Steps at which one fact was of use, and those of them at which some memory of it was kept."""
-        reach = -1  # the last step that the memories born so far cover
+        covered_until = -1  # the last step that the memories born so far cover
         for n, (birth, until, kept) in enumerate(memories):
             stop = min(until, memories[n + 1][0]) if n + 1 < len(memories) else until
-            reach = max(reach, kept)
+            covered_until = max(covered_until, kept)
             self.wanted += max(stop - birth, 0)
-            self.covered += max(min(stop, reach) - birth, 0)
+            self.covered += max(min(stop, covered_until) - birth, 0)
 
     def result(self) -> Retention | None:
         if not self.lives:

@@ -1,4 +1,4 @@
-"""Playing: a policy acts in many environments, one step at a time, and forgets for real on the way."""
+"""Playing: a policy acts in many environments, one step at a time, with real deletion of its memories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from expire_span.agent_configs import EnvTask
 from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
-from expire_span.store import NEVER, SteadyMemory, settle
+from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .environments import Environments, Frame
 from .replay import Window
@@ -63,7 +63,7 @@ class Player:
     def play(self, length: int, *, gamma: float, gae_lambda: float, expert_rows: int | None = None) -> Played:
         """Play a window. With `expert_rows`, the expert is asked everywhere and acts in that many rows."""
         self.policy.eval()
-        start, episodes, seen = settle(self.state), Episodes(), _Columns()
+        start, episodes, seen = trim_states(self.state), Episodes(), _Columns()
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
@@ -88,7 +88,7 @@ class Player:
         self.state = self.policy.reset_rows(state, ended) if bool(ended.any()) else state
 
     def _value_beyond(self, frame: Frame, state: list[Any]) -> Tensor | float:
-        """The value of what lies behind the end of episodes that were cut off."""
+        """The value of the final state of truncated episodes, 0 elsewhere."""
         if frame.final is None:
             return 0.0
         value = self.policy(_one_step(frame.final), state).value[:, 0]
@@ -116,7 +116,7 @@ class Player:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "state": settle(self.state),
+            "state": trim_states(self.state),
             "begins": self.begins,
             "returns": self.returns,
             "steps": self.steps,
@@ -153,7 +153,7 @@ def advantages(reward: Tensor, value: Tensor, ended: Tensor, last: Tensor, gamma
 
         delta_t = r_t + gamma (1 - ended_t) V_t+1 - V_t,   A_t = delta_t + gamma lambda (1 - ended_t) A_t+1
 
-    `last` [B] is the value after the last step. Rewards of episodes that were cut off hold the value of what they missed.
+    `last` [B] is the value after the last step. The last reward of a truncated episode includes the value of its final state.
     """
     out, after, goes_on = torch.zeros_like(value), torch.zeros_like(last), (~ended).to(value.dtype)
     for t in reversed(range(len(reward))):

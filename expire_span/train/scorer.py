@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import Batch
+from expire_span.tasks.contract import Batch
 
 
 class Scorer(nn.Module):
@@ -53,7 +53,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def start_of(batch: Batch, state: Any, device: torch.device) -> tuple[Any, Tensor | None]:
-    """The state that a batch begins with, and which of its rows are to be emptied. Rows that are all fresh have no state."""
+    """The state that a batch begins with, and the rows to empty first. If all rows are fresh, there is no state."""
     if state is None or not bool(batch.fresh.any()):
         return state, None
     return (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))

@@ -47,7 +47,7 @@ def begin(
         make_folder(learner, config, path, recipe=recipe, origin=origin)
     accelerator.wait_for_everyone()
     run = RunFolder.open(path)
-    with _hold(run, accelerator):
+    with _lock_run(run, accelerator):
         if origin is not None:
             learner.load(Snapshot.of_weights(origin.weights))
         _build_loop(learner, run, _build_display(learner, run, shown), first=0).run()
@@ -86,7 +86,7 @@ def go_on(
     accelerator = learner.accelerator
     if run.data and accelerator.is_main_process and not allow_changed_data:
         check_fingerprint(run, learner.fingerprint())
-    with _hold(run, accelerator):
+    with _lock_run(run, accelerator):
         display = _build_display(learner, run, shown)
         snapshot = checkpoint.load(run, rank=accelerator.process_index, warn=display.say)
         accelerator.wait_for_everyone()
@@ -113,9 +113,9 @@ def _load(learner: Learner, snapshot: Snapshot, run: RunFolder) -> None:
         ) from error
 
 
-def _hold(run: RunFolder, accelerator: Accelerator) -> AbstractContextManager[None]:
+def _lock_run(run: RunFolder, accelerator: Accelerator) -> AbstractContextManager[None]:
     """One of the processes that train a run holds its folder for all of them."""
-    return run.hold() if accelerator.is_main_process else nullcontext()
+    return run.lock() if accelerator.is_main_process else nullcontext()
 
 
 def _build_display(learner: Learner, run: RunFolder, shown: bool) -> Display:

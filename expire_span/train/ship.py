@@ -22,7 +22,8 @@ from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, check_name
 from expire_span.shipped import SAMPLE
 from expire_span.task_configs import TextTask
-from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.contract import Task
+from expire_span.tasks.registry import build_task
 
 from .devices import check_device
 from .evaluate import Result, evaluate
@@ -53,7 +54,7 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as they are stored, and what they are worth."""
+    """Weights as they are stored, and their scores."""
 
     weights: dict[str, Tensor]
     step: int

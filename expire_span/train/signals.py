@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the training loop answers between two steps."""
+"""Ctrl-C and SIGTERM as a request to stop, which the training loop checks between two steps."""
 
 from __future__ import annotations
 

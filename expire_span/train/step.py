@@ -1,7 +1,8 @@
 """One forward and backward pass; on a GPU, recorded once for each shape of the memory and then replayed.
 
-A training step in short blocks is thousands of small kernels, and the host cannot start them as fast as a GPU ends them. A
-CUDA graph starts them all at once. A shape's first pass runs as ever (and compiles what it needs), its second is recorded.
+A training step in short blocks is thousands of small kernels, and the host cannot launch them as fast as a GPU finishes them.
+A CUDA graph launches them all at once. The first pass of a shape runs normally (and compiles what it needs), its second is
+recorded.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.models.state import detach, map_tensors
-from expire_span.store import settle
+from expire_span.store import trim_states
 
 Outcome = tuple[dict[str, Tensor], Any, int]
 """What a scorer gives: sums, state, bytes held; all detached."""
@@ -56,7 +57,7 @@ class Pass:
 class Recording:
     graph: Any
     inputs: Pass
-    """The tensors that the graph reads, wherever it was recorded."""
+    """The tensors that the recorded graph reads; inputs are copied into them before a replay."""
     outcome: Outcome
     grads: list[Tensor | None]
 
@@ -72,13 +73,13 @@ class TrainStep:
 
     def __call__(self, given: Pass) -> Outcome:
         if given.state is not None:
-            given = _replace_state(given, settle(given.state, copy=not self.graphs))
+            given = _replace_state(given, trim_states(given.state, copy=not self.graphs))
         if not self.graphs or given.fresh is not None or (given.remember and given.state is None):
             return self.run(given)
         key = tuple((x.shape, x.dtype) for x in given.tensors())
         if key not in self.recordings:
             self.recordings[key] = None
-            return self.run(given.clone())  # laid out as the recording's will be: compiled code looks at strides too
+            return self.run(given.clone())  # strides as in the recording: compiled code depends on them
         self.recordings.move_to_end(key)
         recording = self.recordings[key] or self._record(key, given)
         return self._replay(recording, given)
@@ -99,7 +100,7 @@ class TrainStep:
             p.grad = None
         with torch.cuda.graph(graph, pool=self.pool):
             outcome = self.run(inputs)
-        torch.cuda.empty_cache()  # what the unrecorded pass left behind; the graph has memory of its own
+        torch.cuda.empty_cache()  # free what the unrecorded pass cached; the graph has a memory pool of its own
         self.recordings[key] = recording = Recording(graph, inputs, outcome, [p.grad for p in self.parameters])
         return recording
 

@@ -31,7 +31,9 @@ from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import move
 from expire_span.runs import RunFolder, UserError
-from expire_span.tasks.task import Task, build_task
+from expire_span.sizes import show_bytes
+from expire_span.tasks.contract import Task
+from expire_span.tasks.registry import build_task
 
 from . import randomness, session
 from .budget import BudgetController
@@ -41,7 +43,6 @@ from .evaluate import Result, evaluate_stream, memory_bytes
 from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, rate_factor, set_rates
-from .progress import show_bytes
 from .scorer import Scorer, rows_of, start_of
 from .session import Origin
 from .step import Pass, TrainStep

@@ -1,4 +1,4 @@
-"""Where else the scalars of metrics.jsonl go: a viewer that people already use."""
+"""Trackers that also get the scalars of metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Remote:
             self.tracker.store_init_configuration(config)
         except Exception as error:  # a service that is down or wants a login fails with errors of its own library
             cause = " ".join(str(error).split())[:120] or type(error).__name__
-            advice = f"mend that, then go on with: expire-span resume {run.path}"
+            advice = f"fix that, then continue with: expire-span resume {run.path}"
             raise UserError(f"--train.tracker {name} could not be started ({cause}); {advice}") from error
 
     def add(self, line: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ GUESSES = 4
 
 @dataclass
 class AgentReader:
-    """The policy of a run, ready to play. It has the face of `source.Reader`, and reads no text."""
+    """The policy of a run, ready to play. It has the interface of `source.Reader`, but reads no text."""
 
     name: str
     model: Policy

@@ -1,4 +1,4 @@
-"""What stands before the server: only this machine's own pages may ask, and nobody may send more than a limit."""
+"""Checks of requests before the server: only pages of this machine may send them, and their size is limited."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def too_long(size: int) -> str:
 
 
 class OwnPagesOnly:
-    """Refuses requests that name another host or come from another page: a web site open in the same browser cannot ask."""
+    """Refuses requests that name another host or come from another page, so that no web site in the browser can send any."""
 
     def __init__(self, app: Any, port: int) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""What if spans were shorter: cut every span that a model predicts, for a while."""
+"""What if spans were shorter: temporarily cut every span that a model predicts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
 
     Afterwards, and after an error too, all is as before.
     """
-    Cut(limit)  # refuses what is no limit
+    Cut(limit)  # refuses an invalid limit
     if limit is None and share == 1:
         yield
         return

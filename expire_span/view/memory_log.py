@@ -1,4 +1,4 @@
-"""What the memories of a backbone do, step by step: births, deaths, living ones, bytes. Every tracer writes it down with this.
+"""What the memories of a backbone do, step by step: births, deaths, living ones, bytes. Every tracer uses this log.
 
 It uses public results only: the spans of new tokens and the state. A memory born at i with span e is dead for the query at t
 when e + ramp - (t - i) <= 0, so its death is known at its birth, and deleting changes nothing.
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from expire_span.memory import ExpiringMemory
 from expire_span.model_configs import BackboneConfig
+from expire_span.store import ExpiringMemory
 
 from .trace import Line
 
@@ -26,7 +26,7 @@ HIDDEN_UNITS = 64
 
 @dataclass
 class Ledger:
-    """Who is alive: memories of every layer and head, with the step at which each dies."""
+    """The living memories of every layer and head, with the step at which each dies."""
 
     layers: int
     heads: int

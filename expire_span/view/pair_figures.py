@@ -110,5 +110,3 @@ def _write(axes: Axes, texts: Sequence[str], shares: np.ndarray, title: str, sca
 
 
 SINGLE: dict[str, Callable[[Trace], Figure]] = {"layers": draw_layers}
-PAIRED = ("words", "cut")
-"""Figures that need a model, since they compare what it does with two texts or two memories."""

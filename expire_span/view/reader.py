@@ -89,8 +89,8 @@ class TextReader(ABC):
 def _on_one_thread(steps: Iterator[Line]) -> Iterator[Line]:
     """The same steps, each made by one thread of the processor.
 
-    A single token is too little work to share out: threads that wait for one another take more time than they save, and on a
-    busy machine ten times as much.
+    A single token is too little work to divide: threads that wait for one another take more time than they save, ten times as
+    much on a busy machine.
     """
     threads = torch.get_num_threads()
     while True:

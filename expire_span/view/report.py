@@ -86,7 +86,7 @@ def _trace(reader: AnyReader) -> Trace:
 
 def name_score(run: RunFolder) -> str:
     """The task's score and which way is better, for an axis."""
-    from expire_span.tasks.task import build_task
+    from expire_span.tasks.registry import build_task
 
     if run.config.task.kind == "retrofit":
         return "nats from the base model (lower is better)"

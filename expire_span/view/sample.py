@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import Task
+from expire_span.tasks.contract import Task
 
 from .trace import Trace
 from .tracer import Tracer

@@ -20,7 +20,7 @@ from .tracer import READ_BLOCK
 MOST_SESSIONS = 8
 """Texts written at the same time."""
 LISTEN_EVERY = 0.5
-"""Seconds between two looks at whether a paused text still has a listener."""
+"""Seconds between two checks of whether a paused text still has a listener."""
 Action = Literal["pause", "step", "resume", "stop"]
 
 

@@ -15,7 +15,8 @@ from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
-from expire_span.tasks.task import Task, build_task
+from expire_span.tasks.contract import Task
+from expire_span.tasks.registry import build_task
 from expire_span.tasks.tokens import Tokenizer
 
 from .agent import AgentReader

@@ -82,7 +82,7 @@ def draw_system_growth(rows: list[dict[str, Any]]) -> Figure:
 
 
 def measure_pattern(kind: str, steps: int = STEPS) -> np.ndarray:
-    """How much each output [row] hangs on each input [column] of one untrained layer, as a share of the row's largest."""
+    """How much each output [row] depends on each input [column] of one untrained layer, as a share of the row's largest."""
     torch.manual_seed(0)
     system = SYSTEMS[kind]
     layer = build_mixer(PATTERN_SHAPE, system.settings(**system.example)).double().eval()

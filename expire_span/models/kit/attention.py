@@ -17,9 +17,9 @@ class AttentionMixer(Mixer):
     """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
 
     separate_keys: ClassVar[bool] = True
-    """Off where queries serve as keys."""
+    """Whether there is a key projection; off where queries serve as keys."""
     recordable_alone: ClassVar[bool] = False
-    """Whether sequences that stand alone never make the host wait, without learned relative positions."""
+    """Whether, without carried memory and learned relative positions, the host never waits for the device."""
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
@@ -44,13 +44,13 @@ class AttentionMixer(Mixer):
         """[B, S, H * D] -> [B, H, S, D]."""
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
-    def place(self, x: Tensor, pos: Tensor) -> Tensor:
+    def norm_and_rotate(self, x: Tensor, pos: Tensor) -> Tensor:
         """Normalise and rotate queries or keys [B, H, S, D] at pos [S] or [B, S]."""
         if self.shape.qk_norm:
             x = F.rms_norm(x, (self.shape.head_dim,))
-        return self.turn(x, pos.unsqueeze(-2) if pos.dim() == 2 else pos)
+        return self.rotate(x, pos.unsqueeze(-2) if pos.dim() == 2 else pos)
 
-    def turn(self, x: Tensor, pos: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
         """Rotate x [.., S, D] at pos, which broadcasts against [.., S]."""
         return rotate(x, self.angles(pos, x.dtype)) if self.shape.positions == "rotary" else x
 
@@ -60,11 +60,11 @@ class AttentionMixer(Mixer):
 
     def queries(self, x: Tensor, pos: Tensor) -> Tensor:
         """[B, Hq, T, D] at pos."""
-        return self.place(self.split_heads(self.query(x)), pos)
+        return self.norm_and_rotate(self.split_heads(self.query(x)), pos)
 
     def keys(self, h: Tensor, pos: Tensor) -> Tensor:
         """[B, Hkv, S, D] at pos."""
-        return self.place(self.split_heads(self.key(h)), pos)
+        return self.norm_and_rotate(self.split_heads(self.key(h)), pos)
 
     def values(self, h: Tensor) -> Tensor:
         """[B, Hkv, S, D]."""

@@ -1,6 +1,6 @@
 """Attention to the last `window` entries, block by block: no mask is larger than block x (window + block).
 
-Queries are cut into blocks, and each block reads one contiguous stretch of keys: the `window` entries before it and its own.
+Queries are cut into blocks, and each block reads one contiguous range of keys: the `window` entries before it and its own.
 All blocks run as one batch.
 """
 
@@ -132,14 +132,14 @@ def _fold(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _prepend_extra(k, v, seen, q_pos, k_pos, extra: Extra, reach: int, dilation: int):
-    """Put the extra entries before each block's stretch; those that the window holds already are not read twice."""
+def _prepend_extra(k, v, seen, q_pos, k_pos, extra: Extra, extent: int, dilation: int):
+    """Put the extra entries before each block's keys, except those that the window holds already."""
     blocks = k.shape[2]
     k = torch.cat([extra.k.to(k.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), k], 3)
     v = torch.cat([extra.v.to(v.dtype).unsqueeze(2).expand(-1, -1, blocks, -1, -1), v], 3)
     e_pos = extra.pos[:, :, None, None, :]  # [B, 1, 1, 1, G]
     age = q_pos - e_pos
-    outside = (age >= reach) | (age % dilation != 0)
+    outside = (age >= extent) | (age % dilation != 0)
     fresh = (e_pos != NEVER) & (age >= 0) & outside
     seen = torch.cat([fresh.expand(*seen.shape[:-1], -1), seen], -1)
     return k, v, seen, torch.cat([e_pos.expand(*k_pos.shape[:-1], -1), k_pos], -1)

@@ -11,9 +11,9 @@ from torch import Tensor
 class ClampWithRecovery(torch.autograd.Function):
     """x clamped to [low, high]; the gradient is dropped only where it would push a clamped value further out.
 
-    A plain clamp drops all of the gradient out there, so that what is out stays out; without a clamp, what is pushed outward
-    for long drifts away. Use it on parameters, not on values that many tokens derive from one parameter: there, each gradient
-    that is dropped leaves the noise of the others, which points inward.
+    A plain clamp gives no gradient outside the range, so that a value outside never comes back; without a clamp, a value that
+    is pushed outward for long drifts far away. Use it on parameters, not on the many values that tokens derive from one
+    parameter: dropping the outward gradients of single tokens would bias their sum inward.
     """
 
     @staticmethod

@@ -20,14 +20,14 @@ from torch import Tensor
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
-from expire_span.store import ExpiringMemory, SteadyMemory, settle
+from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 
 from .attention import AttentionMixer
 from .precision import storage_dtype
 from .rotary import rotate
 
 REBASE_AFTER = 2**30
-"""Positions are counted anew once they reach this, so that an endless stream never leaves 32-bit integers."""
+"""Positions are renumbered once they exceed this, so that they fit 32-bit integers in a stream without end."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ExpiryRules:
 class ExpiringAttention(AttentionMixer):
     """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}.
 
-    Subclasses build the lifetimes, as `span_predictor`, and say by `rules` what else holds.
+    Subclasses build the lifetimes (`span_predictor`) and say how memories are read and limited (`rules`).
     """
 
     def __init__(self, *shape: Any, **options: Any) -> None:
@@ -107,10 +107,10 @@ class ExpiringAttention(AttentionMixer):
         return {**state, "memory": memory}
 
     def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
-        """Count positions from `offset` on; stored rotated keys are turned back by as much."""
+        """Subtract `offset` from all positions; stored rotary keys are rotated back by as much."""
         memory = state["memory"]
         if isinstance(memory, SteadyMemory):
-            return state  # its positions always count from the block to come
+            return state  # positions of a SteadyMemory always count from the next block
         if memory is not None:
             memory = memory.rebase(offset)
             if self.shape.positions == "rotary" and len(memory):
@@ -121,7 +121,7 @@ class ExpiringAttention(AttentionMixer):
     # The three ways to read
 
     def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
-        (state,) = settle([state])
+        (state,) = trim_states([state])
         if state["position"] >= REBASE_AFTER:
             state = self.rebase(state, state["position"])
         memory = state["memory"]
@@ -134,7 +134,7 @@ class ExpiringAttention(AttentionMixer):
         return self._read_kv(x, memory, state["position"])
 
     def _read_block(self, x: Tensor, start: int) -> MixerOutput:
-        """A block that stands alone."""
+        """A block without memory before it."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         keys, (values, span) = self.keys(x, pos), self.span_predictor.with_values(x, self.value)
         y = self.attend(x, keys, self.split_heads(values), span, pos, pos)
@@ -143,7 +143,7 @@ class ExpiringAttention(AttentionMixer):
         )
 
     def _read_hidden(self, x: Tensor, memory: SteadyMemory, state: dict[str, Any]) -> MixerOutput:
-        """Stored and new hidden states become keys, values and spans, all from today's weights."""
+        """Stored and new hidden states become keys, values and spans, all computed with the current weights."""
         start, count = state["position"], x.shape[1]
         pos = torch.arange(start, start + count, device=x.device)
         h, k_pos = memory.extended(x.to(storage_dtype(x)), pos)  # [B, S + T, C]
@@ -171,7 +171,7 @@ class ExpiringAttention(AttentionMixer):
         return self._store_and_return(y, stored, start + len(pos), aux)
 
     def _can_read_in_place(self, x: Tensor) -> bool:
-        """Whether a few tokens are read on a device whose kernel takes rows of unequal length where they lie."""
+        """Whether the decode kernel can read rows of unequal length in place: few tokens, on a GPU that it serves."""
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         return can_attend_in_segments(self.rules.impl, x.device, x.shape[1], self.shape.head_dim, dtype)
 
@@ -234,12 +234,12 @@ class ExpiringAttention(AttentionMixer):
         k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
         new = spans_of_heads(span.detach()[..., -count:], self.shape.num_kv_heads).squeeze(1)
         new, rule, where = new if self.span_predictor.reports_spans else None, self.span_predictor, (start, count)
-        if torch.is_grad_enabled():  # training asks for both, and a compiled block cannot hand out functions
+        if torch.is_grad_enabled():  # training reads both, and a compiled block cannot return functions
             return MixerAux(rule.loss(span, k_pos, *where), new, rule.live(span, k_pos, *where))
         return MixerAux(partial(rule.loss, span, k_pos, *where), new, partial(rule.live, span, k_pos, *where))
 
     def _report_later(self, memory: ExpiringMemory, new: Tensor, start: int, count: int) -> MixerAux:
-        """A report that gathers the memories of all rows only if somebody asks."""
+        """A report that gathers the memories of all rows only when its loss or live count is read."""
 
         def ask(question: Any) -> Any:
             span, k_pos = memory.span, memory.pos

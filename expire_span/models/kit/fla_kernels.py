@@ -1,7 +1,7 @@
 """How the kernels of flash-linear-attention (`fla-core`) are called; the package is imported at the first call.
 
-The kernels are opaque to torch.compile: what stands before and after a call is compiled, the call itself is not. To say so
-loads the compiler, which takes a second, so that only the systems that have such kernels import this module.
+The kernels are opaque to torch.compile: the code before and after a call is compiled, the call itself is not. Declaring that
+loads the compiler, which takes a second, so only the systems that have such kernels import this module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Logits of spans with float32 digits from half-precision hidden states, and their gradient fused with that of the values.
+"""Span logits in float32 precision from half-precision hidden states, with a gradient that is fused with that of the values.
 
-A span needs more digits than half precision has, and hidden states in float32 would be written and read once more for it. So
-the predictor reads hidden states in the dtype in which the projections beside it read them, and multiplies and adds in
-float32. In compiled code this hardly takes a pass of its own: one row of weights joins the kernel of the norm before it,
-several rows are one matrix product, and the gradient goes along with that of the values.
+A span needs more precision than half precision has, but a float32 copy of the hidden states would have to be written and read
+once more. So the predictor reads the hidden states in the dtype that the other projections read, and multiplies and adds in
+float32. In compiled code this adds hardly any time: one row of weights is fused with the norm before it, several rows are one
+matrix product, and the gradient is computed together with that of the values.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from .precision import HALVES, split_digits
 
 ALIGNED = 8
-"""Columns that a fast matrix product wants in half precision."""
+"""Fast half-precision matrix products need a number of columns that is a multiple of this."""
 
 
 class ValuesAndLogits(torch.autograd.Function):
     """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
 
-    Gradients are matrix products in h's dtype, as those of other weights are, and one product for both: as a further one beside
-    those of queries, keys and values, that of h would be written and read once more.
+    Gradients are matrix products in h's dtype, like those of other weights. The gradient of h from values and logits is one
+    product, since a separate one would have to be written, read again and added.
     """
 
     @staticmethod

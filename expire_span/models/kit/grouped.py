@@ -1,7 +1,7 @@
 """Attention within groups: a query reads the last `members` tokens of its own group. `routing` and `reformer` stand on it.
 
 Tokens are sorted by group, oldest first, and each reads a band of the sorted order: no mask of all pairs. The state keeps
-the last `members` of every group and head, so that streaming equals the parallel form for any chopping.
+the last `members` of every group and head, so that streaming in pieces of any size equals the parallel form.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def grouped_attention(
 
 
 def _step(q, k, v, pos, group, slots: Slots, members: int, options: dict[str, Any]) -> tuple[Tensor, Slots, Tensor]:
-    """One token: gather its group's slots, attend, push them along. No sorting."""
+    """One token: gather its group's slots, attend, shift them by one. No sorting."""
     index = group * members + torch.arange(members, device=q.device)  # [B, H, members]
     stretch = {name: torch.cat([_take(slots[name].to(x.dtype), index), x], 2) for name, x in (("k", k), ("v", v))}
     places = torch.cat([slots["pos"].gather(2, index), pos.expand(*group.shape)], 2)

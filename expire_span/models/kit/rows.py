@@ -1,4 +1,4 @@
-"""Rows that began at different times, brought into step: a row's tokens are shifted so that its groups start alike."""
+"""Align rows that began at different times: shift each row's tokens so that the groups of all rows start at the same places."""
 
 from __future__ import annotations
 

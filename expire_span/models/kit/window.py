@@ -1,6 +1,6 @@
 """The ring of last tokens and the first tokens that stay: what `sliding_window`, `streaming_sinks` and `longformer` share.
 
-Streaming is exact: any chopping of a sequence gives the same outputs. The state has a fixed size.
+Streaming is exact: a sequence in pieces of any size gives the same outputs. The state has a fixed size.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Band:
     dilation: int = 1
 
     @property
-    def reach(self) -> int:
+    def extent(self) -> int:
         return self.window * self.dilation
 
     def attend(
         self, q: Tensor, stretch: dict[str, Tensor], past: int, extra: Extra | None, relative_keys: Tensor | None
     ) -> Tensor:
-        """q [B, Hq, T, D]; stretch of k, v [B, H, reach + T, D] and pos [B, reach + T] -> y [B, Hq, T, D].
+        """q [B, Hq, T, D]; stretch of k, v [B, H, extent + T, D] and pos [B, extent + T] -> y [B, Hq, T, D].
 
         `past`: how many tokens came before at most; slots that cannot have been filled are left out.
         """
-        unused = max(self.reach - past, 0) // self.dilation * self.dilation
+        unused = max(self.extent - past, 0) // self.dilation * self.dilation
         stretch = {
             "k": stretch["k"][:, :, unused:],
             "v": stretch["v"][:, :, unused:],
@@ -66,39 +66,39 @@ def _phases(x: Tensor, d: int) -> Tensor:
 
 
 class Ring:
-    """The last `reach` keys, values and positions of a band: exact, of fixed size. State {"k", "v", "pos"}."""
+    """The last `extent` keys, values and positions of a band: exact, of fixed size. State {"k", "v", "pos"}."""
 
     def __init__(self, band: Band, head_dim: int) -> None:
         self.band, self.head_dim = band, head_dim
 
     def empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
-        keys = like.new_zeros(batch, self.band.heads, self.band.reach, self.head_dim)
-        pos = torch.full((batch, self.band.reach), NEVER, dtype=torch.int64, device=like.device)
+        keys = like.new_zeros(batch, self.band.heads, self.band.extent, self.head_dim)
+        pos = torch.full((batch, self.band.extent), NEVER, dtype=torch.int64, device=like.device)
         return {"k": keys, "v": keys.clone(), "pos": pos}
 
     def extend(self, ring: dict[str, Tensor], k: Tensor, v: Tensor, pos: Tensor) -> dict[str, Tensor]:
-        """The ring and what comes after it, in one stretch."""
+        """The ring's entries and the new ones after them, as one sequence."""
         pos = torch.cat([ring["pos"], pos.expand(k.shape[0], -1)], 1)
         keys, values = torch.cat([ring["k"].to(k.dtype), k], 2), torch.cat([ring["v"].to(v.dtype), v], 2)
         return {"k": keys, "v": values, "pos": pos}
 
     def cut(self, stretch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The last of a stretch, copied, so that the rest is freed."""
-        reach = self.band.reach
-        kept = {name: stretch[name].detach()[:, :, -reach:].clone() for name in ("k", "v")}
-        return {**kept, "pos": stretch["pos"][:, -reach:].clone()}
+        """The last entries of such a sequence, copied, so that the memory of the rest is freed."""
+        extent = self.band.extent
+        kept = {name: stretch[name].detach()[:, :, -extent:].clone() for name in ("k", "v")}
+        return {**kept, "pos": stretch["pos"][:, -extent:].clone()}
 
 
 class WindowMixer(AttentionMixer):
-    """Bands of heads with a ring each, and `sinks` first tokens; subclasses say which."""
+    """Bands of heads with a ring each, and the first `sinks` tokens; subclasses define both."""
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
-        self.bands, self.sinks = self.rules()
+        self.bands, self.sinks = self.bands_and_sinks()
         self.rings = [Ring(band, self.shape.head_dim) for band in self.bands]
 
     @abstractmethod
-    def rules(self) -> tuple[list[Band], int]:
+    def bands_and_sinks(self) -> tuple[list[Band], int]:
         """The bands, covering all key/value heads, and how many first tokens stay."""
 
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:

@@ -40,6 +40,7 @@ __all__ = [
     "Recipe",
     "StateSize",
     "find",
+    "mixer_config",
     "register",
 ]
 
@@ -68,6 +69,11 @@ def find(kind: str) -> MemorySystem:
     """The system of a kind; an unknown one lists those there are."""
     require(kind in SYSTEMS, f"unknown mixer {kind!r}, known are: {', '.join(SYSTEMS)}")
     return SYSTEMS[kind]
+
+
+def mixer_config(kind: str, **fields: Any) -> Any:
+    """The settings of the memory system of this kind, with its defaults for the fields that are not given."""
+    return find(kind).settings(**fields)
 
 
 def load_plugins() -> None:

@@ -8,7 +8,7 @@ shared tests) reads the declaration.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
 from expire_span.checks import require
@@ -97,10 +97,10 @@ class StateSize:
 @documented
 @dataclass(frozen=True)
 class Budget:
-    """How one system spends a number of memories."""
+    """How a system is held to a number of memories."""
 
     knob: str
-    """What is set, in words."""
+    """Which setting decides it, in words."""
     settings: Callable[[Recipe, Any], Any] | None = None
     """The system's settings for so many memories; None where nothing can be set."""
 
@@ -141,7 +141,7 @@ class MemorySystem:
     """What training sees and streaming does not."""
     bounded: bool = True
     """Whether the state stops growing."""
-    reach: Callable[[StateSize], int | None] = lambda size: None
+    receptive_field: Callable[[StateSize], int | None] = lambda size: None
     """The most steps back from which one layer reads; None where there is no limit."""
     scores_pairs: bool = True
     """Whether there is a score for each pair of tokens, to which learned relative positions can be added."""
@@ -151,6 +151,12 @@ class MemorySystem:
     """Whether it runs on the expiring-attention operator."""
     example: dict[str, Any] = field(default_factory=dict)
     """Settings so small that the system forgets, compresses or routes within sixty tokens: for the shared tests."""
+    reach: InitVar[Callable[[StateSize], int | None] | None] = None
+    """The former name of `receptive_field`; it goes with 0.3.0."""
+
+    def __post_init__(self, reach: Callable[[StateSize], int | None] | None) -> None:
+        if reach is not None:
+            object.__setattr__(self, "receptive_field", reach)
 
     @property
     def kind(self) -> str:

@@ -36,7 +36,7 @@ def triton_attention(
 ) -> Tensor:
     """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span and relative_keys.
 
-    documents: document ids of queries [B, T] and memories [B, S], never falling along a row. deterministic: gradients that
+    documents: document ids of queries [B, T] and memories [B, S], never decreasing along a row. deterministic: gradients that
     are bitwise equal from run to run.
 
     relative_keys [M, D]: their scores are computed before the kernels, as a table [B, T, Hq, M] that the kernels index by age.

@@ -165,7 +165,7 @@ class EagerAttention(torch.autograd.Function):
 
 
 def attend(*inputs) -> Tensor:
-    """y, by the op where torch.compile, a dispatch mode or a tensor subclass must see it, else by the cheaper direct call."""
+    """y: through the registered op where torch.compile, a dispatch mode or a tensor subclass needs it, else by a cheaper direct call."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):
         return attention(*inputs)[0]
     return EagerAttention.apply(*inputs)

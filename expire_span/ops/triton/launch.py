@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this version's C launcher takes (grid, stream, function, metadata, hooks, all arguments with the constants last)."""
 MOST = 1024
-"""Compiled kernels kept; beyond it all are forgotten, and found again at their next launch."""
+"""Number of compiled kernels kept; when it is exceeded, the table is emptied and filled again by the next launches."""
 _INT32 = 2**31
 
 _compiled: dict[tuple, tuple[Any, list]] = {}
@@ -85,7 +85,7 @@ def _keep(key: tuple, kernel: Any, compiled: Any, count: int, constants: dict[st
 
 
 def _run(compiled: Any, grid: tuple[int, ...], stream: int, values: list) -> None:
-    """Into the C launcher, with the hooks of profilers where there are any."""
+    """Call the C launcher, with the profilers' hooks where any are installed."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     enter, leave = enter if _has_calls(enter) else None, leave if _has_calls(leave) else None
     about = compiled.launch_metadata(grid, stream, *values) if enter is not None else None
@@ -96,5 +96,5 @@ def _run(compiled: Any, grid: tuple[int, ...], stream: int, values: list) -> Non
 
 
 def _has_calls(hook: Any) -> bool:
-    """Triton's chains of hooks are there when empty too; then calling them costs as much as a launch."""
+    """Whether a hook would do anything: Triton installs empty chains of hooks, and calling one costs as much as a launch."""
     return hook is not None and bool(getattr(hook, "calls", True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from .launch import run_kernel
 
 HALF = (torch.bfloat16, torch.float16)
-"""Weights that these kernels multiply. float32 is left to cuBLAS, which multiplies it without rounding to fewer digits."""
+"""Dtypes of weights that these kernels multiply. float32 is left to cuBLAS, which does not round it to TF32."""
 
 
 class Tiles(NamedTuple):
@@ -96,7 +96,7 @@ def _run(x: Tensor, weight: Tensor, y: Tensor, gain: Tensor, eps: float, **flags
 
 
 def norm_linear(x: Tensor, gain: Tensor, eps: float, weight: Tensor, *, square_relu: bool = False) -> Tensor:
-    """RMS norm of x [B, C] with `gain` [C], times weight [N, C], transposed; relu of that squared, if wished: [B, N]."""
+    """RMS norm of x [B, C] with `gain` [C], times weight [N, C], transposed; optionally followed by a squared ReLU: [B, N]."""
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     return _run(x, weight, y, gain, eps, NORM=True, SQUARE=square_relu, ADD=False)
 

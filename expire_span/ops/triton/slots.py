@@ -2,8 +2,8 @@
 
 One program serves a query head of a row. It normalises and rotates the query and the new key, predicts the new memory's span,
 appends it to the fresh slots, and attends to what lives. How many slots there are to read, and which fresh slot is next, are
-numbers on the device, so that a recorded launch stays right while they change. With few rows the slots of a head are dealt out,
-tile by tile, to several programs; a second kernel joins their partial sums.
+numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. With few rows, the tiles of slots of
+one head are distributed over several programs, and a second kernel adds their partial sums.
 
 The slot that is written is never read in the same launch: programs take the new memory from its projections.
 """
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     """Slots that a program reads at once."""
     warps: int = 2
     stages: int = 1
-    """How many reads of a program are under way at once."""
+    """Pipeline depth: how many loads of a program are in flight at once."""
     programs: int = 264
     """Programs that fill a GPU, two for each multiprocessor of a large one: heads are split while there are fewer."""
 

@@ -1,7 +1,7 @@
 """Block sizes by head dim and dtype: a small table, looked up once per call, never timed in a run.
 
 Half precision at head dims 64 and 128 was chosen from measurements: 128 by `benchmarks/kernel_check.py`, 64 on spans as training
-has them (docs/log.md, "Masked tiles"). The other entries compile and are correct, but nobody has timed them against others.
+has them (docs/log.md, "Masked tiles"). The other entries compile and are correct, but were not compared with alternatives.
 """
 
 from __future__ import annotations

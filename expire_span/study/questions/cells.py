@@ -13,13 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from expire_span.config import BudgetConfig, DecoderConfig, ExpireSpanConfig, RecallTask, TrainConfig
-from expire_span.mixer_configs import FullConfig, MixerConfig, TransformerXLConfig
+from expire_span.config import BudgetConfig, DecoderConfig, ExpireSpanConfig, MixerConfig, RecallTask, TrainConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
+from expire_span.models.systems.full import FullConfig
+from expire_span.models.systems.transformer_xl import TransformerXLConfig
 from expire_span.study.folder import StudyFolder
+from expire_span.tasks.contract import Batch
 from expire_span.tasks.recall import Recall
-from expire_span.tasks.task import Batch
 
 from .fit import Measured, fit, measure
 from .labelling import Labelling, LabellingTask

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from expire_span.config import TrainConfig
 from expire_span.models.decoder import Decoder
-from expire_span.tasks.task import Batch, BatchStream
+from expire_span.tasks.contract import Batch, BatchStream
 from expire_span.train.budget import BudgetController
 from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
 from expire_span.train.scorer import Scorer

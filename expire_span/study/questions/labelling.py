@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.tasks.task import Batch, Score, Split
+from expire_span.tasks.contract import Batch, Score, Split
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 EVAL_BATCHES = 8

@@ -30,8 +30,8 @@ FEW: dict[Penalty, tuple[float, ...]] = {"none": (0.0,), "unnormalised": (0.01,)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is trained; the settings of a study folder."""
+class QuestionsSettings:
+    """Which models are trained; saved as the settings of the study folder."""
 
     seeds: int = 3
     encoder_steps: int = 400
@@ -46,7 +46,7 @@ class Plan:
     """Off: one weight of one penalty, and the task of notes alone."""
 
     @classmethod
-    def quick(cls, seeds: int = 1) -> Plan:
+    def quick(cls, seeds: int = 1) -> QuestionsSettings:
         """Half a minute: few cells, few steps; little is learned."""
         return cls(seeds, 40, 60, 50, 50, (8,), (16,), (10,), False)
 
@@ -56,7 +56,7 @@ class Plan:
 
     def _encoders(self, seed: int) -> list[EncoderCell]:
         spans = [EncoderCell("spans", budget, seed, self.encoder_steps) for budget in self.encoder_budgets]
-        windows = [EncoderCell("window", reach, seed, self.encoder_steps) for reach in self.windows]
+        windows = [EncoderCell("window", width, seed, self.encoder_steps) for width in self.windows]
         return [EncoderCell("full", 0, seed, self.encoder_steps), *spans, *windows]
 
     def _caches(self, seed: int) -> list[CacheCell]:
@@ -77,15 +77,15 @@ class Plan:
         return cells
 
 
-def run_study(plan: Plan, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
+def run_study(settings: QuestionsSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
     """Run what is not finished, then write study.json, report.html and the pictures."""
     from .page import collect_facts, draw_all
 
     begin = time.perf_counter()
-    folder = StudyFolder.open(out, "questions", asdict(plan))
-    found = run_jobs(run_cell, plan.jobs, folder, processes)
-    cells = [found[job.name] for job in plan.jobs]
-    result: dict[str, Any] = {"study": "questions", "settings": asdict(plan), **summarise(cells)}
+    folder = StudyFolder.open(out, "questions", asdict(settings))
+    found = run_jobs(run_cell, settings.jobs, folder, processes)
+    cells = [found[job.name] for job in settings.jobs]
+    result: dict[str, Any] = {"study": "questions", "settings": asdict(settings), **summarise(cells)}
     result["penalty_gradients"] = penalty_gradients()
     result["cells"] = cells
     result["seconds"] = {"all_cells": sum(c["seconds"] for c in cells), "this_call": time.perf_counter() - begin}

@@ -105,13 +105,11 @@ def _counter() -> Section:
     rows = counter.run_counter(values)
     text = (
         "Two units are enough when one may write them down: the first is 1 while the series is inside, the second "
-        "adds one "
-        "where the first goes from 0 to 1. It is exact on every series, however long."
+        "adds one where the first goes from 0 to 1. It is exact on every series, however long."
     )
     caption = (
         f"{SHOWN} steps with {rows[1, -1]} entrances. Shaded: the interval. The lower strip changes exactly at the "
-        "left edges "
-        "of the upper one."
+        "left edges of the upper one."
     )
     return Section("A counter made by hand", text, [(caption, pictures.draw_counter(values, rows))])
 
@@ -119,9 +117,8 @@ def _counter() -> Section:
 def _family() -> Section:
     text = (
         "A learned network may not write rules; its atom is tanh of a weighted sum of input and state. Each is a "
-        "slope in "
-        "one direction of the plane: between -1 and 1, and monotone along its direction. None of them alone can "
-        "tell a middle."
+        "slope in one direction of the plane: between -1 and 1, and monotone along its direction. None of them alone "
+        "can tell a middle."
     )
     caption = "Columns: the direction of the weighted sum. Rows: how steep it is."
     return Section("The atom", text, [(caption, pictures.draw_family(np.linspace(-1, 1, 81)))])
@@ -131,12 +128,10 @@ def _stack(numbers: dict[str, Any]) -> Section:
     found, wrong = numbers["stack"], numbers["stack_post_sign"]
     text = (
         "Two monotone units, one for above 0 and one for below 1, and a third that adds them: a detector of the "
-        "interval. It "
-        f"gives at least {found['inside']:.3f} at 0.2, 0.5 and 0.8, and at most {found['outside']:.3f} from a fifth "
-        "outside on. The bias "
-        "of the second unit must be positive. The post that this study follows writes it negative; then the stack "
-        "gives "
-        f"{wrong['inside']:.3f} in the middle of the interval and -0.96 on [-1, 0]."
+        f"interval. It gives at least {found['inside']:.3f} at 0.2, 0.5 and 0.8, and at most {found['outside']:.3f} "
+        "from a fifth outside on. The bias of the second unit must be positive. The post that this study follows "
+        f"writes it negative; then the stack gives {wrong['inside']:.3f} in the middle of the interval and -0.96 on "
+        "[-1, 0]."
     )
     figure = pictures.draw_stack(np.linspace(-2.5, 2.5, 501))
     return Section("Two slopes make an interval", text, [("Slope a = 20. Shaded: the interval.", figure)])
@@ -147,8 +142,8 @@ def _leak(numbers: dict[str, Any]) -> Section:
     text = (
         "h = tanh(w1 h' + w2 g) adds the detector g to what it holds. With w1 / w2 = 1/8 one step inside moves it by "
         f"{table[0, 0]:.2f}, but nothing is left ten steps later; with 32 it keeps {table[-1, 1]:.0%}, but moves by "
-        f"only {table[-1, 0]:.3f}. "
-        "Between them one is bought with the other. It also adds on every step inside, not only on entering."
+        f"only {table[-1, 0]:.3f}. Between them one is bought with the other. It also adds on every step inside, not "
+        "only on entering."
     )
     figure = pictures.draw_leak(leaky.RATIOS, table, sample_series())
     return Section("A counter that leaks", text, [("The two weights add up to 1.", figure)])
@@ -157,12 +152,10 @@ def _leak(numbers: dict[str, Any]) -> Section:
 def _sensitivity(numbers: dict[str, Any]) -> Section:
     left, half = numbers["left_after"], numbers["half_life"]
     text = (
-        f"How much does the state hang on the first input, {LATER - 1} steps later? For the tanh cell the "
-        "derivative halves "
-        f"every {half['tanh, shrinking by 0.9']:.1f} steps: {left['tanh, shrinking by 0.9']:.0e} of it is left. "
-        "Behind a shut gate all of "
-        f"it is left ({left['gate shut']:.0%}, to the last bit); a gate that lets in 1% each step loses half in "
-        f"{half['gate 1% open']:.0f} steps."
+        f"How much does the state depend on the first input, {LATER - 1} steps later? For the tanh cell the "
+        f"derivative halves every {half['tanh, shrinking by 0.9']:.1f} steps: {left['tanh, shrinking by 0.9']:.0e} of "
+        f"it is left. Behind a shut gate all of it is left ({left['gate shut']:.0%}, to the last bit); a gate that "
+        f"lets in 1% each step loses half in {half['gate 1% open']:.0f} steps."
     )
     return Section(
         "What is left of the first input", text, [("Note the logarithmic scale.", pictures.draw_sensitivity(curves()))]
@@ -174,7 +167,10 @@ def gate_example() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
     values = 2 * torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     writes = torch.zeros_like(values)
     writes[[5, 25, 45]] = 1
-    held = {"gate shut between": gating.hold(values, writes), "gate 5% open between": gating.hold(values, writes, 0.05)}
+    held = {
+        "gate shut between": gating.run_gated_unit(values, writes),
+        "gate 5% open between": gating.run_gated_unit(values, writes, 0.05),
+    }
     return values, writes, held
 
 
@@ -182,9 +178,9 @@ def _gates() -> Section:
     values, writes, held = gate_example()
     changes = int((held["gate shut between"].diff() != 0).sum())
     text = (
-        "A gate decides whether a unit may be overwritten. Shut, the value stays the same bit for bit whatever "
-        "comes in; open, "
-        f"the new value replaces it. Over 60 noisy steps with three openings the gated unit changed {changes} times."
+        "A gate decides whether a unit may be overwritten. Shut, the value stays the same bit for bit whatever comes "
+        "in; open, the new value replaces it. Over 60 noisy steps with three openings the gated unit changed "
+        f"{changes} times."
     )
     figure = pictures.draw_gate(values, writes, held)
     return Section("A gate", text, [("Dotted: the gate opens.", figure)])
@@ -194,10 +190,9 @@ def _grus(numbers: dict[str, Any]) -> Section:
     apart = numbers["gru_difference"]
     text = (
         "The gated unit as the post writes it is h = (1 - z) h' + z c with c = tanh(W x + U (r h')). torch.nn.GRU "
-        "differs in two "
-        "places: its z is the share that is kept, and its r acts after U. With the same weights the two drift "
-        f"apart by up to {apart['as_given']:.2f}; with z turned round they still differ by {apart['z_turned']:.3f}, "
-        "because of r."
+        "differs in two places: its z is the share that is kept, and its r acts after U. With the same weights the "
+        f"two drift apart by up to {apart['as_given']:.2f}; with z turned round they still differ by "
+        f"{apart['z_turned']:.3f}, because of r."
     )
     return Section("Two gated units", text, [("The first of four units.", pictures.draw_grus(two_grus()))])
 
@@ -207,11 +202,9 @@ def _gated(numbers: dict[str, Any]) -> Section:
     layers = gating.run_counter(values[None])
     text = (
         "With gates the whole counter can be made of such units, five in three layers (2, 1 and 2): the last one's "
-        "gate opens by "
-        f"{gating.STEP:.0%} at an entrance and is shut at all other steps. On a series of {long['steps']:,} steps "
-        f"with {long['entrances']} entrances "
-        f"{long['wrong']:.1%} of its counts are wrong. So few units are enough; the question is whether training "
-        "finds them."
+        f"gate opens by {gating.STEP:.0%} at an entrance and is shut at all other steps. On a series of "
+        f"{long['steps']:,} steps with {long['entrances']} entrances {long['wrong']:.1%} of its counts are wrong. So "
+        "few units are enough; the question is whether training finds them."
     )
     figure = pictures.draw_gated_counter(values, layers, gating.read_count(layers)[0])
     return Section("The counter from gated units", text, [("Red is high, blue is low.", figure)])

@@ -18,11 +18,9 @@ def _exercise(result: dict[str, Any]) -> Section:
     cells, trained = result["exercise"], result["trained_length"]
     size = cells[0]["size"]
     text = (
-        f"Gated networks of different depth and width, {size['seeds']} seeds each, learned the running count on "
-        f"fresh series of {trained} "
-        f"steps, {size['steps']} updates of {size['batch']} series. Solved means that the last count is right on "
-        f"{result['solved_means']:.0%} of 512 "
-        f"unseen series. {describe_sizes(cells)}"
+        f"Gated networks of different depth and width, {size['seeds']} seeds each, learned the running count on fresh "
+        f"series of {trained} steps, {size['steps']} updates of {size['batch']} series. Solved means that the last "
+        f"count is right on {result['solved_means']:.0%} of 512 unseen series. {describe_sizes(cells)}"
     )
     pictures = [
         (
@@ -85,12 +83,11 @@ def _longer(result: dict[str, Any]) -> Section:
     far = str(4 * trained)
     text = (
         "The same models on series that are longer than any they were trained on. By hand: "
-        f"{by_hand['lengths'][far]['last'][0]:.1%} wrong "
-        f"at {far} steps. The {name} that keeps best: {np.median(best['lengths'][far]['last']):.0%} wrong last "
-        "counts, but "
+        f"{by_hand['lengths'][far]['last'][0]:.1%} wrong at {far} steps. The {name} that keeps best: "
+        f"{np.median(best['lengths'][far]['last']):.0%} wrong last counts, but "
         f"{np.median(best['lengths'][far]['seen_counts']):.0%} among the steps whose count (up to "
-        f"{best['largest_seen']}) training had shown: "
-        "a bounded state with a linear read-out runs out of room for larger counts sooner than it forgets."
+        f"{best['largest_seen']}) training had shown: a bounded state with a linear read-out runs out of room for "
+        "larger counts sooner than it forgets."
     )
     rows = [["system", *(f"{length} steps: last, seen counts" for length in best["lengths"])]]
     for system, found in systems.items():

@@ -28,14 +28,12 @@ def _heat(result: dict[str, Any]) -> Section:
         longest = part["stretches"][0]
         caption = (
             f"Layer {layer + 1} of seed {model['seed']}, {kind}. One row a unit, scaled to its own range. The "
-            "steadiest unit holds "
-            f"still for {longest:.1f} words on average, the mean unit for {part['mean']:.2f}."
+            f"steadiest unit holds still for {longest:.1f} words on average, the mean unit for {part['mean']:.2f}."
         )
         pictures.append((caption, charts.draw_heat(np.array(part["states"]), model["words"], title)))
     text = (
         f"A passage of unseen text, {len(model['words'])} words. Rows of one colour over many words are memory in "
-        "action. The order of "
-        "the units is each picture's own: the steadiest at the top."
+        "action. The order of the units is each picture's own: the steadiest at the top."
     )
     return Section("The hidden state over a passage", text, pictures)
 
@@ -47,13 +45,10 @@ def _stretches(result: dict[str, Any]) -> Section:
         for kind in ("trained", "untrained")
     }
     text = (
-        f"A stretch is a run of words over which a unit stays within {result['eps']:.0%} of its range on a passage "
-        f"of {result['passage']} words. "
-        f"Over {len(models)} seeds, all units: {spread(groups['trained'])} words in the trained models, "
-        f"{spread(groups['untrained'])} in "
-        f"the same models before training. Held means stretches of {result['held']} words or more: the share of all "
-        "places (unit, word) "
-        "that lie in one."
+        f"A stretch is a run of words over which a unit stays within {result['eps']:.0%} of its range on a passage of "
+        f"{result['passage']} words. Over {len(models)} seeds, all units: {spread(groups['trained'])} words in the "
+        f"trained models, {spread(groups['untrained'])} in the same models before training. Held means stretches of "
+        f"{result['held']} words or more: the share of all places (unit, word) that lie in one."
     )
     columns = ("mean stretch", "steadiest tenth", "held")
     rows = [["seed", "layer", *(f"{kind}: {name}" for kind in groups for name in columns), "perplexity"]]

@@ -12,7 +12,7 @@ from .levels import LEVELS, build_engine, level_config
 
 __all__ = ["LEVELS", "build_engine", "level_config", "list_ids"]
 
-_FACES = "expire_span.tasks.gridworlds.faces"
+_API = "expire_span.tasks.gridworlds.gymnasium_api"
 
 
 def list_ids() -> list[str]:
@@ -27,8 +27,8 @@ def _register() -> None:
         for level in levels:
             gymnasium.register(
                 f"ExpireSpan/{name}-{level}-v0",
-                entry_point=f"{_FACES}:GridWorldEnv",
-                vector_entry_point=f"{_FACES}:GridWorldVectorEnv",
+                entry_point=f"{_API}:GridWorldEnv",
+                vector_entry_point=f"{_API}:GridWorldVectorEnv",
                 kwargs={"world": name, "level": level},
             )
 

@@ -93,8 +93,8 @@ class Arrays:
 
         return array.to(getattr(torch, kind))
 
-    def hold(self, array: Array, last: Array | int) -> Array:
-        """Numbers held between 0 and `last`."""
+    def clamp(self, array: Array, last: Array | int) -> Array:
+        """Numbers clamped to [0, last]."""
         if self.is_numpy:
             return np.minimum(np.maximum(array, 0), last)
         return array.clamp(min=0).clamp(max=last)

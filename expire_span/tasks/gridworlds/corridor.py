@@ -99,7 +99,7 @@ class Corridor(Engine):
         slot = 2 * (last - self.position) + (actions == DOWN)
         opened = (actions >= UP) & (slot < self.config.colours)
         moved = self.position + (~opened if self.config.passive else self.changes[actions])
-        self.position = where(running, self.arrays.hold(moved, last), self.position)
+        self.position = where(running, self.arrays.clamp(moved, last), self.position)
         success = opened & (slot == self.target_slot)
         return where(success, 1 - STEP_COST, -STEP_COST), opened, success
 
@@ -144,7 +144,7 @@ class Corridor(Engine):
         """Colour of the door in each slot; slots beyond the doors give any colour."""
         if not self.config.shuffled:
             return slots
-        return self.door_colours.reshape(-1)[self.door_rows + self.arrays.hold(slots, self.config.colours - 1)]
+        return self.door_colours.reshape(-1)[self.door_rows + self.arrays.clamp(slots, self.config.colours - 1)]
 
     def optimal_action(self) -> Array:
         where, column = self.arrays.where, self._door_column()

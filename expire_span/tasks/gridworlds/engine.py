@@ -118,7 +118,7 @@ class Engine(ABC):
         return {name: getattr(self, name) for name in (*SAVED, *self.state)}
 
     def restore(self, saved: dict[str, Array]) -> None:
-        """Stand where `snapshot` was taken; what follows from the episodes' numbers is drawn anew. Other names are ignored."""
+        """Return to a snapshot. Facts that follow from the episodes' numbers are drawn again; other names are ignored."""
         for name in (*SAVED, *self.state):
             setattr(self, name, saved[name])
         for name, values in self._draw_facts(self._episode_keys()).items():

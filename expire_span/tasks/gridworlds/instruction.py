@@ -206,7 +206,7 @@ class Instruction(Engine):
         self.done = self.done | hit
         right = hit.any(-1)
         wrong = running & acts & ~right
-        moved = self.moves[self.place * 4 + self.arrays.hold(actions, 3)]
+        moved = self.moves[self.place * 4 + self.arrays.clamp(actions, 3)]
         self.place = where(walking & ~acts, moved, self.place)
         self.feedback = where(running, where(right, PRAISE, where(wrong, BLAME, 0)), self.feedback)
         ended = walking & ~(still_open & ~hit).any(-1)
@@ -251,7 +251,7 @@ class Instruction(Engine):
         template = where(self.listening, template, where(self.steps == self.config.talk, GO, WHERE))
         template = where(self.feedback > 0, self.feedback, template)
         place = where(template == WHERE, self.place, place)
-        candidate = self.first_candidates + self.candidates[self.arrays.hold(self.steps, self.config.talk)]
+        candidate = self.first_candidates + self.candidates[self.arrays.clamp(self.steps, self.config.talk)]
         spoken = self.said_at.reshape(-1)[candidate] == self.steps
         said = self.said.reshape(-1, 3)[candidate].T
         template, place, act = (where(spoken, new, old) for new, old in zip(said, (template, place, act)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 
@@ -13,7 +13,6 @@ from .engine import Engine
 from .instruction import Instruction
 from .portal import Portal
 
-Level = Literal["Easy", "Medium", "Hard"]
 WORLDS: dict[str, type[Engine]] = {"corridor": Corridor, "portal": Portal, "instruction": Instruction}
 
 _HARD_CORRIDOR = CorridorTask(max_length=200, colours=4, niche_prob=0.5, shuffled=True)

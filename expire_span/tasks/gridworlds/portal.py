@@ -70,8 +70,8 @@ class Portal(Engine):
         opened = running & (actions == UP) & self._beneath_door()
         right = opened & (self._colour_above() == self._here(self.right))
         self.known = self.known | (opened[:, None] & (self.numbers == self.room[:, None]))
-        x = self.arrays.hold(self.x + self.changes_x[actions], config.width - 1)
-        y = self.arrays.hold(self.y + self.changes_y[actions], HEIGHT - 1)
+        x = self.arrays.clamp(self.x + self.changes_x[actions], config.width - 1)
+        y = self.arrays.clamp(self.y + self.changes_y[actions], HEIGHT - 1)
         # Whoever goes through a door stands at the entrance of the next room.
         self.x = where(opened, config.width // 2, where(running, x, self.x))
         self.y = where(opened, HEIGHT - 1, where(running, y, self.y))

@@ -7,7 +7,7 @@ to its own span and the same kernels serve it.
 
 Differences from the original: instead of being clamped after each update, the ratio is clamped to [0, 1] in the forward pass,
 and only a gradient that would push it further out is dropped, so that a closed head can open again at once; grouped query heads
-share their key/value head's span.
+share the span of their key/value head.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class BigBird(AttentionMixer):
         keys, values = (self._gather(x, slots, blocks, heads) for x in (k, v))
         queries = place_rows(q.transpose(1, 2), phase, blocks * size, q.new_zeros(len(q), 0, heads, q.shape[3]))
         queries = queries.unflatten(1, (blocks, size)).flatten(0, 1).transpose(1, 2)  # [B * N, H, size, D]
-        allowed = (seen | ~seen.any(-1, keepdim=True)).flatten(0, 1).unsqueeze(1)  # padding reads anything
+        allowed = (seen | ~seen.any(-1, keepdim=True)).flatten(0, 1).unsqueeze(1)  # padding reads any key: no empty row
         age = (index.unsqueeze(3) - places.unsqueeze(2)).flatten(0, 1).unsqueeze(1)
         y = attend(queries, keys, values, allowed, age, self.relative_keys)
         y = y.transpose(1, 2).unflatten(0, (len(q), blocks)).flatten(1, 2)
@@ -86,7 +86,7 @@ class BigBird(AttentionMixer):
         index = slots[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
         return share_heads(x.gather(2, index), heads).unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
 
-    @torch.compiler.disable()  # few numbers; the compiler would carry them through everything as formulas, and fails
+    @torch.compiler.disable()  # little work; the compiler would treat the numbers as symbolic expressions, and fails
     def _blocks(self, own: Tensor) -> Tensor:
         """The blocks that query blocks `own` [B, N] read, [B, N, K]; NEVER where there is none or it is named twice."""
         m = self.settings

@@ -38,7 +38,7 @@ def _held(s: StateSize, n: int) -> int:
     return slots * (s.pair + 8) + (c - 1) * s.shape.dim * s.element + 8
 
 
-def _reach(s: StateSize) -> int:
+def _receptive_field(s: StateSize) -> int:
     """The window, the rest of the group that its end lies in, and the pooled groups."""
     return s.settings.window + s.settings.rate - 2 + s.settings.rate * s.settings.compressed
 
@@ -55,6 +55,6 @@ SYSTEM = MemorySystem(
     held=_held,
     cost="O(T x (window + compressed))",
     budget=Budget("window and compressed, half each", _with_budget),
-    reach=_reach,
+    receptive_field=_receptive_field,
     example={"window": 7, "compressed": 5, "rate": 3, "pooling": "conv", "reconstruction": True},
 )

@@ -4,7 +4,7 @@ A row's tokens form groups of c from its first token on. Query n reads the group
 and the N groups before them pooled. A group's hidden states are pooled once it is complete (mean, max or a convolution),
 and keys and values of the result are kept at the group's last position. Each past token is read once, raw or pooled.
 
-Streaming is exact for any chopping. Differences from the original: the border between raw and pooled moves with the query
+Streaming in pieces of any size is exact. Differences from the original: the border between raw and pooled moves with the query
 instead of the block, and carried keys and values are detached rather than recomputed from hidden states.
 """
 
@@ -116,14 +116,14 @@ class Compressive(AttentionMixer):
         )
         k_pos = torch.cat([far["pos"], cut["pos"]], -1).flatten(0, 1)[:, None, None]  # [B * N, 1, 1, S]
         q_pos = cut["pos"][..., self.raw :].flatten(0, 1)[:, None, :, None]
-        seen = self._in_reach(block, q.device) & (k_pos != NEVER)
-        seen = seen | (q_pos == NEVER)  # padding reads anything, so that no row of the mask is empty
+        seen = self._seen_in_block(block, q.device) & (k_pos != NEVER)
+        seen = seen | (q_pos == NEVER)  # padded queries read any key, so that no row of the mask is empty
         q = q.unflatten(1, (-1, block)).flatten(0, 1).transpose(1, 2)  # [B * N, H, block, D]
         heads = q.shape[1]
         y = attend(q, share_heads(keys, heads), share_heads(values, heads), seen, q_pos - k_pos, self.relative_keys)
         return y.transpose(1, 2).unflatten(0, (raw["pos"].shape[0], -1)).flatten(1, 2)
 
-    def _in_reach(self, block: int, device: torch.device) -> Tensor:
+    def _seen_in_block(self, block: int, device: torch.device) -> Tensor:
         """Which pooled and which raw memories of its stretch each query of a block reads, [block, pooled + raw slots].
 
         Raw memories are read from the start of the group in which the query's window begins; pooled ones up to there.

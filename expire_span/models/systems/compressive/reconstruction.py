@@ -21,7 +21,7 @@ class Pooled(Protocol):
 
     def pool_groups(self, groups: Tensor) -> Tensor: ...
 
-    def place(self, x: Tensor, pos: Tensor) -> Tensor: ...
+    def norm_and_rotate(self, x: Tensor, pos: Tensor) -> Tensor: ...
 
     def split_heads(self, x: Tensor) -> Tensor: ...
 
@@ -35,7 +35,7 @@ def reconstruction_loss(layer: Pooled, q: Tensor, raw: dict[str, Tensor], hidden
     whole = (pos.unflatten(1, (-1, layer.rate)) != NEVER).all(-1)  # [B, groups]: which are finished
     h = layer.pool_groups(hidden.detach().unflatten(1, (-1, layer.rate)))
     places = pos[:, layer.rate - 1 :: layer.rate].clamp_min(0)
-    keys = layer.place(layer.split_heads(F.linear(h, layer.key.weight.detach())), places)
+    keys = layer.norm_and_rotate(layer.split_heads(F.linear(h, layer.key.weight.detach())), places)
     values = layer.split_heads(F.linear(h, layer.value.weight.detach()))
     given = (raw["k"][:, layer.raw :].detach(), raw["v"][:, layer.raw :].detach())
     of_tokens = whole.repeat_interleave(layer.rate, 1)

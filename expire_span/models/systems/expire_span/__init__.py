@@ -32,7 +32,7 @@ class PaperDetails:
 @documented
 @dataclass(frozen=True)
 class HeadReach:
-    """How the heads of a layer differ in how far they reach; needs span_per=kv_head."""
+    """How the spans of a layer's heads differ; needs span_per=kv_head."""
 
     learned: bool = False
     """Let each head learn its average span in steps, as Adaptive-Span does; `own_heads` of them distribute it over tokens, the
@@ -80,7 +80,7 @@ class ExpireSpanConfig:
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
     reach: HeadReach = field(default_factory=HeadReach)
-    """How the heads of a layer differ in how far they reach."""
+    """How the spans of a layer's heads differ."""
     paper: PaperDetails = field(default_factory=PaperDetails)
     """Details of the paper's released code."""
 
@@ -133,7 +133,7 @@ SYSTEM = MemorySystem(
     budget=Budget("the budget controller holds the mean of living memories", lambda recipe, n: recipe.settings),
     streaming="exact; under a cap, evictions are counted",
     training="with a cap, memories that the cap would have evicted",
-    reach=lambda s: s.settings.max_span + s.settings.ramp - 1,
+    receptive_field=lambda s: s.settings.max_span + s.settings.ramp - 1,
     learns_spans=True,
     operator=True,
     example={"max_span": 30, "ramp": 4, "initial_span": 0.3},

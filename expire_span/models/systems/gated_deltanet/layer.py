@@ -4,8 +4,8 @@
     b = sigmoid(w . x),  g = -exp(A) softplus(w' . x + dt)
     y = W_out (rms_norm(rule(q, k, v, g, b)) silu(W_gate x))
 
-Heads, keys and values are the rule's own and do not follow the model's: nothing here is scored in pairs. Order is seen through
-the convolution and the fading, so no positions are added. The state is of fixed size and streaming is exact.
+The number of heads and the sizes of keys and values are settings of this system, independent of the model's heads. Order is
+seen through the convolution and the fading, so no positions are added. The state is of fixed size and streaming is exact.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def window_at(settings: LongformerConfig, depth: int) -> int:
     return min(round(settings.window * settings.growth**depth), settings.max_window)
 
 
-def _reach(s: StateSize) -> int | None:
+def _receptive_field(s: StateSize) -> int | None:
     m = s.settings
     return None if m.global_tokens else (window_at(m, s.shape.depth) - 1) * (m.dilation if m.dilated_heads else 1)
 
@@ -46,7 +46,7 @@ def _reach(s: StateSize) -> int | None:
 def _held(s: StateSize, n: int) -> int:
     m, window = s.settings, window_at(s.settings, s.shape.depth)
     near, far = s.shape.num_kv_heads - m.dilated_heads, m.dilated_heads
-    rings = sum(reach * (heads * s.head + 8) for heads, reach in ((near, window), (far, window * m.dilation)) if heads)
+    rings = sum(size * (heads * s.head + 8) for heads, size in ((near, window), (far, window * m.dilation)) if heads)
     return rings + m.global_tokens * (s.pair + 8) + 8
 
 
@@ -64,6 +64,6 @@ SYSTEM = MemorySystem(
     held=_held,
     cost="O(T x (window + global_tokens))",
     budget=Budget("window, the mean over layers", _with_budget),
-    reach=_reach,
+    receptive_field=_receptive_field,
     example={"window": 5, "dilation": 3, "dilated_heads": 1, "global_tokens": 3},
 )

@@ -14,7 +14,7 @@ class Longformer(WindowMixer):
     settings_class = LongformerConfig
     settings: LongformerConfig
 
-    def rules(self) -> tuple[list[Band], int]:
+    def bands_and_sinks(self) -> tuple[list[Band], int]:
         m, heads = self.settings, self.shape.num_kv_heads
         if m.dilated_heads > heads:
             raise ValueError(f"dilated_heads must be at most the {heads} key/value heads, got {m.dilated_heads}")

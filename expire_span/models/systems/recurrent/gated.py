@@ -23,7 +23,7 @@ class GatedCell(nn.Module):
         self.gates = nn.Linear(hidden, 2 * hidden, bias=False)
         self.candidate = nn.Linear(hidden, hidden, bias=False)
 
-    @torch.compiler.disable  # the compiler would write out every step of the loop: minutes for a hundred
+    @torch.compiler.disable  # the compiler would unroll the loop over time: minutes for a hundred steps
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last."""
         hidden, steps = h.shape[-1], []

@@ -68,7 +68,7 @@ class Reformer(AttentionMixer):
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         plain = self.split_heads(self.query(x))  # [B, H, T, D]
         unit = F.rms_norm(plain, (self.shape.head_dim,))  # length sqrt(D): the scale of the scores divides by it
-        q, k = self.turn(unit if self.shape.qk_norm else plain, pos), self.turn(unit, pos)
+        q, k = self.rotate(unit if self.shape.qk_norm else plain, pos), self.rotate(unit, pos)
         v = share_heads(self.values(x), plain.shape[1])
         q, k, v = (part.repeat(1, rounds, 1, 1) for part in (q, k, v))
         options: dict[str, Any] = {"members": self.settings.members, "relative_keys": self.relative_keys}

@@ -57,7 +57,7 @@ class Routing(AttentionMixer):
         start, count, local = state["position"], x.shape[1], self.local
         pos = torch.arange(start, start + count, device=x.device)
         plain = F.rms_norm(self.split_heads(self.query(x)), (self.shape.head_dim,))  # [B, H, T, D]
-        q, v = self.turn(plain, pos), share_heads(self.values(x), plain.shape[1])
+        q, v = self.rotate(plain, pos), share_heads(self.values(x), plain.shape[1])
         stretch = self.ring.extend(state["ring"], q[:, :local], v[:, :local], pos)
         parts = []
         if local:

@@ -27,6 +27,6 @@ SYSTEM = MemorySystem(
     held=lambda s, n: s.settings.window * (s.pair + 8) + 8,
     cost="O(T x window)",
     budget=Budget("window", lambda recipe, n: SlidingWindowConfig(window=n)),
-    reach=lambda s: s.settings.window - 1,
+    receptive_field=lambda s: s.settings.window - 1,
     example={"window": 11},
 )

@@ -11,5 +11,5 @@ class SlidingWindow(WindowMixer):
     settings: SlidingWindowConfig
     recordable_alone = True
 
-    def rules(self) -> tuple[list[Band], int]:
+    def bands_and_sinks(self) -> tuple[list[Band], int]:
         return [Band(self.shape.num_kv_heads, self.settings.window)], 0

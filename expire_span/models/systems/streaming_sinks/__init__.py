@@ -35,6 +35,6 @@ SYSTEM = MemorySystem(
     held=lambda s, n: (s.settings.sinks + s.settings.window) * (s.pair + 8) + 8,
     cost="O(T x (window + sinks))",
     budget=Budget("sinks and window together", _with_budget),
-    reach=lambda s: None if s.settings.sinks else s.settings.window - 1,
+    receptive_field=lambda s: None if s.settings.sinks else s.settings.window - 1,
     example={"sinks": 3, "window": 7},
 )

@@ -14,6 +14,6 @@ class StreamingSinks(WindowMixer):
     settings_class = StreamingSinksConfig
     settings: StreamingSinksConfig
 
-    def rules(self) -> tuple[list[Band], int]:
+    def bands_and_sinks(self) -> tuple[list[Band], int]:
         m = self.settings
         return [Band(self.shape.num_kv_heads, m.window)], m.sinks

@@ -27,7 +27,7 @@ SYSTEM = MemorySystem(
     held=lambda s, n: min(n, s.settings.span) * (s.pair + 12),
     cost="O(T x span)",
     budget=Budget("span", lambda recipe, n: TransformerXLConfig(span=n)),
-    reach=lambda s: s.settings.span - 1,
+    receptive_field=lambda s: s.settings.span - 1,
     operator=True,
     example={"span": 11},
 )

@@ -1,4 +1,4 @@
-"""Gymnasium faces of the grid worlds: one environment, or many side by side, over the same engine.
+"""The grid worlds as Gymnasium environments: one environment, or a vector of many, over the same engine.
 
 An episode depends on (seed, environment, episode) alone. `GridWorldEnv(..., environment=i).reset(seed=s)` therefore plays what
 row i of `GridWorldVectorEnv.reset(seed=s)` plays. (Gymnasium's own vector environments seed row i with s + i, so that training

@@ -1,4 +1,4 @@
-"""What was born and what died in a step, read from the slots. Waits for the device."""
+"""Which memories were written and which died in a step, read from the slots. The host waits for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Living = set[tuple[int, int, int]]
 
 
 def remember_living(engine: Engine) -> list[Living]:
-    """Who is alive for the step to come, in every layer that keeps slots."""
+    """Which memories are alive for the next step, in every layer that keeps slots."""
     if not isinstance(engine, SteadyEngine):
         return []
     clock = engine.clock
@@ -24,7 +24,7 @@ def remember_living(engine: Engine) -> list[Living]:
 
 
 def find_events(engine: Engine, before: list[Living]) -> list[Events]:
-    """What the step that was just taken did, given who was alive before it."""
+    """What the step that was just taken changed, given which memories were alive before it."""
     if not isinstance(engine, SteadyEngine):
         return []
     found = []

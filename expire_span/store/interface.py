@@ -1,7 +1,7 @@
 """What every store can do, whatever it holds and however it is laid out.
 
 `ExpiringMemory` holds keys and values for serving, `SteadyMemory` hidden states for learning. A layer's state is
-{"memory": Store | None, "position": int}; functions on states (models/state.py) need nothing but this face.
+{"memory": Store | None, "position": int}; functions on states (models/state.py) use nothing but this interface.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Store(ABC):
     """Memories of independent batch rows. Every operation returns a new store and leaves the old one valid."""
 
     layout_name: ClassVar[str]
-    """Under which a saved store is found again."""
+    """Name of this kind of store in saved states; `restore` looks it up."""
 
     @property
     @abstractmethod
     def bytes_held(self) -> int:
-        """Bytes of all tensors, spare room included."""
+        """Bytes of all tensors, spare slots included."""
 
     @abstractmethod
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Store:

@@ -14,7 +14,7 @@ gym = pytest.importorskip("gymnasium")
 from gymnasium.utils.env_checker import check_env  # noqa: E402
 
 from expire_span.tasks.gridworlds import list_ids  # noqa: E402
-from expire_span.tasks.gridworlds.faces import GridWorldEnv, GridWorldVectorEnv, PreviousActionAndReward  # noqa: E402
+from expire_span.tasks.gridworlds.gymnasium_api import GridWorldEnv, GridWorldVectorEnv, PreviousActionAndReward  # noqa: E402
 
 MODES = ["SameStep", "NextStep", "Disabled"]
 

@@ -11,14 +11,14 @@ from expire_span.store.slots import FRESH, ROUND
 
 
 def bytes_per_row(decoder: Decoder) -> int:
-    """Bytes of a row that remembers little: its fresh slots and the fewest older ones, and its logits."""
+    """Bytes of a row with few memories: its fresh slots and the fewest older ones, and its logits."""
     c, element = decoder.config, decoder.embed.weight.element_size()
     slot = 2 * c.head_dim * element + 8
     return c.layers * c.num_kv_heads * (FRESH + ROUND) * slot + 8 * c.vocab
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a device, or None where nobody says."""
+    """Bytes that are free on a device, or None where the system does not report it."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
