@@ -246,6 +246,11 @@ def test_saved_collision_is_the_simulation(tmp_path):
     other = task.stream("train", batch=4, block=800, seed=0)
     other.load_state_dict(again.state_dict())
     assert np.array_equal(next(other).x, next(again).x)
+    with pytest.raises(UserError, match=r"train.npy holds 2,000 frames, and 1,000 were asked for; remove it"):
+        datasets.make_collision(tmp_path / "c", 1200, lambda *_: None)
+    (tmp_path / "c" / "train.npy").write_bytes(b"no frames")
+    with pytest.raises(UserError, match=r"train.npy is not a file of frames"):
+        datasets.make_collision(tmp_path / "c", 2400, lambda *_: None)
     with pytest.raises(ValueError, match=r"none/train.npy is missing; make it with: expire-span data collision"):
         Collision(CollisionTask(path=str(tmp_path / "none"))).stream("train", batch=1, block=8, seed=0)
 

@@ -20,6 +20,10 @@ NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cu
 """Kept here too, so that a wrong name is answered without loading what draws."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
+OLDEST = 2**40
+"""The largest age that a picture can be asked to mark."""
+MOST_STEPS = 2**20
+"""Steps that growth measures at most: systems that never forget read all of them at every step."""
 STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
 """The text of the figure `words`, where none is given."""
 
@@ -63,8 +67,10 @@ def run_figure(args: list[str]) -> int:
     command = parse(FigureCommand, args, f"{PROGRAM} figure")
     if command.name not in NAMES:
         raise UserError(f"unknown figure {command.name!r}; {nearest(command.name, list(NAMES))}")
-    if command.needed is not None and (command.name != "ages" or command.needed < 0):
-        raise UserError(f"--needed is an age of 0 or more for the figure ages, got {command.needed} for {command.name}")
+    if command.needed is not None and (command.name != "ages" or not 0 <= command.needed <= OLDEST):
+        raise UserError(
+            f"--needed is an age between 0 and {OLDEST:,} for the figure ages, got {command.needed} for {command.name}"
+        )
     if command.run is None and command.name in OF_SYSTEMS:
         return _figure_of_systems(command, command.out or Path(f"{command.name}.pdf"))
     if command.name == "patterns":
@@ -108,6 +114,7 @@ def _draw_pair(command: FigureCommand, run: RunFolder, raw: bytes | None, out: P
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
+    Cut(command.max_span, command.live)  # refused before anything is read
     reader = open_reader(run)
     if command.name == "cut":
         read = lambda cut: Trace.of(reader.trace_sample(SHOWN, cut) if raw is None else reader.trace_text(raw, cut))  # noqa: E731
@@ -134,8 +141,8 @@ def _figure_of_systems(command: FigureCommand, out: Path) -> int:
     for kind in kinds:
         if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
-    if command.longest < 1:
-        raise UserError(f"--longest must be at least 1, got {command.longest}")
+    if not 1 <= command.longest <= MOST_STEPS:
+        raise UserError(f"--longest must lie between 1 and {MOST_STEPS:,} steps, got {command.longest:,}")
     from expire_span.view.figures import check_kind, save_figure
     from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
 

@@ -40,12 +40,15 @@ def run_trace(args: list[str]) -> int:
         raise UserError(f"--episode must be 0 or more, got {command.episode}")
     adapter = find_adapter(command.run)
     raw = None if command.text is None else _read(command.text)
+    from expire_span.view.agent import AgentReader
     from expire_span.view.limit import Cut
     from expire_span.view.source import open_adapter, open_reader
     from expire_span.view.trace import encode
 
     cut = Cut(command.max_span, command.live)
     reader = open_adapter(adapter, command.model) if adapter else open_reader(find_run(command.run, command.runs_dir))
+    if command.episode is not None and not isinstance(reader, AgentReader):
+        raise UserError(f"--episode {command.episode} is for agents, which play episodes; {reader.name} reads a sample")
     if raw is None:
         lines = reader.trace_sample(command.tokens, cut, command.episode)
     else:

@@ -169,6 +169,7 @@ def make_collision(
     least = sum(SHARES.values())
     if frames < least:
         raise UserError(f"--frames must be at least {least}, got {frames}")
+    _check_room(target, frames)
     task = Collision(config or CollisionTask())
     target.mkdir(parents=True, exist_ok=True)
     done = 0
@@ -176,12 +177,34 @@ def make_collision(
         count = frames * SHARES[split] // least
         path = target / f"{split}.npy"
         with hold_lock(path):
-            if not path.exists():
+            if path.exists():
+                _check_count(path, count)
+            else:
                 rows = min(ROWS[split], count)
                 _save_frames(task, path, count, Simulation(task.rules(split), rows, key=key_of(split, seed)))
         done += count
         report(done, frames)
     return target
+
+
+def _check_room(target: Path, frames: int) -> None:
+    """Refuse what the disk cannot hold before anything is simulated."""
+    place = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.exists())
+    need, free = frames * (FRAME + 1), shutil.disk_usage(place).free
+    if need > free:
+        raise UserError(
+            f"--frames {frames:,} need {need / 1e9:,.1f} GB and {place} has {free / 1e9:,.1f} GB free; give fewer frames"
+        )
+
+
+def _check_count(path: Path, count: int) -> None:
+    """What was saved with another number of frames is not what was asked for."""
+    try:
+        found = len(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        raise UserError(f"{path} is not a file of frames ({error}); remove it and repeat the command") from error
+    if found != count:
+        raise UserError(f"{path} holds {found:,} frames, and {count:,} were asked for; remove it, or give another --to")
 
 
 def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:
