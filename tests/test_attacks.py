@@ -25,7 +25,7 @@ REFUSED = [
     ("trace reader --max-span inf", "the longest span must be 0 or more and finite, got inf"),
     ("trace reader --live inf", "the budget must be at least 1 living memory and finite, got inf"),
     ("figure cut reader --max-span -1 --out runs/a.png", "the longest span must be 0 or more and finite, got -1.0"),
-    (f"figure ages reader --needed {10**40} --out runs/a.png", f"between 0 and 1,099,511,627,776 for the figure ages, got {10**4}"),
+    (f"figure ages reader --needed {10**40} --out runs/a.png", f"for the figure ages, got {10**40} for ages"),
     ("figure growth --longest 999999999999", "--longest must lie between 1 and 1,048,576 steps, got 999,999,999,999"),
     ("ship reader --data w --out runs/b --sample empty.txt", "--sample empty.txt is empty"),
     ("data collision --to runs/c --frames 999999999999999", "--frames 999,999,999,999,999 need 9,000,000.0 GB and "),
