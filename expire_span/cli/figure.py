@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.files import to_json, write_atomic
+from expire_span.files import check_output, to_json, write_output
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 
@@ -18,6 +18,8 @@ SHOWN = 4096
 """Tokens of the sample in a figure that compares two traces."""
 NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cut", "patterns")
 """Kept here too, so that a wrong name is answered without loading what draws."""
+KINDS = (".pdf", ".png", ".svg")
+"""Endings of the files that figures are written into."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
 OLDEST = 2**40
@@ -71,14 +73,18 @@ def run_figure(args: list[str]) -> int:
         raise UserError(
             f"--needed is an age between 0 and {OLDEST:,} for the figure ages, got {command.needed} for {command.name}"
         )
+    out = command.out or Path(f"{command.name}.pdf")
+    if out.suffix.lower() not in KINDS:
+        known = ", ".join(KINDS).replace(".", "")
+        raise UserError(f"a figure is written as {known}, got {out}; give --out NAME.pdf")
+    check_output(out)
     if command.run is None and command.name in OF_SYSTEMS:
-        return _figure_of_systems(command, command.out or Path(f"{command.name}.pdf"))
+        return _figure_of_systems(command, out)
     if command.name == "patterns":
         raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     is_trace = command.run is not None and Path(command.run).is_file()
     run = None if is_trace else find_run(command.run, command.runs_dir)
     raw = None if command.text is None else command.text.read_bytes()
-    out = command.out or Path(f"{command.name}.pdf")
     if command.name in ("words", "cut"):
         if run is None:
             raise UserError(
@@ -143,17 +149,16 @@ def _figure_of_systems(command: FigureCommand, out: Path) -> int:
             raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
     if not 1 <= command.longest <= MOST_STEPS:
         raise UserError(f"--longest must lie between 1 and {MOST_STEPS:,} steps, got {command.longest:,}")
-    from expire_span.view.figures import check_kind, save_figure
+    from expire_span.view.figures import save_figure
     from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
 
-    check_kind(out)
     if command.name == "patterns":
         patterns = {kind: measure_pattern(kind) for kind in kinds}
         save_figure(lambda: draw_patterns(patterns), out)
     else:
         rows = measure_all(command.longest, kinds)
         save_figure(lambda: draw_system_growth(rows), out)
-        write_atomic(out.with_suffix(".json"), to_json(rows))
+        write_output(out.with_suffix(".json"), to_json(rows))
         print(out.with_suffix(".json"))
     print(out)
     return 0

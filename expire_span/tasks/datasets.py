@@ -20,7 +20,7 @@ from typing import IO
 
 import numpy as np
 
-from expire_span.runs import RunError, UserError
+from expire_span.errors import StorageError, UserError
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
@@ -57,7 +57,7 @@ def make_enwik8(target: Path, source: str | None, report: Report, *, check: Chec
             part.unlink()
             if "://" in given:
                 packed.unlink()
-            raise RunError(f"{given} is not enwik8: {fault}; give another source with --from")
+            raise UserError(f"{given} is not enwik8: {fault}; give another source with --from")
         os.replace(part, target)
         if "://" in given:
             packed.unlink()
@@ -150,7 +150,7 @@ def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -
         books = [book for split in PG19_SPLITS for book in list_bucket(listing, split, limit)]
     except OSError as error:
         advice = "give a folder or an archive of .txt books with --from"
-        raise RunError(
+        raise StorageError(
             f"the list of PG-19 books at {listing} cannot be read ({error}); try again, or {advice}"
         ) from error
     for number, (name, link, check) in enumerate(books, 1):

@@ -12,7 +12,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from expire_span.runs import UserError, write_atomic
+from expire_span.files import write_output
+from expire_span.runs import UserError
 
 from .lines import lay_out
 from .pair_figures import SINGLE
@@ -154,7 +155,7 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     with rc_context(PRINT):
         metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
         draw().savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
-    write_atomic(path, out.getvalue())
+    write_output(path, out.getvalue())
 
 
 def check_kind(path: Path) -> str:
