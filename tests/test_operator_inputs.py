@@ -69,7 +69,7 @@ BAD = {
     ),
     "integer q": (
         {n: torch.ones(B, H, T, D, dtype=torch.int64) for n in "qkv"},
-        "q, k and v must be float tensors, got torch.int64, torch.int64 and torch.int64",
+        "q, k and v must be float tensors of 64, 32 or 16 bits, got torch.int64, torch.int64 and torch.int64",
     ),
     "eps nan": (dict(normalizer_eps=math.nan), "normalizer_eps must be 0 or a positive number, got nan"),
     "eps negative": (dict(normalizer_eps=-1e-8), "normalizer_eps must be 0 or a positive number, got -1e-08"),
@@ -77,6 +77,26 @@ BAD = {
     "ramp nan": (dict(ramp=math.nan), r"ramp must be greater than 0 and at most .*, got nan"),
     "ramp infinite": (dict(ramp=math.inf), r"ramp must be greater than 0 and at most 1.07374e\+09, got inf"),
     "scale nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "float8": (
+        {n: torch.ones(B, H, T, D).to(torch.float8_e4m3fn) for n in "qkv"},
+        "q, k and v must be float tensors of 64, 32 or 16 bits, got torch.float8_e4m3fn",
+    ),
+    "span as a list": (dict(span=[[1.0] * T] * B), "span must be a tensor, got list; convert it by torch.as_tensor"),
+    "an array": (dict(k=torch.ones(B, H, T, D).numpy()), "k must be a tensor, got ndarray"),
+    "no values": (dict(v=None), "v must be a tensor, got NoneType"),
+    "positions as a list": (dict(k_pos=list(range(T))), "k_pos must be a tensor, got list"),
+    "documents as a list": (dict(documents=[0] * T), "documents of queries must be a tensor, got list"),
+    "without numbers": (
+        {
+            n: x.to("meta")
+            for n, x in make(q_pos=torch.arange(T), k_pos=torch.arange(T), ramp=torch.tensor(4.0)).items()
+        },
+        "the tensors are on the device meta, which holds no numbers",
+    ),
+    "ramp as text": (dict(ramp="8"), "ramp must be one number, got '8'"),
+    "no ramp": (dict(ramp=None), "ramp must be one number, got None"),
+    "two ramps": (dict(ramp=torch.ones(2)), r"ramp must be one number, got a tensor of shape \(2,\)"),
+    "eps as text": (dict(normalizer_eps="0"), "normalizer_eps must be one number, got '0'"),
     "head dim 0": (
         {n: torch.ones(B, H, T, 0) for n in "qkv"},
         r"q must have a head dim of at least 1, got shape \(2, 3, 12, 0\)",

@@ -63,8 +63,10 @@ def expire_attention(
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
     """
+    inputs.check_tensors(q=q, k=k, v=v, span=span)
     inputs.check_rank(q, k)
     q_pos, k_pos = inputs.default_positions(q.shape[2], k.shape[2], q_pos, k_pos, q.device)
+    inputs.check_tensors(q_pos=q_pos, k_pos=k_pos)
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)
