@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from expire_span.ops import expire_attention, resolve_impl
 
@@ -168,3 +169,44 @@ def test_a_gpu_that_falls_back_says_so_once(monkeypatch):
         assert resolve_impl("auto", gpu, head_dim=48) == "chunked"
         assert resolve_impl("chunked", gpu, head_dim=49) == "chunked"  # asked for, so nothing to say
         assert resolve_impl("auto", torch.device("cpu"), head_dim=50) == "chunked"
+
+
+def transform(name: str, impl: str, tangent: torch.Tensor) -> torch.Tensor:
+    x = {n: y for n, y in make(impl=impl).items() if n != "q"}
+    q, call = make()["q"], lambda q: expire_attention(q, **x)
+    if name == "vmap":
+        return torch.func.vmap(call)(torch.stack([q, q + tangent]))[1]
+    if name == "grad":
+        return torch.func.grad(lambda q: call(q).square().sum())(q)
+    if name == "jvp":
+        return torch.func.jvp(call, (q,), (tangent,))[1]
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(q, tangent))).tangent
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "forward mode"])
+def test_transforms_are_right_in_the_reference_and_refused_elsewhere(name):
+    """A forward-mode derivative of the chunked operator would be zero, without a word."""
+    tangent = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1))
+    found = transform(name, "reference", tangent)
+    q = make()["q"].double().requires_grad_()
+    x = {n: y.double() if isinstance(y, torch.Tensor) else y for n, y in make(impl="reference").items() if n != "q"}
+    if name == "vmap":
+        wanted = expire_attention(q + tangent, **x)
+    elif name == "grad":
+        (wanted,) = torch.autograd.grad(expire_attention(q, **x).square().sum(), q)
+    else:  # a derivative along the tangent, from both sides in float64: off by step^2 and by rounding / step
+        sides = [expire_attention(q + step * tangent, **x) for step in (1e-6, -1e-6)]
+        wanted = (sides[0] - sides[1]) / 2e-6
+    assert torch.allclose(found, wanted.float(), rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+    for impl in ("chunked", "auto"):
+        with pytest.raises(ValueError, match=rf"the operator needs impl='reference', got impl='{impl}'"):
+            transform(name, impl, tangent)
+
+
+def test_second_derivatives_are_refused_where_there_are_none():
+    x = make()
+    q = x.pop("q").requires_grad_()
+    (first,) = torch.autograd.grad(expire_attention(q, **x).square().sum(), q, create_graph=True)
+    with pytest.raises(ValueError, match="has first derivatives only; give impl='reference'"):
+        torch.autograd.grad(first.sum(), q)

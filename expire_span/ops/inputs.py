@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LONGEST_RAMP = 2.0**30
 """The GPU kernels count steps in 32-bit integers, and packed documents lie 2**40 steps apart: ramps must be far shorter."""
@@ -127,6 +128,19 @@ def _layout_hint(q: Tensor, k: Tensor, span: Tensor) -> str:
     """What to add to a message about shapes where these fit the layout [B, T, H, D] of other libraries."""
     fits = span.dim() in (2, 3) and span.shape[-1] == k.shape[1] != k.shape[2] and q.shape[2] % max(k.shape[2], 1) == 0
     return "; q, k and v look like [B, T, H, D]: give them as [B, H, T, D], by transpose(1, 2)" if fits else ""
+
+
+def transformed(*tensors: Tensor | None) -> str | None:
+    """The transform of torch.func, or forward-mode differentiation, that a call runs under; None outside of both."""
+    if torch.compiler.is_compiling():
+        return None
+    innermost = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]
+    if innermost is not None:
+        return f"torch.func ({innermost.key().name.lower()})"
+    if forward_ad._current_level < 0:
+        return None
+    dual = any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return "forward-mode differentiation" if dual else None
 
 
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
