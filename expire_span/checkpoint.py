@@ -147,7 +147,9 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
-        raise RunError(f"checkpoint {folder} is not one that this version can read ({error}); move it away") from error
+        raise StorageError(
+            f"checkpoint {folder} is not one that this version can read ({error}); move it away"
+        ) from error
 
 
 def load_model(
@@ -219,7 +221,7 @@ def newest_sound(run: RunFolder, warn: Warn | None = None) -> Path | None:
         if warn is not None:
             warn(f"checkpoint {folder} is damaged ({fault}); it is skipped and the one before it is tried")
     if folders:
-        raise RunError(
+        raise StorageError(
             f"no checkpoint of run {run.path} is sound ({len(folders)} tried); delete {run.checkpoints} to start anew"
         )
     return None

@@ -49,7 +49,7 @@ class UserError(RunError, ValueError):
 
 
 class StorageError(RunError):
-    """A file cannot be read or written: the disk is full, a folder is read-only. The user can fix it and resume."""
+    """A file cannot be read, written or fetched: a full disk, a read-only folder, a damaged file. The user can mend it."""
 
     exit_code = 2
 
@@ -78,6 +78,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"there is not enough memory ({_first_line(error)}); {_LESS_MEMORY}", 2
     if type(error).__name__ == "SafetensorError":
         return f"a safetensors file cannot be read or written: {_first_line(error)}", 2
+    if isinstance(error, UnicodeEncodeError) or (isinstance(error, ValueError) and "null byte" in str(error)):
+        return "a name holds a character that no file name can have (a null character, or half of a pair); rename it", 2
     if isinstance(error, ValueError):
         return str(error), 2
     return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,15 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: a reader, or a crash, sees the old content or the new, never a part."""
+    """Replace `path` atomically: a reader, or a crash, sees the old content or the new, never a part.
+
+    A link is replaced, not followed: a run folder from elsewhere cannot make us write outside of it. Devices and pipes are
+    refused, since a rename would put a plain file in their place.
+    """
+    if not path.name:
+        raise UserError(f"{path} names no file to write; give a name")
+    if os.path.lexists(path) and not stat.S_ISREG(kind := path.lstat().st_mode) and not stat.S_ISLNK(kind):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(kind) else errno.ENOTSUP, "it is not a plain file", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_synced(temporary, data)
@@ -49,6 +59,29 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
     sync_folder(path.parent)
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that the user named where it cannot be written, before the work whose result goes there."""
+    if not path.name:
+        raise UserError(f"--out {path} names no file to write; give a name")
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise UserError(
+            f"--out {path} lies in {path.parent}, and there is no such folder; make it, or give another name"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--out {path} cannot be written: permission was denied; give another name")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user named: where it is a link, what the link leads to; into a device or a pipe, as it is."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            file.write(data)
+    else:
+        write_atomic(path.resolve() if path.is_symlink() else path, data)
 
 
 def to_json(value: Any) -> bytes:

@@ -152,7 +152,9 @@ def collision_small() -> RunConfig:
     # outweigh thousands of other frames. Pressure on spans waits until the task is learned, and gives way while it is not.
     mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)
     model = DecoderConfig.modern(dim=256, layers=4, heads=4, ff_dim=1024, qk_norm=False, mixer=mixer)
-    budget = BudgetConfig(live=1500, initial_weight=1e-8, gain=0.01, max_weight=1e-6, start_loss=1.0, patience_loss=1.08)
+    budget = BudgetConfig(
+        live=1500, initial_weight=1e-8, gain=0.01, max_weight=1e-6, start_loss=1.0, patience_loss=1.08
+    )
     train = TrainConfig(steps=10_000, batch=4, block=16_384, carry=False, optimizer="muon", lr=2e-3, muon_lr=1e-2)
     train = replace(train, betas=(0.9, 0.95), budget=budget, warmup=300, schedule="linear", decay_share=0.5)
     train = replace(train, final_lr=0.0, precision="bf16", compile=True, log_every=100, checkpoint_every=1000)

@@ -100,7 +100,7 @@ def test_a_damaged_download_is_deleted_and_said(server, tmp_path, content, words
     server.files["a.bin"] = content
     with pytest.raises(RunError, match=f"is damaged: {words}"):
         fetch(f"{server.url}/all/a.bin", tmp_path / "a.bin", GOOD)
-    assert [p.name for p in tmp_path.iterdir()] == [".a.bin.lock"]
+    assert [p.name for p in tmp_path.iterdir()] == []
 
 
 def test_a_wrong_file_at_the_target_is_replaced(server, tmp_path):
@@ -147,12 +147,12 @@ def test_enwik8_is_unpacked_and_checked(server, tmp_path, kind, remote):
     source = f"{server.url}/all/{name}" if remote else str(tmp_path / name)
     path = datasets.make_enwik8(tmp_path / "data" / "enwik8", source, lambda *_: None, check=GOOD)
     assert path.read_bytes() == CONTENT and (tmp_path / name).exists()
-    assert sorted(p.name for p in path.parent.iterdir()) == [".enwik8.lock", "enwik8"] + [f".{name}.lock"] * 0 or remote
+    assert sorted(p.name for p in path.parent.iterdir()) == ["enwik8"] or remote
 
 
 def test_the_verb_refuses_another_file_as_enwik8(tmp_path, capsys):
     (tmp_path / "x").write_bytes(b"not it")
-    assert main(["data", "enwik8", "--from", str(tmp_path / "x"), "--to", str(tmp_path / "enwik8")]) == 1
+    assert main(["data", "enwik8", "--from", str(tmp_path / "x"), "--to", str(tmp_path / "enwik8")]) == 2
     assert "is not enwik8: it has 6 bytes instead of 100000000; give another source" in capsys.readouterr().err
     assert not (tmp_path / "enwik8").exists() and (tmp_path / "x").exists()
     assert main(["data", "enwik8", "--from", str(tmp_path / "none"), "--to", str(tmp_path / "enwik8")]) == 2
@@ -246,6 +246,11 @@ def test_saved_collision_is_the_simulation(tmp_path):
     other = task.stream("train", batch=4, block=800, seed=0)
     other.load_state_dict(again.state_dict())
     assert np.array_equal(next(other).x, next(again).x)
+    with pytest.raises(UserError, match=r"train.npy holds 2,000 frames, and 1,000 were asked for; remove it"):
+        datasets.make_collision(tmp_path / "c", 1200, lambda *_: None)
+    (tmp_path / "c" / "train.npy").write_bytes(b"no frames")
+    with pytest.raises(UserError, match=r"train.npy is not a file of frames"):
+        datasets.make_collision(tmp_path / "c", 2400, lambda *_: None)
     with pytest.raises(ValueError, match=r"none/train.npy is missing; make it with: expire-span data collision"):
         Collision(CollisionTask(path=str(tmp_path / "none"))).stream("train", batch=1, block=8, seed=0)
 

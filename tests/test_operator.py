@@ -286,7 +286,10 @@ BAD = {
         "span must be -ramp or more, -7 here, got a smallest value of -8",
     ),
     "nan span": (dict(span=torch.full((2, 63), torch.nan)), "span must not be NaN, got 126 NaN of 126"),
-    "integer span": (dict(span=torch.ones(2, 63, dtype=torch.int64)), "span must be a float tensor, got torch.int64"),
+    "integer span": (
+        dict(span=torch.ones(2, 63, dtype=torch.int64)),
+        "span must be a float tensor .*, got torch.int64",
+    ),
     "ramp": (dict(ramp=0), "ramp must be greater than 0 and at most .*, got 0"),
     "order": (dict(k_pos=torch.arange(63).flip(0)), "k_pos must not decrease along a row, got 62 then 61 at index 0"),
     "float positions": (dict(q_pos=torch.zeros(63)), "q_pos must be an integer tensor, got torch.float32"),

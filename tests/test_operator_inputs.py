@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from expire_span.ops import expire_attention, resolve_impl
 
@@ -69,7 +70,7 @@ BAD = {
     ),
     "integer q": (
         {n: torch.ones(B, H, T, D, dtype=torch.int64) for n in "qkv"},
-        "q, k and v must be float tensors, got torch.int64, torch.int64 and torch.int64",
+        "q, k and v must be float tensors of 64, 32 or 16 bits, got torch.int64, torch.int64 and torch.int64",
     ),
     "eps nan": (dict(normalizer_eps=math.nan), "normalizer_eps must be 0 or a positive number, got nan"),
     "eps negative": (dict(normalizer_eps=-1e-8), "normalizer_eps must be 0 or a positive number, got -1e-08"),
@@ -77,6 +78,26 @@ BAD = {
     "ramp nan": (dict(ramp=math.nan), r"ramp must be greater than 0 and at most .*, got nan"),
     "ramp infinite": (dict(ramp=math.inf), r"ramp must be greater than 0 and at most 1.07374e\+09, got inf"),
     "scale nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),
+    "float8": (
+        {n: torch.ones(B, H, T, D).to(torch.float8_e4m3fn) for n in "qkv"},
+        "q, k and v must be float tensors of 64, 32 or 16 bits, got torch.float8_e4m3fn",
+    ),
+    "span as a list": (dict(span=[[1.0] * T] * B), "span must be a tensor, got list; convert it by torch.as_tensor"),
+    "an array": (dict(k=torch.ones(B, H, T, D).numpy()), "k must be a tensor, got ndarray"),
+    "no values": (dict(v=None), "v must be a tensor, got NoneType"),
+    "positions as a list": (dict(k_pos=list(range(T))), "k_pos must be a tensor, got list"),
+    "documents as a list": (dict(documents=[0] * T), "documents of queries must be a tensor, got list"),
+    "without numbers": (
+        {
+            n: x.to("meta")
+            for n, x in make(q_pos=torch.arange(T), k_pos=torch.arange(T), ramp=torch.tensor(4.0)).items()
+        },
+        "the tensors are on the device meta, which holds no numbers",
+    ),
+    "ramp as text": (dict(ramp="8"), "ramp must be one number, got '8'"),
+    "no ramp": (dict(ramp=None), "ramp must be one number, got None"),
+    "two ramps": (dict(ramp=torch.ones(2)), r"ramp must be one number, got a tensor of shape \(2,\)"),
+    "eps as text": (dict(normalizer_eps="0"), "normalizer_eps must be one number, got '0'"),
     "head dim 0": (
         {n: torch.ones(B, H, T, 0) for n in "qkv"},
         r"q must have a head dim of at least 1, got shape \(2, 3, 12, 0\)",
@@ -148,3 +169,44 @@ def test_a_gpu_that_falls_back_says_so_once(monkeypatch):
         assert resolve_impl("auto", gpu, head_dim=48) == "chunked"
         assert resolve_impl("chunked", gpu, head_dim=49) == "chunked"  # asked for, so nothing to say
         assert resolve_impl("auto", torch.device("cpu"), head_dim=50) == "chunked"
+
+
+def transform(name: str, impl: str, tangent: torch.Tensor) -> torch.Tensor:
+    x = {n: y for n, y in make(impl=impl).items() if n != "q"}
+    q, call = make()["q"], lambda q: expire_attention(q, **x)
+    if name == "vmap":
+        return torch.func.vmap(call)(torch.stack([q, q + tangent]))[1]
+    if name == "grad":
+        return torch.func.grad(lambda q: call(q).square().sum())(q)
+    if name == "jvp":
+        return torch.func.jvp(call, (q,), (tangent,))[1]
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(q, tangent))).tangent
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "forward mode"])
+def test_transforms_are_right_in_the_reference_and_refused_elsewhere(name):
+    """A forward-mode derivative of the chunked operator would be zero, without a word."""
+    tangent = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1))
+    found = transform(name, "reference", tangent)
+    q = make()["q"].double().requires_grad_()
+    x = {n: y.double() if isinstance(y, torch.Tensor) else y for n, y in make(impl="reference").items() if n != "q"}
+    if name == "vmap":
+        wanted = expire_attention(q + tangent, **x)
+    elif name == "grad":
+        (wanted,) = torch.autograd.grad(expire_attention(q, **x).square().sum(), q)
+    else:  # a derivative along the tangent, from both sides in float64: off by step^2 and by rounding / step
+        sides = [expire_attention(q + step * tangent, **x) for step in (1e-6, -1e-6)]
+        wanted = (sides[0] - sides[1]) / 2e-6
+    assert torch.allclose(found, wanted.float(), rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+    for impl in ("chunked", "auto"):
+        with pytest.raises(ValueError, match=rf"the operator needs impl='reference', got impl='{impl}'"):
+            transform(name, impl, tangent)
+
+
+def test_second_derivatives_are_refused_where_there_are_none():
+    x = make()
+    q = x.pop("q").requires_grad_()
+    (first,) = torch.autograd.grad(expire_attention(q, **x).square().sum(), q, create_graph=True)
+    with pytest.raises(ValueError, match="has first derivatives only; give impl='reference'"):
+        torch.autograd.grad(first.sum(), q)

@@ -46,7 +46,7 @@ def test_the_commands(tmp_path, capsys):
     bad = {
         ("patterns", "--mixers", "fulll"): "did you mean full",
         ("growth", "--out", "x.gif"): "got x.gif",
-        ("growth", "--longest", "0"): "--longest must be at least 1, got 0",
+        ("growth", "--longest", "0"): "--longest must lie between 1 and 1,048,576 steps, got 0",
         ("patterns", "some-run"): "takes no run, got some-run",
     }
     capsys.readouterr()

@@ -158,7 +158,7 @@ def test_cutting_spans_lasts_no_longer_than_it_should():
     with pytest.raises(RuntimeError, match="stop"), limit_spans(decoder, 2.0):
         raise RuntimeError("stop")
     assert trace_of(decoder, tokens) == before
-    for limit, words in ((-1.0, "0 or more, got -1"), (math.nan, "got nan")):
+    for limit, words in ((-1.0, "0 or more and finite, got -1"), (math.nan, "got nan")):
         with pytest.raises(ValueError, match=words), limit_spans(decoder, limit):
             pass
     with (
@@ -185,7 +185,7 @@ def test_a_budget_is_met_by_one_share_of_all_lives():
     assert shares.max() - shares.min() < 1e-3 and shares.max() < 0.7, "all lives shrink alike"
     assert trace_cut(decoder, Cut(live=1e6), read)[1:] == before.steps, "a wide budget changes nothing"
     assert trace_of(decoder, tokens) == before
-    with pytest.raises(ValueError, match=r"at least 1 living memory, got 0\.5"):
+    with pytest.raises(ValueError, match=r"at least 1 living memory and finite, got 0\.5"):
         Cut(live=0.5)
 
 
@@ -256,7 +256,7 @@ def test_command_writes_a_trace(run, tmp_path, capsys):
     [
         (["--text", "missing.txt"], "cannot read --text missing.txt"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["--max-span", "-3"], "must be 0 or more, got -3"),
+        (["--max-span", "-3"], "must be 0 or more and finite, got -3"),
     ],
 )
 def test_command_refuses(run, capsys, args, words):
@@ -302,7 +302,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         (["spam", "a.jsonl"], "unknown figure 'spam'"),
         (["spans", "nothing"], "'nothing'"),
         (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
-        (["ages", "a.jsonl", "--needed", "-1"], "an age of 0 or more for the figure ages, got -1"),
+        (["ages", "a.jsonl", "--needed", "-1"], "an age between 0 and 1,099,511,627,776 for the figure ages, got -1"),
         (["words", "a.jsonl"], "compares what a model does; give a run, got the trace a.jsonl"),
         (["words", str(run.path), "--word", "Troy"], "does not hold the word 'Troy'"),
     ):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.files import to_json, write_atomic
+from expire_span.files import check_output, to_json, write_output
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 
@@ -20,8 +20,14 @@ NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cu
 """Kept here too, so that a wrong name is answered without loading what draws."""
 PAIRED = ("words", "cut")
 """Figures that need a model, since they compare what it does with two texts or two memories."""
+KINDS = (".pdf", ".png", ".svg")
+"""Endings of the files that figures are written into."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
+OLDEST = 2**40
+"""The largest age that a picture can be asked to mark."""
+MOST_STEPS = 2**20
+"""Steps that growth measures at most: systems that never forget read all of them at every step."""
 STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
 """The text of the figure `words`, where none is given."""
 
@@ -66,6 +72,7 @@ def run_figure(args: list[str]) -> int:
     is_trace = command.run is not None and Path(command.run).is_file()
     _check(command, is_trace)
     out = command.out or Path(f"{command.name}.pdf")
+    _check_out(out)
     if command.run is None and command.name in OF_SYSTEMS:
         return _figure_of_systems(command, out)
     run = None if is_trace else find_run(command.run, command.runs_dir)
@@ -82,12 +89,21 @@ def _check(command: FigureCommand, is_trace: bool) -> None:
     name = command.name
     if name not in NAMES:
         raise UserError(f"unknown figure {name!r}; {nearest(name, list(NAMES))}")
-    if command.needed is not None and (name != "ages" or command.needed < 0):
-        raise UserError(f"--needed is an age of 0 or more for the figure ages, got {command.needed} for {name}")
+    if command.needed is not None and (name != "ages" or not 0 <= command.needed <= OLDEST):
+        raise UserError(
+            f"--needed is an age between 0 and {OLDEST:,} for the figure ages, got {command.needed} for {name}"
+        )
     if command.run is not None and name == "patterns":
         raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     if is_trace and name in PAIRED:
         raise UserError(f"the figure {name} compares what a model does; give a run, got the trace {command.run}")
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix.lower() not in KINDS:
+        known = ", ".join(KINDS).replace(".", "")
+        raise UserError(f"a figure is written as {known}, got {out}; give --out NAME.pdf")
+    check_output(out)
 
 
 def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, out: Path) -> None:
@@ -114,6 +130,7 @@ def _draw_cut(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Pa
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
+    Cut(command.max_span, command.live)  # refused before anything is read
     reader = open_reader(run)
     read = lambda cut: Trace.of(reader.trace_sample(SHOWN, cut) if raw is None else reader.trace_text(raw, cut))  # noqa: E731
     before = read(Cut())
@@ -148,19 +165,18 @@ def _figure_of_systems(command: FigureCommand, out: Path) -> int:
     for kind in kinds:
         if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
-    if command.longest < 1:
-        raise UserError(f"--longest must be at least 1, got {command.longest}")
-    from expire_span.view.figures import check_kind, save_figure
+    if not 1 <= command.longest <= MOST_STEPS:
+        raise UserError(f"--longest must lie between 1 and {MOST_STEPS:,} steps, got {command.longest:,}")
+    from expire_span.view.figures import save_figure
     from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
 
-    check_kind(out)
     if command.name == "patterns":
         patterns = {kind: measure_pattern(kind) for kind in kinds}
         save_figure(lambda: draw_patterns(patterns), out)
     else:
         rows = measure_all(command.longest, kinds)
         save_figure(lambda: draw_system_growth(rows), out)
-        write_atomic(out.with_suffix(".json"), to_json(rows))
+        write_output(out.with_suffix(".json"), to_json(rows))
         print(out.with_suffix(".json"))
     print(out)
     return 0

@@ -13,7 +13,7 @@ from .parsing import warn
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
     """Print bits per byte of a file and how many memories lived, as JSON."""
     tokenizer = getattr(run.config.task, "tokenizer", "")
-    if not tokenizer and run.config.model.vocab != 256:
+    if not tokenizer and getattr(run.config.model, "vocab", None) != 256:
         raise UserError(f"--file needs a run of text, got a run of task {run.config.task.kind}")
     from expire_span.checkpoint import load_model
     from expire_span.stream.scoring import score_bytes, score_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,7 +68,7 @@ class Resume(OnRun):
 class Eval(OnRun):
     """Score a run's newest checkpoint and print the result as JSON.
 
-    Of an agent: its best weights on fresh episodes. Options from `episodes` on are for agents, those before it for the rest.
+    Of an agent: its best weights on fresh episodes, with `episodes`, `greedy`, `options`, `control` and `device` alone.
     """
 
     split: Literal["valid", "test", "train"] = "test"
@@ -188,9 +188,30 @@ def run_resume(args: list[str]) -> int:
     return _finish(resume(run, allow_changed_data=command.allow_changed_data))
 
 
+OF_AGENTS = ("episodes", "greedy", "options", "control")
+"""Options of eval that only an agent's run has a use for."""
+OF_OTHERS = ("split", "batches", "batch", "block", "path", "file")
+"""Options of eval that only runs without an environment have a use for."""
+
+
+def _check_fits_run(command: Eval, run: RunFolder) -> None:
+    """Refuse options that this kind of run would ignore; whoever gave one expects that it does something."""
+    plays = isinstance(run.config, AgentRunConfig)
+    defaults = {field.name: field.default for field in fields(Eval)}
+    for name in OF_OTHERS if plays else OF_AGENTS:
+        if getattr(command, name) != defaults[name]:
+            what = "an agent, which plays episodes" if plays else f"of task {run.config.task.kind}, not an agent"
+            meant = OF_AGENTS if plays else OF_OTHERS
+            raise UserError(
+                f"--{name} {getattr(command, name)} does nothing here: run {run.path} is {what}; its options are "
+                f"{', '.join(f'--{option}' for option in meant)}"
+            )
+
+
 def run_eval(args: list[str]) -> int:
     command = parse(Eval, args, f"{PROGRAM} eval")
     run = find_run(command.run, command.runs_dir)
+    _check_fits_run(command, run)
     if command.file is not None:
         return eval_file(run, command.file, command.device)
     for name in ("batches", "batch", "block", "episodes"):

@@ -43,6 +43,8 @@ def run_ship(args: list[str]) -> int:
         raise UserError(f"--batches must be at least 1, got {command.batches}")
     run = find_run(command.run, command.runs_dir)
     sample = None if command.sample is None else command.sample.read_bytes()
+    if sample == b"":
+        raise UserError(f"--sample {command.sample} is empty; give a file with text, or leave it out")
     from expire_span.train.ship import Shipment, ship
 
     about = Shipment(command.data, command.note, sample, command.batches)

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from expire_span.runs import UserError, find_run, write_atomic
+from expire_span.files import check_output, write_output
+from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, read_text_option
 from .runs import OnAnyRun, find_adapter
@@ -38,20 +39,25 @@ def run_trace(args: list[str]) -> int:
         raise UserError(f"--tokens must be at least 1, got {command.tokens}")
     if command.episode is not None and command.episode < 0:
         raise UserError(f"--episode must be 0 or more, got {command.episode}")
+    if command.out is not None:
+        check_output(command.out)
     adapter = find_adapter(command.run)
     raw = None if command.text is None else read_text_option(command.text)
+    from expire_span.view.agent import AgentReader
     from expire_span.view.limit import Cut
     from expire_span.view.source import open_adapter, open_reader
     from expire_span.view.trace import encode
 
     cut = Cut(command.max_span, command.live)
     reader = open_adapter(adapter, command.model) if adapter else open_reader(find_run(command.run, command.runs_dir))
+    if command.episode is not None and not isinstance(reader, AgentReader):
+        raise UserError(f"--episode {command.episode} is for agents, which play episodes; {reader.name} reads a sample")
     if raw is None:
         lines = reader.trace_sample(command.tokens, cut, command.episode)
     else:
         lines = reader.trace_text(raw, cut, command.tokens)
     if command.out is not None:
-        write_atomic(command.out, b"".join(encode(line) for line in lines))
+        write_output(command.out, b"".join(encode(line) for line in lines))
         print(command.out)
         return 0
     for line in lines:

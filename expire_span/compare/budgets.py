@@ -22,7 +22,7 @@ DEFAULT_SHARE = 16
 
 def split_hybrid(name: str) -> list[tuple[int, str]]:
     """How many layers of which kind follow each other: 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
-    parts = [re.fullmatch(r"(?:(\d+)x)?(.*)", part) for part in name.split("+")]
+    parts = [re.fullmatch(r"(?:(\d{1,6})x)?(.*)", part, re.DOTALL) for part in name.split("+")]
     return [(int(part[1] or 1), part[2]) for part in parts if part is not None]
 
 
@@ -71,9 +71,21 @@ def with_budget(config: RunConfig, name: str, memories: int | None) -> RunConfig
         check_reachable(config, kinds[-1], memories)
         train = replace(train, budget=_pressure(train.budget, kinds[-1], memories))
     partner = mixers[0] if len(mixers) > 1 else None
+    if partner:
+        _check_room(name, config.model.layers)
     pattern = "".join(count * mark for (count, _), mark in zip(split_hybrid(name), "pm")) if partner else ""
     model = replace(config.model, mixer=mixers[-1], partner=partner, pattern=pattern)
     return replace(config, model=model, train=train)
+
+
+def _check_room(name: str, layers: int) -> None:
+    """A hybrid whose second system would get no layer is not the model that was asked for."""
+    (count, first), (_, second) = split_hybrid(name)
+    if count >= layers:
+        raise UserError(
+            f"the hybrid {name} begins with {count} layers of {first} and the model has {layers}, so that {second} would get "
+            f"none; give --model.layers of at least {count + 1}"
+        )
 
 
 def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:

@@ -19,7 +19,7 @@ from expire_span.model_configs import BackboneConfig
 from expire_span.models import systems
 from expire_span.store import SteadyMemory, trim_states
 
-from .mixer import Keep, Mixer, MixerAux, build_mixer
+from .mixer import Keep, Mixer, MixerAux, build_mixer, check_start
 
 
 @dataclass
@@ -182,6 +182,7 @@ class Backbone(nn.Module):
                 block.compiled = torch.compile(block.forward)
 
     def initial_state(self, batch: int, keep: Keep = "kv") -> list[Any]:
+        check_start(batch, keep)
         return [block.initial_state(batch, keep) for block in self.layers()]
 
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
@@ -192,7 +193,13 @@ class Backbone(nn.Module):
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        state = [None] * len(self.blocks) if state is None else trim_states(state)
+        if state is None:
+            check_start(x.shape[0], keep)
+            state = [None] * len(self.blocks)
+        elif len(state) != len(self.blocks):
+            raise ValueError(f"the state has {len(state)} layers and the model {len(self.blocks)}; begin with None")
+        else:
+            state = trim_states(state)
         h, states, auxes = x, [], []
         for block, part, used in zip(self.layers(), state, self._draw_layers(x)):
             run = block.compiled if block.compiled is not None and _is_steady(part, fresh, keep) else block

@@ -10,8 +10,9 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 
 from expire_span.models import systems
@@ -20,6 +21,14 @@ from expire_span.models.systems import LayerShape
 Keep = Literal["hidden", "kv", "nothing"]
 """What a state holds of the past: hidden states (learning: keys, values and spans are recomputed in every block), keys
 and values (serving: they are computed once), or nothing (sequences that stand alone)."""
+
+
+def check_start(batch: int, keep: str) -> None:
+    """Refuse what no state can begin with."""
+    if not isinstance(batch, int) or batch < 0:
+        raise ValueError(f"a state needs a whole number of rows, 0 or more, got {batch!r}")
+    if keep not in get_args(Keep):
+        raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {keep!r}")
 
 
 class MixerAux:
@@ -124,7 +133,20 @@ class Mixer(nn.Module, ABC):
 
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""
+        self._check_input(x)
         return self.mix(x, self.initial_state(x.shape[0]) if state is None else state)
+
+    def _check_input(self, x: Tensor) -> None:
+        """Refuse what is not [B, T, C] in the dtype of the weights, in one sentence."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor [B, T, {self.shape.dim}], got {type(x).__name__}")
+        if x.dim() != 3 or x.shape[-1] != self.shape.dim:
+            raise ValueError(f"x must have shape [B, T, {self.shape.dim}], got {tuple(x.shape)}")
+        weight = self.out.weight
+        if x.device != weight.device:
+            raise ValueError(f"x is on {x.device} but the layer is on {weight.device}; move one of them")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x is {x.dtype} but the layer's weights are {weight.dtype}; convert one of them")
 
     def steadiness(self) -> Steadiness:
         return Steadiness()

@@ -317,4 +317,9 @@ def _backward(ctx, dy, _):
     return dq, dk, dv, dspan, None, None, drel, *(None for _ in options)
 
 
+def _refuse_second(ctx, *_):
+    raise ValueError("the chunked operator has first derivatives only; give impl='reference' for second ones")
+
+
 _forward_op.register_autograd(_backward, setup_context=_save)
+_backward_op.register_autograd(_refuse_second)

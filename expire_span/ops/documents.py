@@ -39,7 +39,10 @@ def _ids_from_boundaries(cu_seqlens: Tensor, queries: int) -> Tensor:
 
 
 def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -> Tensor:
-    assert ids is not None
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"documents of {what} must be a tensor, got {type(ids).__name__}; give ids as a tensor, or a tuple of two tensors"
+        )
     batch = q.shape[0]
     if ids.is_floating_point() or tuple(ids.shape) not in ((count,), (batch, count)):
         got = f"{tuple(ids.shape)} of {ids.dtype}"

@@ -58,17 +58,21 @@ def expire_attention(
         deterministic: gradients that are bitwise equal from run to run on a GPU, at some cost; on where
             torch.use_deterministic_algorithms is.
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
+            Second derivatives and transforms of torch.func (vmap, grad, jvp) need "reference".
         check_values: refuse NaN spans, spans below -ramp, decreasing positions and wrong boundaries; by default on the CPU
             only, since the check waits for the device.
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
     """
+    inputs.check_tensors(q=q, k=k, v=v, span=span)
     inputs.check_rank(q, k)
     q_pos, k_pos = inputs.default_positions(q.shape[2], k.shape[2], q_pos, k_pos, q.device)
+    inputs.check_tensors(q_pos=q_pos, k_pos=k_pos)
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)
-    check = check_values if check_values is not None else _cheap_to_check(q)
+    transform = inputs.transformed(q, k, v, span, relative_keys)
+    check = check_values if check_values is not None else transform is None and _cheap_to_check(q)
     if check:
         inputs.check_values(span, q_pos, k_pos, ramp)
     ids = document_ids(documents, cu_seqlens, q, k.shape[2], check)
@@ -76,6 +80,10 @@ def expire_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
+    if (
+        transform is not None and chosen != "reference"
+    ):  # the fast implementations have gradients, and no more than these
+        raise ValueError(f"under {transform} the operator needs impl='reference', got impl={impl!r}")
     if q.shape[0] == 0 or q.shape[2] == 0:
         return q.clone()  # no rows or no queries: y is empty like q
     span = span.to(inputs.lifetime_dtype(span, q))

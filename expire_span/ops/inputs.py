@@ -12,11 +12,20 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LONGEST_RAMP = 2.0**30
 """The GPU kernels count steps in 32-bit integers, and packed documents lie 2**40 steps apart: ramps must be far shorter."""
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_tensors(**given: object) -> None:
+    """Refuse lists, arrays and None where a tensor belongs."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it by torch.as_tensor")
 
 
 def default_positions(
@@ -72,23 +81,35 @@ def check_rank(q: Tensor, k: Tensor) -> None:
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
-    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+    if not {q.dtype, k.dtype, v.dtype} <= set(_FLOATS):
         raise ValueError(
-            f"q, k and v must be float tensors, got {q.dtype}, {k.dtype} and {v.dtype}; convert them first"
+            f"q, k and v must be float tensors of 64, 32 or 16 bits, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "convert them first"
         )
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if not span.is_floating_point():
-        raise ValueError(f"span must be a float tensor, got {span.dtype}")
+    if span.dtype not in _FLOATS:
+        raise ValueError(f"span must be a float tensor of 64, 32 or 16 bits, got {span.dtype}; convert it first")
     for name, pos in (("q_pos", q_pos), ("k_pos", k_pos)):
         if pos.dtype not in _INTEGERS:
             raise ValueError(f"{name} must be an integer tensor, got {pos.dtype}")
     for name, x in (("k", k), ("v", v), ("span", span), ("q_pos", q_pos), ("k_pos", k_pos)):
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+    if q.device.type == "meta":
+        raise ValueError(
+            f"the tensors are on the device {q.device}, which holds no numbers; give them on a CPU or a GPU"
+        )
 
 
 def check_numbers(ramp: float, scale: float | None, normalizer_eps: float) -> None:
+    for name, x in (("ramp", ramp), ("scale", scale), ("normalizer_eps", normalizer_eps)):
+        single = (
+            isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
+        )
+        if not single and (x is not None or name != "scale"):
+            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
+            raise ValueError(f"{name} must be one number, got {got}")
     if not 0 < ramp <= LONGEST_RAMP:
         raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
     if not 0 <= normalizer_eps < math.inf:
@@ -107,6 +128,19 @@ def _layout_hint(q: Tensor, k: Tensor, span: Tensor) -> str:
     """What to add to a message about shapes where these fit the layout [B, T, H, D] of other libraries."""
     fits = span.dim() in (2, 3) and span.shape[-1] == k.shape[1] != k.shape[2] and q.shape[2] % max(k.shape[2], 1) == 0
     return "; q, k and v look like [B, T, H, D]: give them as [B, H, T, D], by transpose(1, 2)" if fits else ""
+
+
+def transformed(*tensors: Tensor | None) -> str | None:
+    """The transform of torch.func, or forward-mode differentiation, that a call runs under; None outside of both."""
+    if torch.compiler.is_compiling():
+        return None
+    innermost = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]
+    if innermost is not None:
+        return f"torch.func ({innermost.key().name.lower()})"
+    if forward_ad._current_level < 0:
+        return None
+    dual = any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return "forward-mode differentiation" if dual else None
 
 
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:

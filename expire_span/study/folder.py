@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from expire_span import __version__
-from expire_span.runs import RunError, UserError, describe, to_json, write_atomic
+from expire_span.errors import StorageError
+from expire_span.runs import UserError, describe, to_json, write_atomic
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class StudyFolder:
             (path / "cells").mkdir(parents=True, exist_ok=True)
             write_atomic(path / "settings.json", to_json(head))
         except OSError as error:
-            raise RunError(f"cannot write the study folder {path}: {describe(error)}") from error
+            raise StorageError(f"cannot write the study folder {path}: {describe(error)}") from error
         return cls(path)
 
     def read_cell(self, name: str) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from typing import IO
 
 import numpy as np
 
-from expire_span.runs import RunError, UserError
+from expire_span.errors import StorageError, UserError
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
@@ -57,7 +57,7 @@ def make_enwik8(target: Path, source: str | None, report: Report, *, check: Chec
             part.unlink()
             if "://" in given:
                 packed.unlink()
-            raise RunError(f"{given} is not enwik8: {fault}; give another source with --from")
+            raise UserError(f"{given} is not enwik8: {fault}; give another source with --from")
         os.replace(part, target)
         if "://" in given:
             packed.unlink()
@@ -150,7 +150,7 @@ def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -
         books = [book for split in PG19_SPLITS for book in list_bucket(listing, split, limit)]
     except OSError as error:
         advice = "give a folder or an archive of .txt books with --from"
-        raise RunError(
+        raise StorageError(
             f"the list of PG-19 books at {listing} cannot be read ({error}); try again, or {advice}"
         ) from error
     for number, (name, link, check) in enumerate(books, 1):
@@ -169,6 +169,7 @@ def make_collision(
     least = sum(SHARES.values())
     if frames < least:
         raise UserError(f"--frames must be at least {least}, got {frames}")
+    _check_room(target, frames)
     task = Collision(config or CollisionTask())
     target.mkdir(parents=True, exist_ok=True)
     done = 0
@@ -176,12 +177,34 @@ def make_collision(
         count = frames * SHARES[split] // least
         path = target / f"{split}.npy"
         with hold_lock(path):
-            if not path.exists():
+            if path.exists():
+                _check_count(path, count)
+            else:
                 rows = min(ROWS[split], count)
                 _save_frames(task, path, count, Simulation(task.config_of(split), rows, key=key_of(split, seed)))
         done += count
         report(done, frames)
     return target
+
+
+def _check_room(target: Path, frames: int) -> None:
+    """Refuse what the disk cannot hold before anything is simulated."""
+    place = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.exists())
+    need, free = frames * (FRAME + 1), shutil.disk_usage(place).free
+    if need > free:
+        raise UserError(
+            f"--frames {frames:,} need {need / 1e9:,.1f} GB and {place} has {free / 1e9:,.1f} GB free; give fewer frames"
+        )
+
+
+def _check_count(path: Path, count: int) -> None:
+    """What was saved with another number of frames is not what was asked for."""
+    try:
+        found = len(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        raise UserError(f"{path} is not a file of frames ({error}); remove it and repeat the command") from error
+    if found != count:
+        raise UserError(f"{path} holds {found:,} frames, and {count:,} were asked for; remove it, or give another --to")
 
 
 def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:

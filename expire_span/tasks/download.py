@@ -11,12 +11,12 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.errors import StorageError, UserError
 from expire_span.files import hash_file
-from expire_span.runs import RunError, UserError
 
 CHUNK = 1 << 20
 TIMEOUT = 60
@@ -48,16 +48,32 @@ class Check:
 
 @contextmanager
 def hold_lock(target: Path) -> Iterator[None]:
-    """Only one process at a time makes a file; the others wait. Where files cannot be locked, nobody waits."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("a") as lock:
-        try:
-            import fcntl
+    """Only one process at a time makes a file; the others wait. Where files cannot be locked, nobody waits.
 
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
-        yield
+    The lock's file is deleted while the lock is still held, so that nothing is left beside the data.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.parent / f".{target.name}.lock"
+    while True:
+        with path.open("a") as lock:
+            with suppress(ImportError, OSError):
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_same_file(lock.fileno(), path):
+                continue  # its holder has deleted it while we waited: lock the file that others lock now
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def fetch(url: str, target: Path, check: Check, report: Report = lambda done, total: None) -> Path:
@@ -70,7 +86,7 @@ def fetch(url: str, target: Path, check: Check, report: Report = lambda done, to
         fault = check.fault_of(part)
         if fault is not None:
             part.unlink()
-            raise RunError(f"the download of {url} is damaged: {fault}; it was deleted, run the command again")
+            raise StorageError(f"the download of {url} is damaged: {fault}; it was deleted, run the command again")
         os.replace(part, target)
     return target
 
@@ -88,13 +104,13 @@ def _download(url: str, part: Path, report: Report) -> None:
             _copy(answer, part, have, total, url, report)
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: nothing lies behind what is already there; the check decides
-            raise RunError(
+            raise StorageError(
                 f"{url} answered {error.code} {error.reason}; try again, or give a local file with --from"
             ) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         kept = part.stat().st_size if part.exists() else 0
         reason = getattr(error, "reason", error)
-        raise RunError(
+        raise StorageError(
             f"the download of {url} stopped after {kept} bytes ({reason}); the same command goes on from there"
         ) from error
 
@@ -107,7 +123,7 @@ def _copy(answer: http.client.HTTPResponse, part: Path, have: int, total: int | 
             have += len(chunk)
             report(have, total)
     if total is not None and have < total:
-        raise RunError(
+        raise StorageError(
             f"the download of {url} stopped after {have} of {total} bytes; the same command goes on from there"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,7 +74,8 @@ def evaluate(
     """Score a decoder on a split (or its first `batches` batches), memory carried from block to block."""
     scorer = Scorer(decoder, precision)
     stream = task.stream(split, batch=batch, block=block, seed=seed)
-    return evaluate_stream(scorer, decoder.config, task, split, itertools.islice(stream, batches))
+    most = None if batches is None else min(batches, sys.maxsize)  # islice takes no larger number
+    return evaluate_stream(scorer, decoder.config, task, split, itertools.islice(stream, most))
 
 
 @torch.no_grad()

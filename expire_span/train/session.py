@@ -14,7 +14,8 @@ from torch import Tensor
 from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
 from expire_span.config import RunConfig
-from expire_span.runs import RunError, RunFolder, UserError, check_new, copy_tokenizer
+from expire_span.errors import StorageError
+from expire_span.runs import RunFolder, UserError, check_new, copy_tokenizer
 
 from .devices import describe_environment
 from .fingerprint import check_fingerprint
@@ -107,7 +108,7 @@ def _load(learner: Learner, snapshot: Snapshot, run: RunFolder) -> None:
         learner.load(snapshot)
     except (KeyError, TypeError, RuntimeError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(
+        raise StorageError(
             f"the checkpoint of step {snapshot.step} of run {run.path} does not fit the run's config ({cause}); "
             f"move it away from {run.checkpoints}"
         ) from error

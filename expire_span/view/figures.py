@@ -12,7 +12,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from expire_span.runs import UserError, write_atomic
+from expire_span.files import write_output
+from expire_span.runs import UserError
 
 from .lines import lay_out
 from .pair_figures import SINGLE
@@ -109,13 +110,13 @@ def draw_ages(trace: Trace, needed: int | None = None) -> Figure:
     figure = Figure(figsize=(3.4, 2.3), layout="constrained")
     axes = figure.add_subplot(xlabel="last age at which a memory is read (steps)", ylabel="share of memories")
     ages = _last_ages(trace)
-    edges = np.arange(max([needed or 0, *(max(found, default=0) for found in ages)]) + 2) - 0.5
+    edges = np.arange(max((max(found, default=0) for found in ages), default=0) + 2) - 0.5
     for layer, found in enumerate(ages):
         share, _ = np.histogram(found, edges)
         label = f"layer {layer + 1}, {len(found):,} deleted"
         axes.stairs(share / max(len(found), 1), edges, color=PALETTE[layer % len(PALETTE)], label=label, lw=1.2)
     if needed is not None:
-        axes.axvline(needed, color="black", ls=":", lw=1, label=f"needed: {needed}")
+        axes.axvline(float(needed), color="black", ls=":", lw=1, label=f"needed: {needed}")
     axes.legend(fontsize=6, ncols=1 + len(ages) // 7)
     return figure
 
@@ -154,7 +155,7 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     with rc_context(PRINT):
         metadata = {"Software": None} if kind == "png" else {"CreationDate": None} if kind == "pdf" else {"Date": None}
         draw().savefig(out, format=kind, dpi=300, facecolor="white", metadata=metadata)
-    write_atomic(path, out.getvalue())
+    write_output(path, out.getvalue())
 
 
 def check_kind(path: Path) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from .trace import Line, Trace
@@ -30,10 +31,10 @@ class Cut:
     """A budget: all lives shrink by one share so that, over the whole text, so many memories are alive on average."""
 
     def __post_init__(self) -> None:
-        if self.max_span is not None and not self.max_span >= 0:
-            raise ValueError(f"the longest span must be 0 or more, got {self.max_span}")
-        if self.live is not None and not self.live >= 1:
-            raise ValueError(f"the budget must be at least 1 living memory, got {self.live}")
+        if self.max_span is not None and not 0 <= self.max_span < float("inf"):
+            raise ValueError(f"the longest span must be 0 or more and finite, got {self.max_span}")
+        if self.live is not None and not 1 <= self.live < float("inf"):
+            raise ValueError(f"the budget must be at least 1 living memory and finite, got {self.live}")
 
     @property
     def active(self) -> bool:
@@ -65,7 +66,8 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
 
     def shorten(module: Any, args: object, span: Tensor) -> Tensor:
         span = span if share == 1 else (span + module.ramp) * share - module.ramp
-        return span if limit is None else span.clamp(max=limit)
+        # A limit may be larger than the spans' dtype can hold; it then cuts nothing, and clamp would not take it.
+        return span if limit is None else span.clamp(max=min(limit, torch.finfo(span.dtype).max))
 
     hooks = [module.register_forward_hook(shorten) for module in found]
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from expire_span.models.lifetimes import LifetimeRule
-from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness
+from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness, check_start
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
 from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 
@@ -75,6 +75,7 @@ class ExpiringAttention(AttentionMixer):
 
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
         """An empty memory, or `initial_memories` zero vectors, which must be stored to be seen."""
+        check_start(batch, keep)
         count = self.rules.initial_memories
         if keep == "nothing" and not count:
             return {"memory": None, "position": 0}
@@ -121,6 +122,8 @@ class ExpiringAttention(AttentionMixer):
     # The three ways to read
 
     def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
+        if not isinstance(state, dict) or "position" not in state:
+            raise ValueError(f"the state is not one that this layer made, got {type(state).__name__}; begin with None")
         (state,) = trim_states([state])
         if state["position"] >= REBASE_AFTER:
             state = self.rebase(state, state["position"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import require
+from expire_span.checks import check_fields, require
 from expire_span.field_docs import documented
 from expire_span.models.systems.contract import Budget, MemorySystem
 
@@ -85,6 +85,7 @@ class ExpireSpanConfig:
     """Details of the paper's released code."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
         require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
         require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")
