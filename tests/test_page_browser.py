@@ -112,11 +112,13 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     assert f" → {most:.0f}. " in tab.text("sums")
     tab.page.fill("#es-budget", "0")
     tab.press("compare")
-    wait_until(lambda: "live must be a number between 1 and" in tab.text("status"))
+    said = '"memories alive in a layer, on average" must be a whole number from 1 to'
+    assert said in tab.text("status") and "the field holds 0" in tab.text("status")
 
 
 def test_writing_live(tab, server):
     sessions = server[1].state.sessions
+    tab.page.fill("#es-text", "")
     tab.press("read")
     assert tab.page.is_visible("#es-status"), "the text is empty"
     tab.page.fill("#es-text", "one two ")
@@ -167,8 +169,9 @@ def test_two_tabs(tab, browser, server):
 
 
 def test_bad_input_is_said_in_the_page(tab):
+    tab.page.fill("#es-text", "")
     tab.press("read")
-    assert "the text is empty" in tab.text("status")
+    assert "the text box is empty" in tab.text("status")
     tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(300000)")
     for button in ("read", "write"):
         tab.page.evaluate("document.getElementById('es-status').textContent = ''")
@@ -180,8 +183,8 @@ def test_bad_input_is_said_in_the_page(tab):
     assert "expire-span trace" in tab.text("status") and tab.page.input_value("#es-text") == ""
     assert not tab.page.evaluate(PASTE, 1000)
     for field, value, words in (
-        ("heat", "-1", "temperature must be a number"),
-        ("seed", "1e30", "seed must be a number"),
+        ("heat", "-1", '"temperature" must be a number'),
+        ("seed", "1e30", '"seed" must be a whole number'),
     ):
         usual = tab.page.input_value(f"#es-{field}")
         tab.page.fill(f"#es-{field}", value)

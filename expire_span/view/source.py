@@ -33,6 +33,8 @@ AnyReader = TextReader | AgentReader
 
 def about_task(config: RunConfig) -> str:
     """The task in one sentence: the first line of its settings' documentation."""
+    if config.task.kind == "text":  # whose settings speak of files
+        return f"It predicts the next {'token' if getattr(config.task, 'tokenizer', '') else 'byte'} of a text."
     return (type(config.task).__doc__ or "").strip().splitlines()[0]
 
 

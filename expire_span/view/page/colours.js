@@ -40,7 +40,7 @@ function ink(name) { return getComputedStyle(document.documentElement).getProper
 function show(number) {
   if (number == null || Number.isNaN(number)) return "—";
   if (Number.isInteger(number)) return number.toLocaleString("en");
-  return Math.abs(number) >= 100 ? number.toFixed(0) : number.toPrecision(3);
+  return Math.abs(number) >= 100 ? Math.round(number).toLocaleString("en") : number.toPrecision(3);
 }
 
 function showBytes(count) {

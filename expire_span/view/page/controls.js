@@ -3,6 +3,7 @@
 function connect() {
   const on = (name, event, what) => find(name).addEventListener(event, what);
   on("read", "click", readText);
+  on("example", "click", readExample);
   on("sample", "click", playAnother);
   on("number", "change", readSample);
   on("play", "click", play);
@@ -13,9 +14,10 @@ function connect() {
   on("step", "click", () => act("step"));
   on("stop", "click", stopWriting);
   on("compare", "click", compare);
-  on("layer", "input", () => pickLayer(Number(find("layer").value) - 1));
+  on("other", "input", () => { find("hint").hidden = true; });
+  on("layer", "input", () => { picked.layer = true; pickLayer(Number(find("layer").value) - 1); });
   on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
-  on("layout", "change", () => { state.layout = find("layout").value; soon("all"); });
+  on("layout", "change", () => pickLayout(find("layout").value));
   on("still", "change", () => soon());
   on("hidden", "click", (event) => { const box = find("hidden").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left) / box.width * (to - from)); });
   on("studies", "toggle", drawStudies);
@@ -47,15 +49,25 @@ function tip(event, text) {
   node.style.top = Math.max(Math.min(event.clientY + 14, innerHeight - node.offsetHeight - 6), 4) + "px";
 }
 
-function describe(i) {
-  const { trace, cursor } = state, step = trace.step(i), lines = [`${visible(step.text)}   step ${show(i)}`];
-  if (choice.span) {
-    const left = choice.death[i] - cursor;
-    lines.push(`span ${show(choice.span[i])}, lives to step ${show(choice.death[i])}`);
-    lines.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
+// What a token is and how long it lives, or, with `line`, what a line of the timeline shows: it may be a whole word.
+function describe(i, line) {
+  const { trace, cursor } = state, step = trace.step(i), word = line && state.layout === "words", { span, death } = line ? lines : choice;
+  const out = [`${word ? wordAt(trace, i) : visible(step.text)}   step ${show(i)}`];
+  if (span) {
+    const left = death[i] - cursor;
+    out.push(`span ${show(span[i])} steps${word ? " (its longest)" : ""}, lives to step ${show(death[i])}`);
+    out.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
   }
-  if (step.bits != null) lines.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
-  return lines.join("\n");
+  if (!word && step.bits != null) out.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
+  return out.join("\n");
+}
+
+function pickLayout(layout) { picked.layout = true; state.layout = layout; soon("all"); }
+
+// The next kind of rows that this trace can have.
+function nextLayout() {
+  const kinds = Object.keys(ROWS).filter((kind) => kind !== "words" || wordsOf(state.trace));
+  pickLayout(kinds[(kinds.indexOf(state.layout) + 1) % kinds.length]);
 }
 
 function connectTokens(box, main) {
@@ -71,7 +83,7 @@ function connectStage() {
   stage.addEventListener("pointerdown", (event) => { const [x] = place(event); drag = { x, from: timeline.from, to: timeline.to, moved: false }; stage.setPointerCapture(event.pointerId); });
   stage.addEventListener("pointermove", (event) => {
     const [x, y] = place(event);
-    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i)); return; }
+    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i, true)); return; }
     if (Math.abs(x - drag.x) > 3) drag.moved = true;
     const shift = (drag.x - x) / stage.clientWidth * (drag.to - drag.from);
     if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
@@ -81,6 +93,7 @@ function connectStage() {
   stage.addEventListener("pointerleave", (event) => tip(event, ""));
   stage.addEventListener("wheel", (event) => {
     event.preventDefault();
+    tip(event, "");
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) { const shift = (event.deltaX || event.deltaY) / stage.clientWidth * (timeline.to - timeline.from); timeline.move(timeline.from + shift, timeline.to + shift); }
     else timeline.zoom(Math.exp(Math.max(Math.min(event.deltaY, 200), -200) / 300), timeline.timeAt(place(event)[0]));
     soon();
@@ -121,8 +134,8 @@ function onKey(event) {
     ArrowRight: () => goTo(state.cursor + far), ArrowLeft: () => goTo(state.cursor - far), Home: () => goTo(0), End: () => goTo(state.trace.size - 1),
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": fit,
     PageDown: () => { timeline.move(timeline.from + wide, timeline.to + wide); soon(); }, PageUp: () => { timeline.move(timeline.from - wide, timeline.to - wide); soon(); },
-    l: () => pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1),
-    b: () => { state.layout = state.layout === "packed" ? "birth" : "packed"; find("layout").value = state.layout; soon("all"); },
+    l: () => { picked.layer = true; pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1); },
+    b: nextLayout,
     p: play, Escape: () => { stopWriting(); stopPlaying(); }, " ": () => act(writing && writing.paused ? "resume" : "pause"),
   };
   const what = keys[event.key] || (event.shiftKey ? null : keys[event.key.toLowerCase()]);

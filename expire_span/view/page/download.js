@@ -31,7 +31,7 @@ function timelineSvg(timeline) {
     const rect = (from, to, opacity) => to > from ? `<rect x="${from.toFixed(1)}" y="${y.toFixed(2)}" width="${(to - from).toFixed(1)}" height="${tall.toFixed(2)}" fill="${timeline.table().names[bar.shade]}" fill-opacity="${opacity}"/>` : "";
     parts.push(rect(x, fade, 1) + rect(fade, end, 0.5));
   }
-  return svgText(Math.round(wide), Math.round(high), parts.join(""));
+  return svgText(Math.round(wide), Math.round(high) + AXIS, parts.join("") + labelsSvg(timeline));
 }
 
 function tokensSvg() {

@@ -38,9 +38,22 @@ function around(trace, i) {
   return `${part(i - 8, i)}[${part(i, i + 1)}]${part(i + 1, i + 5)}`.replace(/\n/g, "⏎");
 }
 
+// What was changed, and how long either is kept: the longest span among its tokens.
+function tellChange(traces, sides, front, back) {
+  if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
+  const parts = traces.map((trace, n) => {
+    let from = front, to = trace.size - back;
+    while (from > 0 && wordsOf(trace).first[from] >= 0 && wordsOf(trace).first[from] < from) from--;
+    while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
+    const text = trace.header.vocabulary === "bytes" ? new TextDecoder().decode(Uint8Array.from(trace.token.slice(from, to))) : trace.text.slice(from, to).join("");
+    return `“${visible(shorten(text))}” is kept for ${show(Math.round(sides[n].span.subarray(from, to).reduce((a, b) => Math.max(a, b), 0)))} steps`;
+  });
+  return `${parts.join(", ")}.`;
+}
+
 function showComparison(before, after, layer, head, range, goTo) {
   const { pairs, front, back } = pairTokens(before, after);
-  const first = Math.max(front - WINDOW / 2, 0);
+  const first = back + front < after.size ? Math.max(front - WINDOW / 2, 0) : 0;  // where nothing was changed, the beginning
   const sides = [[find("old"), before], [find("new"), after]].map(([box, trace]) => {
     const choice = trace.hasSpans ? trace.choose(layer, head) : { span: null };
     const edge = trace.size - back;
@@ -63,6 +76,8 @@ function showComparison(before, after, layer, head, range, goTo) {
   find("moved").replaceChildren(...chips(moved));
   if (!worse.length) find("worse").replaceChildren(element("span", "none", "es-soft"));
   if (!moved.length) find("moved").replaceChildren(element("span", "none", "es-soft"));
+  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
+  find("changed").hidden = !find("changed").textContent;
   find("sums").textContent = `Bits per token ${show(meanBits(before))} → ${show(meanBits(after))} (lower is better); most memories alive at once ` +
     `${show(mostAlive(before))} → ${show(mostAlive(after))}. ${worse.length} of ${pairs.length} tokens that both texts share get worse.`;
   find("verdict").hidden = false;
