@@ -19,7 +19,9 @@ function connect() {
   on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
   on("layout", "change", () => pickLayout(find("layout").value));
   on("still", "change", () => soon());
-  on("hidden", "click", (event) => { const box = find("hidden").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left) / box.width * (to - from)); });
+  on("hidden", "click", (event) => goTo(hiddenAt(event).step));
+  on("hidden", "pointermove", (event) => tip(event, describeUnit(hiddenAt(event))));
+  on("hidden", "pointerleave", (event) => tip(event, ""));
   on("studies", "toggle", drawStudies);
   for (const name of ["seed", "steep", "ratio"]) on("study-" + name, "input", drawStudies);
   on("scrub", "input", () => goTo(Number(find("scrub").value)));
@@ -60,6 +62,18 @@ function describe(i, line) {
   }
   if (!word && step.bits != null) out.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
   return out.join("\n");
+}
+
+// Step and unit of the hidden state under the pointer.
+function hiddenAt(event) {
+  const box = find("hidden").getBoundingClientRect(), [from, to] = hiddenWindow(), values = state.trace.step(from).hidden[Math.max(state.layer, 0)];
+  const within = (share, count) => Math.min(Math.max(Math.floor(share * count), 0), count - 1);
+  return { step: from + within((event.clientX - box.left) / box.width, to - from), unit: within((event.clientY - box.top) / box.height, values.length) };
+}
+
+function describeUnit({ step, unit }) {
+  const { trace } = state;
+  return `unit ${unit + 1} is ${show(trace.step(step).hidden[Math.max(state.layer, 0)][unit])}\nat ${visible(trace.text[step])}   step ${show(step)}`;
 }
 
 function pickLayout(layout) { picked.layout = true; state.layout = layout; soon("all"); }
@@ -126,9 +140,10 @@ function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, ti
 function fit() { timeline.move(0, timeline.end); soon(); }
 
 function onKey(event) {
-  if (/^(TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.type === "number" || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
-  if (event.target.type === "range" && event.key.startsWith("Arrow")) return;
-  if (event.key === " " && event.target.tagName === "BUTTON") return;
+  const { tagName, type } = event.target, typed = /^(TEXTAREA|SELECT)$/.test(tagName) || type === "number";
+  if ((typed && event.key !== "Escape") || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
+  if (type === "range" && /^(Arrow|Home|End|Page)/.test(event.key)) return;  // which move the slider itself
+  if (event.key === " " && /^(BUTTON|INPUT|SUMMARY)$/.test(tagName)) return;
   const far = event.shiftKey ? 10 : 1, wide = timeline.to - timeline.from;
   const keys = {
     ArrowRight: () => goTo(state.cursor + far), ArrowLeft: () => goTo(state.cursor - far), Home: () => goTo(0), End: () => goTo(state.trace.size - 1),

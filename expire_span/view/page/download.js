@@ -1,5 +1,7 @@
 // Pictures as PNG and SVG, the whole view as one file, and a link that opens it again.
 
+const PAINTED = ["strips", "hidden"];
+
 function saveBlob(blob, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
@@ -48,7 +50,14 @@ function tokensSvg() {
   return svgText(Math.round(frame.width), Math.max(Math.round(box.scrollHeight), 20), parts.join(""));
 }
 
+// What is painted point by point stands in the drawing as a picture.
+function canvasSvg(canvas) {
+  const { width, height } = canvas.getBoundingClientRect();
+  return svgText(Math.round(width), Math.round(height), `<image width="${width}" height="${height}" preserveAspectRatio="none" href="${canvas.toDataURL()}"/>`);
+}
+
 function pictureSvg(name, timeline) {
+  if (PAINTED.includes(name)) return canvasSvg(find(name));
   if (name === "timeline") return timelineSvg(timeline);
   return name === "tokens" ? tokensSvg() : chartSvg(name);
 }

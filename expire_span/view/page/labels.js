@@ -24,7 +24,7 @@ function rowTicks({ area, high }, rowName) {
   return [...out, { x: 8, y: high - LABEL, text: rowName + " ↓" }];
 }
 
-// Names of the longest lives that find room beside one another: { x, y, text }.
+// Names of the longest lives that find room beside one another: { x, y, text }, and the colour for those that lie within their line.
 function placeLabels(timeline, context) {
   const { area, wide, high } = timeline.shown, scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
   context.font = `${LABEL}px system-ui, sans-serif`;
@@ -39,6 +39,8 @@ function placeLabels(timeline, context) {
     if (!label.text || box[1] < 0 || box[3] > high || box[2] > Math.min((death - area[0]) * scaleX, wide)) continue;
     if (taken.some(([a, b, c, d]) => box[0] < c && a < box[2] && box[1] < d && b < box[3])) continue;
     taken.push(box);
+    const alive = i <= timeline.cursor && timeline.cursor < timeline.death[i];
+    if (0.84 * scaleY > LABEL) label.inside = inkOn(over(colourAt(0.12 + 0.88 * timeline.lives[4 * i + 3]), alive ? 1 : 0.6));
     out.push(label);
   }
   return [...ticks, ...out];
@@ -48,9 +50,10 @@ function drawLabels(timeline, context) {
   const labels = placeLabels(timeline, context);
   context.save();
   Object.assign(context, { textBaseline: "middle", lineJoin: "round", lineWidth: 3.5, strokeStyle: ink("card"), globalAlpha: 0.9 });
-  for (const { x, y, text } of labels) context.strokeText(text, x, y);
-  Object.assign(context, { fillStyle: ink("ink"), globalAlpha: 1 });
-  for (const { x, y, text, tick } of labels) {
+  for (const { x, y, text, inside } of labels) if (!inside) context.strokeText(text, x, y);
+  context.globalAlpha = 1;
+  for (const { x, y, text, tick, inside } of labels) {
+    context.fillStyle = inside || ink("ink");
     context.fillText(text, x, y);
     if (tick) context.fillRect(0, y, 5, 1);
   }
@@ -59,9 +62,9 @@ function drawLabels(timeline, context) {
 
 // The same upon a saved drawing, with the steps below.
 function labelsSvg(timeline) {
-  const { area, wide, high } = timeline.shown, middle = 'dominant-baseline="central"', font = `font-size="${LABEL}" fill="${ink("ink")}"`;
+  const { area, wide, high } = timeline.shown, middle = 'dominant-baseline="central"', size = `font-size="${LABEL}"`, font = `${size} fill="${ink("ink")}"`;
   const halo = `paint-order="stroke" stroke="${ink("card")}" stroke-width="3.5" stroke-linejoin="round"`;
-  const words = placeLabels(timeline, timeline.ink.getContext("2d")).map(({ x, y, text }) => `<text x="${x.toFixed(1)}" y="${y.toFixed(1)}" ${font} ${halo} ${middle}>${escapeText(text)}</text>`);
+  const words = placeLabels(timeline, timeline.ink.getContext("2d")).map(({ x, y, text, inside }) => `<text x="${x.toFixed(1)}" y="${y.toFixed(1)}" ${inside ? `${size} fill="${inside}"` : `${font} ${halo}`} ${middle}>${escapeText(text)}</text>`);
   const steps = timeline.steps(area, wide).map(({ x, text }) => `<rect x="${x.toFixed(1)}" y="${high}" width="1" height="5" fill="${ink("soft")}"/>` +
     (text ? `<text x="${(x + 3).toFixed(1)}" y="${high + 12}" ${font}>${text}</text>` : ""));
   return [...words, ...steps, `<text x="${wide - 4}" y="${high + 12}" text-anchor="end" ${font}>step →</text>`].join("");

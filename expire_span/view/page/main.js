@@ -75,7 +75,8 @@ function redraw(wanted) {
 function drawBelow() {
   const { trace } = state;
   if (trace.hasSpans) drawStrips(find("strips"), trace, ranges, ...tokenWindow(), state.cursor, state.layer);
-  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked, state.cursor);
+  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...hiddenWindow(), find("still").checked, state.cursor);
+  if (trace.hasHidden) find("hidden-window").textContent = `Units from the top, steps ${show(hiddenWindow()[0])} to ${show(hiddenWindow()[1] - 1)}; move the cursor to see others.`;
 }
 
 // What is shown of the trace as it is now: the spans and deaths of the chosen layer and head, and their rows.
@@ -103,7 +104,7 @@ function drawRanges() {
   const { trace } = state;
   if (trace.hasSpans) {
     ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
-    find("intro").textContent = INTRO + SHADES[darkMode.matches ? "dark" : "light"];
+    find("intro").textContent = introOf(trace) + SHADES[darkMode.matches ? "dark" : "light"];
     find("shortest").textContent = show(range[0]);
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = aboutRows();
@@ -111,7 +112,12 @@ function drawRanges() {
     find("layout").options[0].hidden = find("layout").options[0].disabled = !wordsOf(trace);
   }
   if (!trace.hasSpans) find("intro").textContent = PLAIN_INTRO;
-  for (const name of ["stage", "strips", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
+  for (const node of root.querySelectorAll(".es-pieces")) node.textContent = trace.header.task === "env" ? "What it saw" : "Tokens";
+  find("limit-box").hidden = find("budget-box").hidden = !trace.hasSpans;
+  find("what").hidden = !info.model || (!info.text && !trace.hasSpans);
+  const tries = [...(info.text ? ["change a word"] : []), ...(trace.hasSpans ? CUTS : [])].join(", or ");
+  find("tries").textContent = `${tries.charAt(0).toUpperCase()}${tries.slice(1)}, and compare.`;
+  for (const name of ["stage", "strips", "strips-saves", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
   find("choice").hidden = !trace.hasSpans && trace.header.layers < 2;
   find("layout-box").hidden = find("legend-box").hidden = !trace.hasSpans;
   find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
@@ -119,6 +125,7 @@ function drawRanges() {
   if (trace.hasHidden) drawStretches();
 }
 
+const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lives shrink by one share until so many memories are alive on average)"];
 const ROWS = { words: "words held", packed: "memories held", birth: "memory, by birth" };
 
 function aboutRows() {
@@ -144,6 +151,14 @@ function drawStretches() {
   find("stretches").replaceChildren(...(found.length ? found.slice(0, 24).map(name) : [element("span", "none of five steps or more", "es-soft")]));
 }
 
+// The steps of the hidden state that are shown: so few that a stretch can be seen.
+const HIDDEN_STEPS = 128;
+
+function hiddenWindow() {
+  const from = Math.floor(state.cursor / HIDDEN_STEPS) * HIDDEN_STEPS;
+  return [from, Math.min(from + HIDDEN_STEPS, state.trace.size)];
+}
+
 function tokenWindow() {
   const from = Math.min(state.page * WINDOW, Math.max(state.trace.size - 1, 0));
   return [from, Math.min(from + WINDOW, state.trace.size)];
@@ -159,7 +174,7 @@ function drawFacts() {
   const { trace, cursor } = state, step = trace.step(cursor), { layers } = trace.header;
   find("at").textContent = show(cursor);
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
-  const rows = [["token", visible(step.text)]];
+  const rows = [[trace.header.task === "env" ? "it sees" : "token", visible(step.text)]];
   if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
   if (step.action != null) rows.push(["it does", step.action]);
   if (step.reward) rows.push(["reward", show(step.reward)]);
@@ -250,7 +265,12 @@ function turn() {
   soon("tokens");
 }
 
-const INTRO = "When this model reads a token it decides for how many steps to remember it: its span. Then the memory fades and is deleted for good. ";
+const PIECES = { bytes: "byte", words: "word" };
+
+function introOf({ header }) {
+  const when = header.task === "env" ? "this agent sees something" : `this model reads a ${PIECES[header.vocabulary] || "token"}`;
+  return `When ${when} it decides for how many steps to remember it: its span. Then the memory fades and is deleted for good. `;
+}
 const SHADES = { light: "Dark is kept long, pale is soon forgotten.", dark: "Bright is kept long, dim is soon forgotten." };
 const PLAIN_INTRO = "This model gives its memories no span of their own. What it holds on to, step by step, is shown below.";
 
@@ -334,7 +354,6 @@ async function start() {
   find("file").parentElement.hidden = !info.text;
   root.querySelector('label[for="es-text"]').hidden = !info.text;
   find("writing").hidden = !info.generate;
-  find("what").hidden = !info.model;
   find("other").hidden = !info.text;
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);

@@ -51,6 +51,26 @@ function tellChange(traces, sides, front, back) {
   return `${parts.join(", ")}.`;
 }
 
+// Mean bits of the answers that a task asks for, the return of an episode and how it ended, where there are such.
+function meanAnswer(trace) {
+  const asked = trace.lines.filter((line) => line.answer);
+  return asked.length ? asked.reduce((sum, line) => sum + line.answer.bits, 0) / asked.length : NaN;
+}
+
+function sumReward(trace) { return trace.header.task === "env" ? trace.lines.reduce((sum, line) => sum + (line.reward || 0), 0) : NaN; }
+
+function tellEnd(trace) {
+  const last = trace.step(trace.size - 1);
+  return last.success == null ? "" : last.success ? " (solved)" : " (failed)";
+}
+
+function tellSums(before, after) {
+  const tell = (name, of, end = () => "") => Number.isNaN(of(before)) || Number.isNaN(of(after)) ? [] : [`${name} ${show(of(before))}${end(before)} → ${show(of(after))}${end(after)}`];
+  const parts = [...tell("bits per token, lower is better:", meanBits), ...tell("bits per answer, lower is better:", meanAnswer), ...tell("return:", sumReward, tellEnd),
+    ...tell("most memories alive at once, all layers:", mostAlive)].join("; ");
+  return `${parts.charAt(0).toUpperCase()}${parts.slice(1)}.`;
+}
+
 function showComparison(before, after, layer, head, range, goTo) {
   const { pairs, front, back } = pairTokens(before, after);
   const first = back + front < after.size ? Math.max(front - WINDOW / 2, 0) : 0;  // where nothing was changed, the beginning
@@ -78,7 +98,7 @@ function showComparison(before, after, layer, head, range, goTo) {
   if (!moved.length) find("moved").replaceChildren(element("span", "none", "es-soft"));
   find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
   find("changed").hidden = !find("changed").textContent;
-  find("sums").textContent = `Bits per token ${show(meanBits(before))} → ${show(meanBits(after))} (lower is better); most memories alive at once ` +
-    `${show(mostAlive(before))} → ${show(mostAlive(after))}. ${worse.length} of ${pairs.length} tokens that both texts share get worse.`;
+  find("sums").textContent = tellSums(before, after) + (Number.isNaN(meanBits(before)) ? "" : ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.`);
+  find("worse-box").hidden = Number.isNaN(meanBits(before));
   find("verdict").hidden = false;
 }
