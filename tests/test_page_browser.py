@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks import view_pictures
 from expire_span.runs import RunFolder
+from expire_span.shipped import SHIPPED
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
 from expire_span.view.tracer import Tracer
@@ -97,7 +98,7 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     tab.page.fill("#es-limit", "1")
     tab.press("compare")
     wait_until(lambda: "→" in tab.text("sums") and tab.page.locator("#es-moved button").count() > 5)
-    before, after = map(float, re.search(r"at once ([\d.]+) → ([\d.]+)", tab.text("sums")).groups())
+    before, after = map(float, re.search(r"all layers: ([\d.]+) → ([\d.]+)", tab.text("sums")).groups())
     assert after < before
     assert all("-" in text for text in tab.page.locator("#es-moved small").all_inner_texts())
     tab.page.fill("#es-limit", "")
@@ -114,6 +115,22 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     tab.press("compare")
     said = '"memories alive in a layer, on average" must be a whole number from 1 to'
     assert said in tab.text("status") and "the field holds 0" in tab.text("status")
+
+
+def test_our_example_and_the_change_to_try(tab, server):
+    """The model that ships opens with it; any other model of text can read it."""
+    assert tab.page.input_value("#es-text") == tab.page.input_value("#es-other") != "", "what was read, to be changed"
+    assert not server[2].describe()["example"] and Source(RunFolder.open(SHIPPED)).describe()["example"]
+    tab.press("example")
+    tab.wait("Number(view.dataset.read) > 1500")
+    text, other = (tab.page.input_value(f"#es-{name}") for name in ("text", "other"))
+    assert other == text.replace("Egypt", "somewhere", 1) != text and tab.page.is_visible("#es-hint")
+    tab.press("compare")
+    wait_until(lambda: "“Egypt” is kept for" in tab.text("changed"))
+    assert re.search(r"“somewhere” is kept for [\d,]+ steps\.", tab.text("changed"))
+    tab.page.fill("#es-other", "")
+    tab.press("compare")
+    assert "the box of the other text is empty" in tab.text("status") and tab.page.is_hidden("#es-hint")
 
 
 def test_writing_live(tab, server):

@@ -35,7 +35,7 @@ function shareOf(span, range) {
 // The range of spans without the very shortest; the longest counts even if it is a single one, for it is what was kept.
 // It reaches down to half of the longest at least: spans that are nearly the same must look nearly the same.
 function rangeOf(spans) {
-  const sorted = Float32Array.from(spans).sort(), last = sorted.length - 1;
+  const sorted = Float32Array.from(spans).filter((x) => x < FOR_GOOD).sort(), last = sorted.length - 1;
   return last < 0 ? [0, 1] : [Math.min(sorted[Math.floor(0.01 * last)], sorted[last] / 2), sorted[last]];
 }
 
@@ -46,6 +46,11 @@ function show(number) {
   if (Number.isInteger(number)) return number.toLocaleString("en");
   return Math.abs(number) >= 100 ? Math.round(number).toLocaleString("en") : number.toPrecision(3);
 }
+
+// Spans of tokens that are never deleted, such as the first few that a retrofit keeps, are no lengths of time.
+const FOR_GOOD = 1e7;
+
+function showLeft(steps) { return steps < FOR_GOOD ? show(steps) : "for good"; }
 
 function showBytes(count) {
   for (const unit of ["B", "kB", "MB", "GB"]) {

@@ -57,8 +57,8 @@ function describe(i, line) {
   const out = [`${word ? wordAt(trace, i) : visible(step.text)}   step ${show(i)}`];
   if (span) {
     const left = death[i] - cursor;
-    out.push(`span ${show(span[i])} steps${word ? " (its longest)" : ""}, lives to step ${show(death[i])}`);
-    out.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
+    out.push(span[i] < FOR_GOOD ? `span ${show(span[i])} steps${word ? " (its longest)" : ""}, lives to step ${show(death[i])}` : "kept for good");
+    out.push(i > cursor ? "not yet born at the cursor" : left >= FOR_GOOD ? "alive at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
   }
   if (!word && step.bits != null) out.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
   return out.join("\n");

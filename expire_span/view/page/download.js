@@ -53,7 +53,7 @@ function tokensSvg() {
 // What is painted point by point stands in the drawing as a picture.
 function canvasSvg(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
-  return svgText(Math.round(width), Math.round(height), `<image width="${width}" height="${height}" preserveAspectRatio="none" href="${canvas.toDataURL()}"/>`);
+  return svgText(Math.round(width), Math.round(height), `<image width="${width}" height="${height}" preserveAspectRatio="none" href=${JSON.stringify(canvas.toDataURL())}/>`);
 }
 
 function pictureSvg(name, timeline) {

@@ -181,7 +181,7 @@ function drawFacts() {
   if (step.value != null) rows.push(["expects a return of", show(step.value)]);
   if (step.answer) rows.push(["asked for", `${step.answer.text}, ${show(step.answer.bits)} bits`]);
   for (let layer = 0; layer < Math.min(layers, 12); layer++) {
-    const spans = step.spans ? step.spans[layer].map(show).join(", ") : "";
+    const spans = step.spans ? step.spans[layer].map(showLeft).join(", ") : "";
     rows.push([`layer ${layer + 1}`, `${spans ? `span ${spans}, ` : ""}${show(step.live[layer])} alive, ${showBytes(step.bytes[layer])}`]);
   }
   if (layers > 12) rows.push(["…", `${layers - 12} more layers`]);
@@ -232,7 +232,7 @@ function drawLiving() {
   const words = hasWords(trace), shown = words ? firstOfEach(living, (i) => wordsOf(trace).first[i]) : living;
   find("alive-words").textContent = words ? ` in ${show(shown.length)} words` : "";
   find("living").replaceChildren(...shown.slice(0, 60).map((i) =>
-    chip(words ? wordAt(trace, i) : trace.text[i], show(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
+    chip(words ? wordAt(trace, i) : trace.text[i], showLeft(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
   if (shown.length > 60) find("living").append(element("span", `and ${show(shown.length - 60)} more`, "es-soft"));
 }
 
@@ -276,7 +276,7 @@ const PLAIN_INTRO = "This model gives its memories no span of their own. What it
 
 // The layer that holds a single memory longest: there it is seen best what is kept and what is not.
 function longestLayer(trace) {
-  const longest = Array.from({ length: trace.header.layers }, (_, layer) => trace.choose(layer, -1).span.reduce((a, b) => Math.max(a, b), -Infinity));
+  const longest = Array.from({ length: trace.header.layers }, (_, layer) => trace.choose(layer, -1).span.reduce((a, b) => b < FOR_GOOD ? Math.max(a, b) : a, 0));
   return longest.indexOf(Math.max(...longest));
 }
 

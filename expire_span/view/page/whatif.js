@@ -38,6 +38,11 @@ function around(trace, i) {
   return `${part(i - 8, i)}[${part(i, i + 1)}]${part(i + 1, i + 5)}`.replace(/\n/g, "⏎");
 }
 
+function kept(spans) {
+  const longest = spans.reduce((a, b) => Math.max(a, b), 0);
+  return longest < FOR_GOOD ? `for ${show(Math.round(longest))} steps` : "for good";
+}
+
 // What was changed, and how long either is kept: the longest span among its tokens.
 function tellChange(traces, sides, front, back) {
   if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
@@ -46,7 +51,7 @@ function tellChange(traces, sides, front, back) {
     while (from > 0 && wordsOf(trace).first[from] >= 0 && wordsOf(trace).first[from] < from) from--;
     while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
     const text = trace.header.vocabulary === "bytes" ? new TextDecoder().decode(Uint8Array.from(trace.token.slice(from, to))) : trace.text.slice(from, to).join("");
-    return `“${visible(shorten(text))}” is kept for ${show(Math.round(sides[n].span.subarray(from, to).reduce((a, b) => Math.max(a, b), 0)))} steps`;
+    return `“${visible(shorten(text))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
   });
   return `${parts.join(", ")}.`;
 }
