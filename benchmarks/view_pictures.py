@@ -1,6 +1,6 @@
 """The README's pictures of the page, from the model that ships: `python -m benchmarks.view_pictures [RUN] [--out docs/img]`.
 
-- view.png: the page after it has read the beginning of the sample, in the layer whose spans differ most
+- view.png: the page as it opens, with its own example in the layer that keeps longest
 - view.gif: memories that appear and expire while the model writes on after a shorter beginning
 
 Needs Chromium and playwright. Text, seed and steps are fixed, so the same model draws the same pictures again.
@@ -23,15 +23,16 @@ from tests.browser import Watched, open_browser, serving
 
 WIDE = 1100
 """Pixels of the page; the animation is made smaller."""
-READ, PROMPT = slice(420), slice(328, 525)
-"""What the picture reads of the sample, and what the animation goes on from: a sentence or two of its prose."""
+PROMPT = slice(328, 525)
+"""What the animation goes on from: a sentence or two of the sample's prose."""
 FRAMES, STRIDE, LASTING = 16, 14, 350
 """Frames of the animation, tokens written between two, milliseconds of each."""
 GIF_WIDE, COLOURS = 680, 64
 """Pixels and colours of the animation, which must load at once."""
-LOW = "#es-tokens { height: 8.5rem; } #es-token-title p, #es-token-box .es-row { display: none; }"
+LOW = "#es-tokens { height: 8.5rem; } #es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
-LAYER = 2
+LAYER = 6
+"""Layer of the animation: most of what it writes expires within the picture, and a few words stay."""
 
 
 def choose(tab: Watched, layer: int) -> None:
@@ -50,11 +51,9 @@ def shoot(tab: Watched, first: str, last: str, *, below: int = 0) -> bytes:
     return tab.page.screenshot(full_page=True, clip={"x": 0, "y": top, "width": wide, "height": bottom - top})
 
 
-def draw_still(tab: Watched, text: str, path: Path) -> None:
-    tab.page.fill("#es-text", text)
-    tab.page.click("#es-read")
-    tab.wait(f"view.dataset.read === '{len(text.encode())}'")
-    choose(tab, LAYER)
+def draw_still(tab: Watched, path: Path) -> None:
+    """What the page shows now."""
+    tab.page.evaluate("document.getElementById('es-tokens').scrollTop = 0")
     picture = Image.open(io.BytesIO(shoot(tab, "choice", "strips", below=200)))
     picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -111,7 +110,7 @@ def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Pa
         tab = Watched(browser, color_scheme="light")
         tab.page.set_viewport_size({"width": WIDE, "height": 860})
         tab.open(f"http://127.0.0.1:{port}/")
-        draw_still(tab, text[READ], paths[0])
+        draw_still(tab, paths[0])
         draw_moving(tab, text[PROMPT], paths[1], frames)
         tab.close(f"http://127.0.0.1:{port}/")
     return paths

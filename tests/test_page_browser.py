@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks import view_pictures
 from expire_span.runs import RunFolder
+from expire_span.shipped import SHIPPED
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
 from expire_span.view.tracer import Tracer
@@ -91,7 +92,7 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     tab.page.fill("#es-limit", "1")
     tab.press("compare")
     wait_until(lambda: "→" in tab.text("sums") and tab.page.locator("#es-moved button").count() > 5)
-    before, after = map(float, re.search(r"at once ([\d.]+) → ([\d.]+)", tab.text("sums")).groups())
+    before, after = map(float, re.search(r"all layers: ([\d.]+) → ([\d.]+)", tab.text("sums")).groups())
     assert after < before
     assert all("-" in text for text in tab.page.locator("#es-moved small").all_inner_texts())
     tab.page.fill("#es-limit", "")
@@ -106,11 +107,29 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     assert f" → {most:.0f}. " in tab.text("sums")
     tab.page.fill("#es-budget", "0")
     tab.press("compare")
-    wait_until(lambda: "live must be a number between 1 and" in tab.text("status"))
+    said = '"memories alive in a layer, on average" must be a whole number from 1 to'
+    assert said in tab.text("status") and "the field holds 0" in tab.text("status")
+
+
+def test_our_example_and_the_change_to_try(tab, server):
+    """The model that ships opens with it; any other model of text can read it."""
+    assert tab.page.input_value("#es-text") == tab.page.input_value("#es-other") != "", "what was read, to be changed"
+    assert not server[2].describe()["example"] and Source(RunFolder.open(SHIPPED)).describe()["example"]
+    tab.press("example")
+    tab.wait("Number(view.dataset.read) > 1500")
+    text, other = (tab.page.input_value(f"#es-{name}") for name in ("text", "other"))
+    assert other == text.replace("Egypt", "somewhere", 1) != text and tab.page.is_visible("#es-hint")
+    tab.press("compare")
+    wait_until(lambda: "“Egypt” is kept for" in tab.text("changed"))
+    assert re.search(r"“somewhere” is kept for [\d,]+ steps\.", tab.text("changed"))
+    tab.page.fill("#es-other", "")
+    tab.press("compare")
+    assert "the box of the other text is empty" in tab.text("status") and tab.page.is_hidden("#es-hint")
 
 
 def test_writing_live(tab, server):
     sessions = server[1].state.sessions
+    tab.page.fill("#es-text", "")
     tab.press("read")
     assert tab.page.is_visible("#es-status"), "the text is empty"
     tab.page.fill("#es-text", "one two ")
@@ -161,8 +180,9 @@ def test_two_tabs(tab, browser, server):
 
 
 def test_bad_input_is_said_in_the_page(tab):
+    tab.page.fill("#es-text", "")
     tab.press("read")
-    assert "the text is empty" in tab.text("status")
+    assert "the text box is empty" in tab.text("status")
     tab.page.evaluate("document.getElementById('es-text').value = 'x'.repeat(300000)")
     for button in ("read", "write"):
         tab.page.evaluate("document.getElementById('es-status').textContent = ''")
@@ -174,8 +194,8 @@ def test_bad_input_is_said_in_the_page(tab):
     assert "expire-span trace" in tab.text("status") and tab.page.input_value("#es-text") == ""
     assert not tab.page.evaluate(PASTE, 1000)
     for field, value, words in (
-        ("heat", "-1", "temperature must be a number"),
-        ("seed", "1e30", "seed must be a number"),
+        ("heat", "-1", '"temperature" must be a number'),
+        ("seed", "1e30", '"seed" must be a whole number'),
     ):
         usual = tab.page.input_value(f"#es-{field}")
         tab.page.fill(f"#es-{field}", value)
@@ -271,7 +291,7 @@ def test_pictures_are_saved(tab, tmp_path):
 
 def test_pictures_of_the_readme_are_drawn(tab, tmp_path, monkeypatch):
     monkeypatch.setattr(view_pictures, "STRIDE", 2)
-    view_pictures.draw_still(tab, "one two three\n" * 8, tmp_path / "a.png")
+    view_pictures.draw_still(tab, tmp_path / "a.png")
     view_pictures.draw_moving(tab, "one two ", tmp_path / "a.gif", frames=2)
     tab.page.unroute("**/api/generate")
     with Image.open(tmp_path / "a.png") as still, Image.open(tmp_path / "a.gif") as moving:

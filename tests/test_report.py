@@ -86,7 +86,7 @@ def test_bytes_are_of_one_row_and_say_so(recall_page):
     run, page = recall_page
     result = run.read_result()
     held, full = (show_bytes(result[name] / result["rows"]) for name in ("mean_bytes", "full_bytes"))
-    assert f"<b>{held}</b><span>held per row</span>" in page
+    assert f"<b>{held}</b><span>held per row, spare slots included</span>" in page
     assert f"<b>{full}</b><span>per row if nothing were forgotten</span>" in page
 
 

@@ -13,6 +13,7 @@ from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import load_policy
 from expire_span.models.policy import Choices, Policy
 from expire_span.runs import RunFolder, UserError
+from expire_span.tasks.gridworlds import level_config, list_ids
 from expire_span.train.actor_critic import TEST, split_seed
 from expire_span.train.build_environments import build_environments
 from expire_span.train.environments import Environments
@@ -28,6 +29,13 @@ CANDIDATES = 16
 """Episodes among which a long one is looked for, since the first may be over before anything is forgotten."""
 GUESSES = 4
 """Likeliest actions that a step names."""
+
+
+def about_world(env: str) -> str:
+    """One of our own grid worlds in one sentence; of other environments nothing is known but the name."""
+    world = env.removeprefix("ExpireSpan/").split("-")
+    known = env in list_ids() and (type(level_config(world[0], world[1])).__doc__ or "").splitlines()[0]
+    return known or "The agent acts so that its rewards add up."
 
 
 @dataclass
@@ -112,7 +120,7 @@ class Playing:
 
     def header(self) -> Line:
         task = self.reader.config.task
-        about = f"An agent plays {task.env}; each step is one observation."
+        about = f"An agent plays {task.env}. {about_world(task.env)} Each step is one observation."
         return {
             **{"kind": "header", "version": VERSION, "name": self.reader.name, "task": task.kind, "about": about},
             **{"vocabulary": "symbols", **self.log.facts.header()},

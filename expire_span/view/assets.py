@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader
 from .trace import Trace, encode
 
 SCRIPTS = (
-    *("trace", "colours", "timeline", "tokens", "charts", "studies", "whatif"),
-    *("server", "download", "reading", "controls", "main"),
+    *("trace", "words", "colours", "timeline", "labels", "tokens", "charts", "studies", "whatif"),
+    *("server", "download", "example", "fields", "reading", "controls", "main"),
 )
 """Scripts in the order in which they are put together; each defines names that later ones use."""
 FOLDER = Path(__file__).parent / "page"

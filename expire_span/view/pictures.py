@@ -125,6 +125,7 @@ def draw_span_map(spans: np.ndarray, *, title: str, marks: dict[int, str], unit:
         edges = (-0.5, length - 0.5, -0.5, layers - 0.5)
         options: dict[str, Any] = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
         picture = axes.imshow(np.maximum(spans, 1), norm=norm, extent=edges, **options)
+        axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
         axes.set_yticks(range(layers), [str(n + 1) for n in range(layers)])
         _mark_top(axes, marks, layers - 0.5)
         bar = figure.colorbar(picture, ax=axes, pad=0.01)
@@ -148,11 +149,18 @@ def _mark_top(axes: Axes, marks: dict[int, str], top: float) -> None:
 
 
 def draw_lifelines(
-    lifetimes: np.ndarray, *, kinds: Sequence[str], marks: dict[int, str], title: str, unit: str
+    lifetimes: np.ndarray,
+    *,
+    kinds: Sequence[str],
+    marks: dict[int, str],
+    title: str,
+    unit: str,
+    names: dict[int, str] | None = None,
 ) -> Figure:
     """Each memory a horizontal bar from birth to deletion, oldest at the top; below it, how many are alive.
 
     lifetimes [T]: steps for which each memory can be read. kinds [T]: what each memory is, one colour a kind.
+    marks are written where memories begin, names where they end.
     """
     lifetimes, kinds = lifetimes[:MOST_BARS], list(kinds)[:MOST_BARS]
     length = len(lifetimes)
@@ -166,6 +174,9 @@ def draw_lifelines(
             _draw_bars(bars, births[rows], ends[rows], colour, kind, width=1.2 if rows.sum() > 3 else 3.0)
         bars.set(title=title, ylabel="memory (by birth)", xlim=(0, length), ylim=(length + 1, -1 - length / 12))
         _mark_bars(bars, marks, ends)
+        for place, name in (names or {}).items():
+            at = (float(ends[place]), place)
+            bars.annotate(name, at, xytext=(3, 0), textcoords="offset points", va="center", fontsize=8.5)
         if len(set(kinds)) > 1:
             bars.legend(loc="lower left")
         _draw_alive(count, births, ends, unit)
@@ -193,7 +204,8 @@ def _draw_alive(axes: Axes, births: np.ndarray, ends: np.ndarray, unit: str) -> 
     axes.step(births, alive, where="mid", color=PALETTE[0], lw=1.2, label="alive")
     axes.plot(births, births + 1, color=INK, lw=0.8, ls=":", label="never forgetting")
     axes.set(xlabel=unit, ylabel="memories alive", ylim=(0, max(4.0, min(length, 3 * float(alive.max())))))
-    axes.legend(loc="upper right", ncols=2)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.legend(loc="upper left", ncols=2)  # what is alive begins at nothing, so there is room
     axes.grid(alpha=0.15)
 
 

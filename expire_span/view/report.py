@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expire_span import __version__
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import BudgetConfig, to_dict
 from expire_span.runs import RunFolder, write_atomic
 from expire_span.sizes import show_bytes
@@ -16,7 +17,7 @@ from .assets import environment, pack_trace, parts
 from .efficiency import tabulate
 from .findings import read_findings
 from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
-from .sample import Sample, find_keepsakes, marks_of, sample_from
+from .sample import Sample, find_keepsakes, long_words, marks_of, sample_from
 from .source import AnyReader, about_task, open_reader
 from .trace import Trace
 
@@ -31,6 +32,8 @@ SCORES = {
     "error": "share of wrong answers",
 }
 """Scores whose name is not a word, as an axis has them."""
+LOSS = ("Loss of the task, nats per scored token.", "nats")
+"""Caption and unit of a supervised run's loss."""
 VIEW_TOKENS = 2048
 """Tokens of the trace that the page carries."""
 
@@ -40,11 +43,12 @@ def write_report(run: RunFolder) -> Path:
     metrics = run.read_metrics()
     page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "memory": []}
     page |= {**parts(), "packed": "", "about": about_task(run.config)}
+    page["plays"] = isinstance(run.config, AgentRunConfig)
     page["tables"] = {"Result": run.read_result() or {}, **flatten(to_dict(run.config)), "Environment": run.environment}
     page["tables"] = {name: show_values(table) for name, table in page["tables"].items() if table}
     weights, trace, page["note"] = look_inside(run)
     page["facts"], page["budget"] = collect_facts(run, metrics, weights), explain_budget(run)
-    page["curves"] = draw_training(metrics, name_score(run))
+    page["curves"] = draw_training(metrics, name_score(run), plays=page["plays"])
     page |= {"efficiency": tabulate(run, weights), "findings": read_findings(run)}
     if trace is not None:
         page["packed"] = pack_trace(Trace(trace.header, trace.steps[:VIEW_TOKENS]))
@@ -90,6 +94,8 @@ def name_score(run: RunFolder) -> str:
 
     if run.config.task.kind == "retrofit":
         return "nats from the base model (lower is better)"
+    if isinstance(run.config, AgentRunConfig):
+        return "success or return, higher is better"
     try:
         score = build_task(run.config.task).score
     except ValueError:  # the data has moved
@@ -109,14 +115,14 @@ def layers_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> dict[s
     return {f"layer {n + 1}": [(step, values[n]) for step, values in points] for n in range(layers)}  # type: ignore[index]
 
 
-def draw_training(metrics: Sequence[dict[str, Any]], score: str = "score") -> list[tuple[str, str]]:
-    """Captioned curves over the training steps."""
+def draw_training(
+    metrics: Sequence[dict[str, Any]], score: str = "score", *, plays: bool = False
+) -> list[tuple[str, str]]:
+    """Captioned curves over the training steps, of what was written down."""
     both = lambda key: {split: series_of(metrics, key, split) for split in ("train", "valid")}  # noqa: E731
+    loss = ("Loss of policy and value together.", "loss") if plays else LOSS
     drawn = [
-        (
-            "Loss of the task, nats per scored token.",
-            draw_curves(both("loss"), title="Loss", ylabel="nats (lower is better)", log=True),
-        ),
+        (loss[0], draw_curves(both("loss"), title="Loss", ylabel=f"{loss[1]} (lower is better)", log=True)),
         ("The task's own score.", draw_curves(both("score"), title="Score", ylabel=score)),
         (
             "How many memories a query finds alive, on average, in each layer.",
@@ -134,7 +140,8 @@ def draw_training(metrics: Sequence[dict[str, Any]], score: str = "score") -> li
             ),
         ),
     ]
-    return [(caption, to_svg(figure, f"curve{n}")) for n, (caption, figure) in enumerate(drawn)]
+    shown = [(caption, figure) for caption, figure in drawn if figure.axes[0].lines] or drawn[:1]
+    return [(caption, to_svg(figure, f"curve{n}")) for n, (caption, figure) in enumerate(shown)]
 
 
 def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
@@ -145,14 +152,20 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
     units = {"text": "byte of the sample", "words": "word of the sample", "tokens": "token of the sample"}
     unit = units.get(kind, "step of the episode")
     layer = sample.longest_layer
-    heat = draw_span_map(sample.spans[:, :width], title="Span given to each token", marks=marks, unit=unit)
+    piece = "observation" if isinstance(run.config, AgentRunConfig) else "token"
+    heat = draw_span_map(sample.spans[:, :width], title=f"Span given to each {piece}", marks=marks, unit=unit)
     title = f"Lifelines in layer {layer + 1}, which keeps longest"
     lines = draw_lifelines(
-        sample.lifetimes(layer)[:width], kinds=sample.kinds[:width], marks=marks, title=title, unit=unit
+        sample.lifetimes(layer)[:width],
+        kinds=sample.kinds[:width],
+        marks=marks,
+        names=long_words(sample, run.config, layer, width),
+        title=title,
+        unit=unit,
     )
-    about_heat = "One column a token, one row a layer. Bright tokens are kept long, dark ones are dropped at once."
+    about_heat = f"One column a {piece}, one row a layer. What is bright is kept long, what is dark is dropped at once."
     about_lines = (
-        "Each bar is one memory: it starts where the token is read and ends where the memory is deleted. "
+        f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
         "Below: memories alive at each step; the dotted line is a model that never forgets."
     )
     return [
@@ -177,7 +190,7 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
         facts.append(("of the memories seen", f"{values['live_share']:.1%}"))
     if values.get("full_bytes"):
         rows = max(values.get("rows", 1), 1)
-        facts.append(("held per row", show_bytes(values["mean_bytes"] / rows)))
+        facts.append(("held per row, spare slots included", show_bytes(values["mean_bytes"] / rows)))
         facts.append(("per row if nothing were forgotten", show_bytes(values["full_bytes"] / rows)))
     speed = run.read_speed()
     if speed:

@@ -91,6 +91,19 @@ def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
 # What lives longest
 
 
+def long_words(sample: Sample, config: RunConfig, layer: int, width: int, *, count: int = 8) -> dict[int, str]:
+    """Words that a layer keeps longest, each at its longest byte, far enough apart to be written below one another."""
+    if config.task.kind != "text" or getattr(config.task, "tokenizer", ""):
+        return {}
+    raw, spans, found = sample.tokens[:width].astype(np.uint8).tobytes(), sample.spans[layer], dict[int, str]()
+    words = [match.span() for match in re.finditer(rb"[0-9A-Za-z\x80-\xff]{3,}", raw)]
+    for start, end in sorted(words, key=lambda place: -spans[place[0] : place[1]].max()):
+        longest = start + int(spans[start:end].argmax())
+        if len(found) < count and all(abs(longest - other) > width / 16 for other in found):
+            found[longest] = _decode(raw[start:end])
+    return found
+
+
 @dataclass(frozen=True)
 class Keepsake:
     """A piece of text and how long a layer keeps it."""

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from expire_span.checkpoint import list_checkpoints, newest_sound
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
+from expire_span.shipped import SHIPPED
 
 from .agent import AgentReader
 from .assets import render_page
@@ -89,6 +90,7 @@ class Source:
                 info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._shown}
                 info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
                 info["vocabulary"] = reader.vocabulary
+                info["example"] = self.adapter is not None or self.path == SHIPPED
             except (RunError, ValueError) as error:
                 info["error"] = str(error)
         return info

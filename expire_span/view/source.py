@@ -19,7 +19,7 @@ from expire_span.tasks.contract import Task
 from expire_span.tasks.registry import build_task
 from expire_span.tasks.tokens import Tokenizer
 
-from .agent import AgentReader
+from .agent import AgentReader, about_world
 from .episodes import is_twin, replay_twin
 from .reader import TextReader, refuse_empty
 from .sample import sample_of
@@ -32,8 +32,12 @@ if TYPE_CHECKING:  # needs transformers
 AnyReader = TextReader | AgentReader
 
 
-def about_task(config: RunConfig) -> str:
+def about_task(config: RunConfig | AgentRunConfig) -> str:
     """The task in one sentence: the first line of its settings' documentation."""
+    if isinstance(config, AgentRunConfig):
+        return about_world(config.task.env)
+    if config.task.kind == "text":  # whose settings speak of files
+        return f"Predict the next {'token' if getattr(config.task, 'tokenizer', '') else 'byte'} of a text."
     return (type(config.task).__doc__ or "").strip().splitlines()[0]
 
 

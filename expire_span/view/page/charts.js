@@ -21,6 +21,12 @@ function thin(values, size, columns) {
   return out;
 }
 
+// A round distance between ticks: 1, 2 or 5 times a power of ten.
+function niceGap(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 5, 10].map((x) => x * power).find((x) => x >= rough);
+}
+
 // lines: { name, points: [[x, y]], colour, dashed }. Never forgetting outgrows all: the axis ends a little above the rest.
 function drawChart(svg, lines, { size, cursor, format, name }) {
   const wide = Math.max(svg.clientWidth, 260), high = 200, left = 52, right = 8, top = 16, bottom = 24;
@@ -29,12 +35,11 @@ function drawChart(svg, lines, { size, cursor, format, name }) {
   svg.setAttribute("aria-label", name);
   const solid = lines.filter((line) => !line.dashed).flatMap((line) => line.points.map((p) => p[1]));
   const peak = Math.max(...solid, 1e-9), most = Math.max(...lines.flatMap((line) => line.points.map((p) => p[1])), 1e-9);
-  const limit = Math.min(most, peak * 3) * 1.05;
+  const limit = Math.min(most, peak * 3) * 1.05, gap = niceGap(limit / 4.5);
   const x = (i) => left + i / Math.max(size - 1, 1) * (wide - left - right), y = (v) => high - bottom - v / limit * (high - top - bottom);
   const nodes = [svgNode("clipPath", { id: svg.id + "-clip" })];
   nodes[0].append(svgNode("rect", { x: left, y: top - 4, width: wide - left - right, height: high - top - bottom + 4 }));
-  for (let n = 0; n <= 3; n++) {
-    const value = limit * n / 3;
+  for (let value = 0; value <= limit; value += gap) {
     nodes.push(svgNode("line", { x1: left, x2: wide - right, y1: y(value), y2: y(value), stroke: "currentColor", "stroke-opacity": 0.15 }));
     nodes.push(svgNode("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end", "font-size": 11, fill: "currentColor" }, format(value)));
   }
@@ -46,8 +51,9 @@ function drawChart(svg, lines, { size, cursor, format, name }) {
     nodes.push(svgNode("path", { d, fill: "none", stroke: line.colour, "stroke-width": 1.6, "stroke-dasharray": dash, "clip-path": `url(#${svg.id}-clip)` }));
   });
   if (lines.length > 2) {
+    nodes.push(svgNode("text", { x: left + 4, y: 11, "font-size": 11, fill: "currentColor" }, "layer"));
     lines.filter((line) => !line.dashed).slice(0, 12).forEach((line, n) => {
-      nodes.push(svgNode("text", { x: left + 6 + n * 24, y: 11, "font-size": 11, "font-weight": 600, fill: line.colour }, line.name));
+      nodes.push(svgNode("text", { x: left + 38 + n * 18, y: 11, "font-size": 11, "font-weight": 600, fill: line.colour }, line.name));
     });
   }
   const at = x(cursor);
@@ -65,7 +71,7 @@ function moveCursor(svg, cursor) {
 
 function drawCosts(trace, cursor) {
   const { layers, full_bytes: each } = trace.header, size = trace.size, columns = 400;
-  const lives = trace.live.map((column, n) => ({ name: "L" + (n + 1), points: thin(column.data, size, columns), colour: LINES[n % LINES.length] }));
+  const lives = trace.live.map((column, n) => ({ name: String(n + 1), points: thin(column.data, size, columns), colour: LINES[n % LINES.length] }));
   const never = { name: "never forgetting", points: [[0, 1], [size - 1, size]], colour: "currentColor", dashed: true };
   drawChart(find("live"), [...lives, never], { size, cursor, format: show, name: "memories alive in each layer over time" });
   const total = new Float64Array(size);

@@ -20,6 +20,9 @@ function colourAt(share) {
 
 function css(colour) { return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`; }
 
+// A colour of which only a share covers the card below it.
+function over(colour, share) { const card = darkMode.matches ? [24, 30, 39] : [255, 255, 255]; return colour.map((x, n) => x * share + card[n] * (1 - share)); }
+
 // Black or white, whichever is read more easily on a colour.
 function inkOn(colour) { return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140 ? "#10141a" : "#ffffff"; }
 
@@ -30,9 +33,10 @@ function shareOf(span, range) {
 }
 
 // The range of spans without the very shortest; the longest counts even if it is a single one, for it is what was kept.
+// It reaches down to half of the longest at least: spans that are nearly the same must look nearly the same.
 function rangeOf(spans) {
-  const sorted = Float32Array.from(spans).sort(), last = sorted.length - 1;
-  return last < 0 ? [0, 1] : [sorted[Math.floor(0.01 * last)], sorted[last]];
+  const sorted = Float32Array.from(spans).filter((x) => x < FOR_GOOD).sort(), last = sorted.length - 1;
+  return last < 0 ? [0, 1] : [Math.min(sorted[Math.floor(0.01 * last)], sorted[last] / 2), sorted[last]];
 }
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim(); }
@@ -40,8 +44,13 @@ function ink(name) { return getComputedStyle(document.documentElement).getProper
 function show(number) {
   if (number == null || Number.isNaN(number)) return "—";
   if (Number.isInteger(number)) return number.toLocaleString("en");
-  return Math.abs(number) >= 100 ? number.toFixed(0) : number.toPrecision(3);
+  return Math.abs(number) >= 100 ? Math.round(number).toLocaleString("en") : number.toPrecision(3);
 }
+
+// Spans of tokens that are never deleted, such as the first few that a retrofit keeps, are no lengths of time.
+const FOR_GOOD = 1e7;
+
+function showLeft(steps) { return steps < FOR_GOOD ? show(steps) : "for good"; }
 
 function showBytes(count) {
   for (const unit of ["B", "kB", "MB", "GB"]) {

@@ -3,6 +3,7 @@
 function connect() {
   const on = (name, event, what) => find(name).addEventListener(event, what);
   on("read", "click", readText);
+  on("example", "click", readExample);
   on("sample", "click", playAnother);
   on("number", "change", readSample);
   on("play", "click", play);
@@ -13,11 +14,14 @@ function connect() {
   on("step", "click", () => act("step"));
   on("stop", "click", stopWriting);
   on("compare", "click", compare);
-  on("layer", "input", () => pickLayer(Number(find("layer").value) - 1));
+  on("other", "input", () => { find("hint").hidden = true; });
+  on("layer", "input", () => { picked.layer = true; pickLayer(Number(find("layer").value) - 1); });
   on("head-pick", "change", () => { state.head = Number(find("head-pick").value); soon("all"); });
-  on("layout", "change", () => { state.layout = find("layout").value; soon("all"); });
+  on("layout", "change", () => pickLayout(find("layout").value));
   on("still", "change", () => soon());
-  on("hidden", "click", (event) => { const box = find("hidden").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left) / box.width * (to - from)); });
+  on("hidden", "click", (event) => goTo(hiddenAt(event).step));
+  on("hidden", "pointermove", (event) => tip(event, describeUnit(hiddenAt(event))));
+  on("hidden", "pointerleave", (event) => tip(event, ""));
   on("studies", "toggle", drawStudies);
   for (const name of ["seed", "steep", "ratio"]) on("study-" + name, "input", drawStudies);
   on("scrub", "input", () => goTo(Number(find("scrub").value)));
@@ -47,15 +51,37 @@ function tip(event, text) {
   node.style.top = Math.max(Math.min(event.clientY + 14, innerHeight - node.offsetHeight - 6), 4) + "px";
 }
 
-function describe(i) {
-  const { trace, cursor } = state, step = trace.step(i), lines = [`${visible(step.text)}   step ${show(i)}`];
-  if (choice.span) {
-    const left = choice.death[i] - cursor;
-    lines.push(`span ${show(choice.span[i])}, lives to step ${show(choice.death[i])}`);
-    lines.push(i > cursor ? "not yet born at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
+// What a token is and how long it lives, or, with `line`, what a line of the timeline shows: it may be a whole word.
+function describe(i, line) {
+  const { trace, cursor } = state, step = trace.step(i), word = line && state.layout === "words", { span, death } = line ? lines : choice;
+  const out = [`${word ? wordAt(trace, i) : visible(step.text)}   step ${show(i)}`];
+  if (span) {
+    const left = death[i] - cursor;
+    out.push(span[i] < FOR_GOOD ? `span ${show(span[i])} steps${word ? " (its longest)" : ""}, lives to step ${show(death[i])}` : "kept for good");
+    out.push(i > cursor ? "not yet born at the cursor" : left >= FOR_GOOD ? "alive at the cursor" : left > 0 ? `${show(left)} steps left at the cursor` : "dead at the cursor");
   }
-  if (step.bits != null) lines.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
-  return lines.join("\n");
+  if (!word && step.bits != null) out.push(`${show(step.bits)} bits, probability ${show(2 ** -step.bits)}`);
+  return out.join("\n");
+}
+
+// Step and unit of the hidden state under the pointer.
+function hiddenAt(event) {
+  const box = find("hidden").getBoundingClientRect(), [from, to] = hiddenWindow(), values = state.trace.step(from).hidden[Math.max(state.layer, 0)];
+  const within = (share, count) => Math.min(Math.max(Math.floor(share * count), 0), count - 1);
+  return { step: from + within((event.clientX - box.left) / box.width, to - from), unit: within((event.clientY - box.top) / box.height, values.length) };
+}
+
+function describeUnit({ step, unit }) {
+  const { trace } = state;
+  return `unit ${unit + 1} is ${show(trace.step(step).hidden[Math.max(state.layer, 0)][unit])}\nat ${visible(trace.text[step])}   step ${show(step)}`;
+}
+
+function pickLayout(layout) { picked.layout = true; state.layout = layout; soon("all"); }
+
+// The next kind of rows that this trace can have.
+function nextLayout() {
+  const kinds = Object.keys(ROWS).filter((kind) => kind !== "words" || wordsOf(state.trace));
+  pickLayout(kinds[(kinds.indexOf(state.layout) + 1) % kinds.length]);
 }
 
 function connectTokens(box, main) {
@@ -71,7 +97,7 @@ function connectStage() {
   stage.addEventListener("pointerdown", (event) => { const [x] = place(event); drag = { x, from: timeline.from, to: timeline.to, moved: false }; stage.setPointerCapture(event.pointerId); });
   stage.addEventListener("pointermove", (event) => {
     const [x, y] = place(event);
-    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i)); return; }
+    if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i, true)); return; }
     if (Math.abs(x - drag.x) > 3) drag.moved = true;
     const shift = (drag.x - x) / stage.clientWidth * (drag.to - drag.from);
     if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
@@ -81,6 +107,7 @@ function connectStage() {
   stage.addEventListener("pointerleave", (event) => tip(event, ""));
   stage.addEventListener("wheel", (event) => {
     event.preventDefault();
+    tip(event, "");
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) { const shift = (event.deltaX || event.deltaY) / stage.clientWidth * (timeline.to - timeline.from); timeline.move(timeline.from + shift, timeline.to + shift); }
     else timeline.zoom(Math.exp(Math.max(Math.min(event.deltaY, 200), -200) / 300), timeline.timeAt(place(event)[0]));
     soon();
@@ -113,16 +140,17 @@ function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, ti
 function fit() { timeline.move(0, timeline.end); soon(); }
 
 function onKey(event) {
-  if (/^(TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.type === "number" || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
-  if (event.target.type === "range" && event.key.startsWith("Arrow")) return;
-  if (event.key === " " && event.target.tagName === "BUTTON") return;
+  const { tagName, type } = event.target, typed = /^(TEXTAREA|SELECT)$/.test(tagName) || type === "number";
+  if ((typed && event.key !== "Escape") || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
+  if (type === "range" && /^(Arrow|Home|End|Page)/.test(event.key)) return;  // which move the slider itself
+  if (event.key === " " && /^(BUTTON|INPUT|SUMMARY)$/.test(tagName)) return;
   const far = event.shiftKey ? 10 : 1, wide = timeline.to - timeline.from;
   const keys = {
     ArrowRight: () => goTo(state.cursor + far), ArrowLeft: () => goTo(state.cursor - far), Home: () => goTo(0), End: () => goTo(state.trace.size - 1),
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": fit,
     PageDown: () => { timeline.move(timeline.from + wide, timeline.to + wide); soon(); }, PageUp: () => { timeline.move(timeline.from - wide, timeline.to - wide); soon(); },
-    l: () => pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1),
-    b: () => { state.layout = state.layout === "packed" ? "birth" : "packed"; find("layout").value = state.layout; soon("all"); },
+    l: () => { picked.layer = true; pickLayer(state.layer + 1 < state.trace.header.layers ? state.layer + 1 : -1); },
+    b: nextLayout,
     p: play, Escape: () => { stopWriting(); stopPlaying(); }, " ": () => act(writing && writing.paused ? "resume" : "pause"),
   };
   const what = keys[event.key] || (event.shiftKey ? null : keys[event.key.toLowerCase()]);

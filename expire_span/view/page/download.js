@@ -1,5 +1,7 @@
 // Pictures as PNG and SVG, the whole view as one file, and a link that opens it again.
 
+const PAINTED = ["strips", "hidden"];
+
 function saveBlob(blob, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
@@ -31,7 +33,7 @@ function timelineSvg(timeline) {
     const rect = (from, to, opacity) => to > from ? `<rect x="${from.toFixed(1)}" y="${y.toFixed(2)}" width="${(to - from).toFixed(1)}" height="${tall.toFixed(2)}" fill="${timeline.table().names[bar.shade]}" fill-opacity="${opacity}"/>` : "";
     parts.push(rect(x, fade, 1) + rect(fade, end, 0.5));
   }
-  return svgText(Math.round(wide), Math.round(high), parts.join(""));
+  return svgText(Math.round(wide), Math.round(high) + AXIS, parts.join("") + labelsSvg(timeline));
 }
 
 function tokensSvg() {
@@ -48,7 +50,14 @@ function tokensSvg() {
   return svgText(Math.round(frame.width), Math.max(Math.round(box.scrollHeight), 20), parts.join(""));
 }
 
+// What is painted point by point stands in the drawing as a picture.
+function canvasSvg(canvas) {
+  const { width, height } = canvas.getBoundingClientRect();
+  return svgText(Math.round(width), Math.round(height), `<image width="${width}" height="${height}" preserveAspectRatio="none" href=${JSON.stringify(canvas.toDataURL())}/>`);
+}
+
 function pictureSvg(name, timeline) {
+  if (PAINTED.includes(name)) return canvasSvg(find(name));
   if (name === "timeline") return timelineSvg(timeline);
   return name === "tokens" ? tokensSvg() : chartSvg(name);
 }

@@ -2,10 +2,11 @@
 
 const root = find("view"), script = find("script"), pristine = root.outerHTML;
 const live = script.dataset.live === "yes", LONGEST_LINK = 2000, SETTLED = 120;
-const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", text: null, limit: null, page: 0 };
+const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", text: null, page: 0 };
+const picked = { layer: false, layout: false };  // what a person has chosen is left as it is
 const asked = fromLink();
 const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl);
-let choice = { span: null, death: null }, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null;
+let choice = { span: null, death: null }, lines = choice, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null;
 
 function say(message, lasting) {
   find("status").textContent = message;
@@ -74,7 +75,8 @@ function redraw(wanted) {
 function drawBelow() {
   const { trace } = state;
   if (trace.hasSpans) drawStrips(find("strips"), trace, ranges, ...tokenWindow(), state.cursor, state.layer);
-  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...tokenWindow(), find("still").checked, state.cursor);
+  if (trace.hasHidden) drawHidden(find("hidden"), trace, Math.max(state.layer, 0), ...hiddenWindow(), find("still").checked, state.cursor);
+  if (trace.hasHidden) find("hidden-window").textContent = `Units from the top, steps ${show(hiddenWindow()[0])} to ${show(hiddenWindow()[1] - 1)}; move the cursor to see others.`;
 }
 
 // What is shown of the trace as it is now: the spans and deaths of the chosen layer and head, and their rows.
@@ -82,9 +84,12 @@ function choose() {
   const { trace } = state, following = timeline.to >= timeline.end;
   if (trace.hasSpans) {
     choice = trace.choose(state.layer, state.head);
-    const fresh = rangeOf(choice.span);
+    if (!picked.layout || (state.layout === "words" && !wordsOf(trace))) state.layout = hasWords(trace) ? "words" : "packed";
+    const words = state.layout === "words", { vocabulary } = trace.header, nameOf = vocabulary === "bytes" && !words ? null : (i) => words ? wordAt(trace, i) : visible(trace.text[i]);
+    lines = words ? joinWords(trace, choice) : choice;
+    const fresh = rangeOf(lines.span.filter((_, i) => lines.death[i] > i));
     if (!writing || differ(fresh, range)) range = fresh;
-    timeline.load(choice, state.layout, range, trace.header.ramp, trace.size);
+    timeline.load(lines, state.layout, range, trace.header.ramp, trace.size, ROWS[state.layout], nameOf);
     if (following || timeline.to <= timeline.from) timeline.move(timeline.from, trace.size);
   } else choice = { span: null, death: null };
   find("scrub").max = trace.size - 1;
@@ -99,16 +104,35 @@ function drawRanges() {
   const { trace } = state;
   if (trace.hasSpans) {
     ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
+    find("intro").textContent = introOf(trace) + SHADES[darkMode.matches ? "dark" : "light"];
     find("shortest").textContent = show(range[0]);
     find("longest").textContent = `${show(range[1])} steps`;
-    find("rows").textContent = state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.";
+    find("rows").textContent = aboutRows();
+    find("layout").value = state.layout;
+    find("layout").options[0].hidden = find("layout").options[0].disabled = !wordsOf(trace);
   }
-  for (const name of ["stage", "strips", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
+  if (!trace.hasSpans) find("intro").textContent = PLAIN_INTRO;
+  for (const node of root.querySelectorAll(".es-pieces")) node.textContent = trace.header.task === "env" ? "What it saw" : "Tokens";
+  find("limit-box").hidden = find("budget-box").hidden = !trace.hasSpans;
+  find("what").hidden = !info.model || (!info.text && !trace.hasSpans);
+  const tries = [...(info.text ? ["change a word"] : []), ...(trace.hasSpans ? CUTS : [])].join(", or ");
+  find("tries").textContent = `${tries.charAt(0).toUpperCase()}${tries.slice(1)}, and compare.`;
+  for (const name of ["stage", "strips", "strips-saves", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
   find("choice").hidden = !trace.hasSpans && trace.header.layers < 2;
   find("layout-box").hidden = find("legend-box").hidden = !trace.hasSpans;
   find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
   find("hidden-box").hidden = find("studies").hidden = !trace.hasHidden;
   if (trace.hasHidden) drawStretches();
+}
+
+const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lives shrink by one share until so many memories are alive on average)"];
+const ROWS = { words: "words held", packed: "memories held", birth: "memory, by birth" };
+
+function aboutRows() {
+  const life = "to the step at which it is deleted, fading on its ramp";
+  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. At most ${show(timeline.height)} words are held at once.`;
+  return `Each line is one memory, from the step that wrote it ${life}. ` +
+    (state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.");
 }
 
 function fillText() {
@@ -127,6 +151,14 @@ function drawStretches() {
   find("stretches").replaceChildren(...(found.length ? found.slice(0, 24).map(name) : [element("span", "none of five steps or more", "es-soft")]));
 }
 
+// The steps of the hidden state that are shown: so few that a stretch can be seen.
+const HIDDEN_STEPS = 128;
+
+function hiddenWindow() {
+  const from = Math.floor(state.cursor / HIDDEN_STEPS) * HIDDEN_STEPS;
+  return [from, Math.min(from + HIDDEN_STEPS, state.trace.size)];
+}
+
 function tokenWindow() {
   const from = Math.min(state.page * WINDOW, Math.max(state.trace.size - 1, 0));
   return [from, Math.min(from + WINDOW, state.trace.size)];
@@ -142,14 +174,14 @@ function drawFacts() {
   const { trace, cursor } = state, step = trace.step(cursor), { layers } = trace.header;
   find("at").textContent = show(cursor);
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
-  const rows = [["token", visible(step.text)]];
+  const rows = [[trace.header.task === "env" ? "it sees" : "token", visible(step.text)]];
   if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
   if (step.action != null) rows.push(["it does", step.action]);
   if (step.reward) rows.push(["reward", show(step.reward)]);
   if (step.value != null) rows.push(["expects a return of", show(step.value)]);
   if (step.answer) rows.push(["asked for", `${step.answer.text}, ${show(step.answer.bits)} bits`]);
   for (let layer = 0; layer < Math.min(layers, 12); layer++) {
-    const spans = step.spans ? step.spans[layer].map(show).join(", ") : "";
+    const spans = step.spans ? step.spans[layer].map(showLeft).join(", ") : "";
     rows.push([`layer ${layer + 1}`, `${spans ? `span ${spans}, ` : ""}${show(step.live[layer])} alive, ${showBytes(step.bytes[layer])}`]);
   }
   if (layers > 12) rows.push(["…", `${layers - 12} more layers`]);
@@ -177,7 +209,7 @@ function drawEpisode() {
 
 function livingAt(cursor) {
   const living = [];
-  for (let i = timeline.firstAlive(cursor); i <= cursor; i++) if (choice.death[i] > cursor) living.push(i);
+  for (let i = state.layout === "words" ? 0 : timeline.firstAlive(cursor); i <= cursor; i++) if (choice.death[i] > cursor) living.push(i);
   return living;
 }
 
@@ -197,9 +229,17 @@ function drawSlowly() {
 function drawLiving() {
   const { trace, cursor } = state, living = choice.death ? livingAt(cursor) : [];
   living.sort((a, b) => choice.death[b] - choice.death[a] || a - b);
-  find("living").replaceChildren(...living.slice(0, 60).map((i) =>
-    chip(trace.text[i], show(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
-  if (living.length > 60) find("living").append(element("span", `and ${show(living.length - 60)} more`, "es-soft"));
+  const words = hasWords(trace), shown = words ? firstOfEach(living, (i) => wordsOf(trace).first[i]) : living;
+  find("alive-words").textContent = words ? ` in ${show(shown.length)} words` : "";
+  find("living").replaceChildren(...shown.slice(0, 60).map((i) =>
+    chip(words ? wordAt(trace, i) : trace.text[i], showLeft(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
+  if (shown.length > 60) find("living").append(element("span", `and ${show(shown.length - 60)} more`, "es-soft"));
+}
+
+// Of each group the first in the list; what belongs to no group (-1) is left out.
+function firstOfEach(list, group) {
+  const seen = new Set([-1]);
+  return list.filter((i) => !seen.has(group(i)) && seen.add(group(i)));
 }
 
 function goTo(step) {
@@ -225,6 +265,21 @@ function turn() {
   soon("tokens");
 }
 
+const PIECES = { bytes: "byte", words: "word" };
+
+function introOf({ header }) {
+  const when = header.task === "env" ? "this agent sees something" : `this model reads a ${PIECES[header.vocabulary] || "token"}`;
+  return `When ${when} it decides for how many steps to remember it: its span. Then the memory fades and is deleted for good. `;
+}
+const SHADES = { light: "Dark is kept long, pale is soon forgotten.", dark: "Bright is kept long, dim is soon forgotten." };
+const PLAIN_INTRO = "This model gives its memories no span of their own. What it holds on to, step by step, is shown below.";
+
+// The layer that holds a single memory longest: there it is seen best what is kept and what is not.
+function longestLayer(trace) {
+  const longest = Array.from({ length: trace.header.layers }, (_, layer) => trace.choose(layer, -1).span.reduce((a, b) => b < FOR_GOOD ? Math.max(a, b) : a, 0));
+  return longest.indexOf(Math.max(...longest));
+}
+
 function setTrace(trace, keep) {
   state.trace = trace;
   const { header } = trace;
@@ -238,14 +293,22 @@ function setTrace(trace, keep) {
   find("head-box").hidden = header.heads < 2;
   find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
   if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
+  if (!keep) settleLayer();
   pickLayer(Math.min(state.layer, header.layers - 1));
   find("pictures").hidden = false;
+}
+
+// Unless somebody chose a layer, the one that remembers longest is shown.
+function settleLayer() {
+  const { trace } = state;
+  if (picked.layer || !trace.hasSpans || !trace.size || (writing && state.layer >= 0)) return;
+  pickLayer(longestLayer(trace));
 }
 
 function pickLayer(layer) {
   state.layer = state.trace && (state.trace.header.layers === 1 || !state.trace.hasSpans) ? Math.max(layer, 0) : layer;
   find("layer").value = state.layer + 1;
-  find("layer-name").textContent = state.layer < 0 ? "all (mean span, longest life)" : `${state.layer + 1} of ${state.trace ? state.trace.header.layers : 1}`;
+  find("layer-name").textContent = state.layer < 0 ? "all (mean span, longest life)" : `${state.layer + 1} of ${state.trace ? state.trace.header.layers : 1}${picked.layer || !state.trace?.hasSpans ? "" : ", which keeps longest"}`;
   soon("all");
 }
 
@@ -267,7 +330,8 @@ function restore(values) {
   const number = (name, other) => { const x = Number(values[name]); return values[name] == null || Number.isNaN(x) ? other : x; };
   state.head = number("head", -1);
   find("head-pick").value = state.head;
-  if (values.layout === "birth") { state.layout = "birth"; find("layout").value = "birth"; }
+  if (ROWS[values.layout]) { state.layout = values.layout; picked.layout = true; }
+  if (values.layer != null) picked.layer = true;
   pickLayer(Math.min(number("layer", state.layer), state.trace.header.layers - 1));
   redraw(LEVELS.indexOf("all"));
   timeline.move(number("from", 0), number("to", state.trace.size));
@@ -284,17 +348,17 @@ async function start() {
   find("name").textContent = info.name;
   find("input").hidden = !info.model;
   find("number-box").hidden = !info.agent;
-  if (info.agent) { find("sample").textContent = "Play another episode"; find("number").value = asked.episode ?? ""; }
+  find("example").hidden = !info.text || info.vocabulary === "words";
+  if (info.agent) { find("sample").title = "";  find("sample").textContent = "Play another episode"; find("number").value = asked.episode ?? ""; }
   for (const name of ["text", "read", "writing"]) find(name).hidden = !info.text;
   find("file").parentElement.hidden = !info.text;
   root.querySelector('label[for="es-text"]').hidden = !info.text;
   find("writing").hidden = !info.generate;
-  find("what").hidden = !info.model;
   find("other").hidden = !info.text;
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);
   else if (asked.text) { find("text").value = asked.text; await readText(); }
-  else await readSample();
+  else await (info.example ? readExample() : readSample());
   if (state.trace && Object.keys(asked).length) restore(asked);
   if (info.training && info.model) say(`the run is still training; this is its checkpoint ${info.checkpoint}`);
   root.dataset.ready = "yes";

@@ -22,8 +22,9 @@ async function read(path, body, text) {
     if (!trace.size) throw new Error("there was nothing to read");
     if (first) { setTrace(trace); noteFirst(began); }
     goToEnd(trace);
+    settleLayer();
     state.text = text;
-    find("other").value = (text ?? wholeText(trace)).slice(0, 20000);
+    showText(text ?? wholeText(trace));
     say("");
     soon("all");
     requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.milliseconds = Math.round(performance.now() - began); root.dataset.opened ??= Math.round(performance.now()); root.dataset.read = trace.size; }));
@@ -32,20 +33,40 @@ async function read(path, body, text) {
   }
 }
 
+// What was read stands in the fields, to be changed and read again; of our example the second field holds a change to try.
+function showText(text) {
+  const ours = text === EXAMPLE;
+  if (info.text) find("text").value = text;
+  find("other").value = (ours ? EXAMPLE_CHANGED : text).slice(0, 20000);
+  find("hint").hidden = !ours;
+}
+
+function readExample() { return read("api/trace", { text: EXAMPLE }, EXAMPLE); }
+
 // Milliseconds until something is seen.
 function noteFirst(began) { requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.first = Math.round(performance.now() - began); })); }
 
 // The task's sample; of an agent, the episode whose number the page shows.
-function readSample() { return read("api/sample", episodeAsked(), null); }
-function episodeAsked() { return info.agent && find("number").value !== "" ? { episode: Math.max(Math.floor(Number(find("number").value)), 0) || 0 } : {}; }
+function readSample() { return saying(() => read("api/sample", episodeAsked(), null)); }
+
+// What goes wrong is said in the page.
+async function saying(what) {
+  try { return await what(); } catch (error) { say(error.message, true); }
+}
+
+function episodeAsked() {
+  const episode = info.agent ? numberIn("number") : null;
+  return episode == null ? {} : { episode };
+}
+
 function playAnother() {
-  if (info.agent && state.trace) find("number").value = (episodeAsked().episode ?? -1) + 1;
+  if (info.agent && state.trace) find("number").value = Math.max(Math.floor(Number(find("number").value)) || 0, -1) + 1;
   return readSample();
 }
 
 function readText() {
   const text = find("text").value;
-  if (!text) return say("the text is empty, and there is nothing to remember; give at least one character", true);
+  if (!text) return say("the text box is empty; type or paste something into it, or press Read the sample", true);
   return fits(text) ? read("api/trace", { text }, text) : null;
 }
 
@@ -74,13 +95,13 @@ function refuseTooLong(event) {
 }
 
 async function compare() {
-  const given = (name) => find(name).value === "" ? null : Number(find(name).value), cut = { max_span: given("limit"), live: given("budget") };
   const text = find("other").value;
   if (!fits(text)) return;
+  if (info.text && !text) return say("the box of the other text is empty; type something into it to compare with", true);
   const before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
   say("comparing …", true);
   try {
-    const sampled = !info.text || (same && info.vocabulary === "words");
+    const cut = { max_span: numberIn("limit"), live: numberIn("budget") }, sampled = !info.text || (same && info.vocabulary === "words");
     const after = await (sampled ? fetchTrace("api/sample", { ...cut, ...episodeAsked() }) : fetchTrace("api/trace", { text, ...cut }));
     showComparison(before, after, state.layer, state.head, range, (i) => { setTrace(after, true); goTo(i); });
     say("");
@@ -89,6 +110,10 @@ async function compare() {
 
 function write() {
   if (!fits(find("text").value)) return;
+  let asked;
+  try {
+    asked = { text: find("text").value, temperature: numberIn("heat") ?? 1, seed: numberIn("seed") ?? 0 };
+  } catch (error) { return say(error.message, true); }
   stopWriting();
   say("");
   let trace = null;
@@ -103,7 +128,7 @@ function write() {
     grow();
   }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
   const started = writing;
-  started.start({ text: find("text").value, temperature: Number(find("heat").value), seed: Number(find("seed").value) });
+  started.start(asked);
   buttons();
 }
 

@@ -28,7 +28,7 @@ function runLeaky(inside, w1, w2) {
 function weightsOf(ratio) { return [ratio / (1 + ratio), 1 / (1 + ratio)]; }
 
 // Curves over any range: { name, points: [[x, y]], colour }. A band shades the stretch of y that is asked about.
-function drawCurves(svg, curves, { xs, ys, band, name }) {
+function drawCurves(svg, curves, { xs, ys, band, name, along }) {
   const wide = Math.max(svg.clientWidth, 260), high = 200, left = 40, right = 10, top = 18, bottom = 22;
   svg.setAttribute("viewBox", `0 0 ${wide} ${high}`);
   svg.setAttribute("role", "img");
@@ -40,7 +40,7 @@ function drawCurves(svg, curves, { xs, ys, band, name }) {
     nodes.push(svgNode("line", { x1: left, x2: wide - right, y1: y(value), y2: y(value), stroke: "currentColor", "stroke-opacity": 0.15 }));
     nodes.push(text(y(value) + 4, show(value), { x: left - 5, "text-anchor": "end" }));
   }
-  nodes.push(text(high - 6, show(xs[0]), { x: left }), text(high - 6, show(xs[1]), { x: wide - right, "text-anchor": "end" }));
+  nodes.push(text(high - 6, show(xs[0]), { x: left }), text(high - 6, show(xs[1]), { x: wide - right, "text-anchor": "end" }), text(high - 6, along, { x: (left + wide - right) / 2, "text-anchor": "middle" }));
   let at = left;
   for (const curve of curves) {
     const d = curve.points.map(([a, b], k) => `${k ? "L" : "M"}${x(a).toFixed(1)} ${y(Math.min(Math.max(b, ys[0]), ys[1])).toFixed(1)}`).join("");
@@ -70,14 +70,14 @@ function drawStudies() {
   find("study-steep-name").textContent = show(steep);
   find("study-ratio-name").textContent = `w1 ${show(w1)}, w2 ${show(w2)}`;
   const index = (list) => list.map((v, i) => [i, v]);
-  drawCurves(find("study-series"), [{ name: "series", points: index(values), colour: LINES[0] }], { xs: [0, SERIES - 1], ys: [-3, 4], band: { y: [0, 1] }, name: "a series and the range it enters" });
+  drawCurves(find("study-series"), [{ name: "series", points: index(values), colour: LINES[0] }], { xs: [0, SERIES - 1], ys: [-3, 4], band: { y: [0, 1] }, name: "a series and the range it enters", along: "step" });
   drawCounterRows(values, rows);
   find("study-count").textContent = `It has come into [0, 1] ${rows[rows.length - 1][1]} times: the count changes exactly where "inside" goes from 0 to 1.`;
   const grid = Array.from({ length: 201 }, (_, n) => -1 + 3 * n / 200), curve = (name, of, colour) => ({ name, points: grid.map((x) => [x, of(x)]), colour });
   drawCurves(find("study-stack"), [curve("tanh(a x)", (x) => firstLayer(x, steep)[0], LINES[5]), curve("tanh(-a x + a)", (x) => firstLayer(x, steep)[1], LINES[3]), curve("tanh(sum)", (x) => detect(x, steep), LINES[0])],
-    { xs: [-1, 2], ys: [-1, 1], band: { x: [0, 1] }, name: "two detectors and their sum" });
+    { xs: [-1, 2], ys: [-1, 1], band: { x: [0, 1] }, name: "two detectors and their sum", along: "input x" });
   const leaky = runLeaky(values.map((x) => detect(x, steep)), w1, w2);
-  drawCurves(find("study-leaky"), [{ name: "h", points: index(leaky), colour: LINES[4] }, { name: "inside", points: index(rows.map(([inside]) => inside)), colour: LINES[2] }], { xs: [0, SERIES - 1], ys: [0, 1], name: "the leaky counter" });
+  drawCurves(find("study-leaky"), [{ name: "h", points: index(leaky), colour: LINES[4] }, { name: "inside", points: index(rows.map(([inside]) => inside)), colour: LINES[2] }], { xs: [0, SERIES - 1], ys: [0, 1], name: "the leaky counter", along: "step" });
   const one = runLeaky([Math.tanh(2), ...Array(10).fill(0)], w1, w2);
   find("study-leak").textContent = `One step inside adds ${show(one[0])}; ten quiet steps later ${(100 * one[10] / one[0]).toFixed(0)}% of it is left. What keeps more notices less.`;
 }

@@ -131,11 +131,11 @@ class Timeline {
     this.mostQuads = MOST_QUADS;
   }
 
-  // span and death of each memory, and how rows are given.
-  load({ span, death }, layout, range, ramp, end) {
+  // span and death of each memory, and how rows are given; what a row is called, and the name of each memory.
+  load({ span, death }, layout, range, ramp, end, rowName, nameOf) {
     const n = death.length;
-    Object.assign(this, { count: n, death, layout, ramp, end });
-    const packed = layout === "packed" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
+    Object.assign(this, { count: n, death, layout, ramp, end, rowName, nameOf, ranked: nameOf ? rankLives(death) : [] });
+    const packed = layout !== "birth" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
     this.rows = packed.rows; this.height = packed.height;
     this.lives = new Float32Array(4 * n);
     this.latest = new Int32Array(n);  // the last death among all memories up to here: says where to begin drawing
@@ -164,7 +164,7 @@ class Timeline {
   }
 
   area(first, last) {
-    if (this.layout === "packed") return [this.from, this.to, 0, this.height];
+    if (this.layout !== "birth") return [this.from, this.to, 0, this.height];
     return [this.from, this.to, first, Math.max(last, first + 1)];
   }
 
@@ -187,6 +187,7 @@ class Timeline {
       else this.drawPlain(context, first, last, area, wide, high);
     }
     this.drawAxes(context, area, wide, high);
+    drawLabels(this, context);
   }
 
   drawPlain(context, first, last, area, wide, high) {
@@ -221,7 +222,7 @@ class Timeline {
     const sums = this.sums.fill(0), tints = this.tints.fill(0), scaleX = w / (t1 - t0), scaleY = h / (r1 - r0);
     for (let i = first; i < last; i++) {
       const at = 4 * i, death = Math.min(lives[at + 1], end);
-      if (death < t0) continue;
+      if (death < t0 || death <= lives[at]) continue;
       const y = Math.min(h - 1, ((lives[at + 2] - r0) * scaleY) | 0) * (w + 1);
       const x0 = lives[at] <= t0 ? 0 : ((lives[at] - t0) * scaleX) | 0;
       const x1 = Math.min(w, Math.max(x0 + 1, Math.ceil((death - t0) * scaleX))), tint = lives[at + 3];
@@ -262,14 +263,23 @@ class Timeline {
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = ink("soft");
     context.strokeStyle = ink("line");
-    const gap = niceStep((area[1] - area[0]) / Math.max(wide / 110, 2));
-    for (let t = Math.ceil(Math.max(area[0], 0) / gap) * gap; t <= area[1]; t += gap) {
-      context.fillRect(x(t), high, 1, 5);
-      if (x(t) < wide - 90) context.fillText(t.toLocaleString("en"), x(t) + 3, high + 12);
+    for (const { x: at, text } of this.steps(area, wide)) {
+      context.fillRect(at, high, 1, 5);
+      if (text) context.fillText(text, at + 3, high + 12);
     }
     context.fillText("step →", Math.max(wide - 40, 0), high + 12);
     context.fillStyle = ink("accent");
     context.fillRect(x(this.cursor + 0.5) - 1, 0, 2, high);
+  }
+
+  // Where the axis of time has a mark, and the number of the step where there is room for it.
+  steps(area, wide) {
+    const gap = niceStep((area[1] - area[0]) / Math.max(wide / 110, 2)), out = [];
+    for (let t = Math.ceil(Math.max(area[0], 0) / gap) * gap; t <= area[1]; t += gap) {
+      const x = (t - area[0]) / (area[1] - area[0]) * wide;
+      out.push({ x, text: x < wide - 90 ? t.toLocaleString("en") : "" });
+    }
+    return out;
   }
 
   timeAt(x) { return this.from + x / this.stage.clientWidth * (this.to - this.from); }

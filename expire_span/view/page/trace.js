@@ -84,6 +84,7 @@ function packRows(death) {
   let top = 0;
   for (let i = 0; i < n; i++) {
     while (ends.size && ends.least() <= i) free.push(ends.pop());
+    if (death[i] <= i) continue;  // never held
     const row = free.size ? free.pop() : top++;
     rows[i] = row;
     ends.push(row, death[i]);

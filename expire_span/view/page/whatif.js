@@ -38,9 +38,47 @@ function around(trace, i) {
   return `${part(i - 8, i)}[${part(i, i + 1)}]${part(i + 1, i + 5)}`.replace(/\n/g, "⏎");
 }
 
+function kept(spans) {
+  const longest = spans.reduce((a, b) => Math.max(a, b), 0);
+  return longest < FOR_GOOD ? `for ${show(Math.round(longest))} steps` : "for good";
+}
+
+// What was changed, and how long either is kept: the longest span among its tokens.
+function tellChange(traces, sides, front, back) {
+  if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
+  const parts = traces.map((trace, n) => {
+    let from = front, to = trace.size - back;
+    while (from > 0 && wordsOf(trace).first[from] >= 0 && wordsOf(trace).first[from] < from) from--;
+    while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
+    const text = trace.header.vocabulary === "bytes" ? new TextDecoder().decode(Uint8Array.from(trace.token.slice(from, to))) : trace.text.slice(from, to).join("");
+    return `“${visible(shorten(text))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
+  });
+  return `${parts.join(", ")}.`;
+}
+
+// Mean bits of the answers that a task asks for, the return of an episode and how it ended, where there are such.
+function meanAnswer(trace) {
+  const asked = trace.lines.filter((line) => line.answer);
+  return asked.length ? asked.reduce((sum, line) => sum + line.answer.bits, 0) / asked.length : NaN;
+}
+
+function sumReward(trace) { return trace.header.task === "env" ? trace.lines.reduce((sum, line) => sum + (line.reward || 0), 0) : NaN; }
+
+function tellEnd(trace) {
+  const last = trace.step(trace.size - 1);
+  return last.success == null ? "" : last.success ? " (solved)" : " (failed)";
+}
+
+function tellSums(before, after) {
+  const tell = (name, of, end = () => "") => Number.isNaN(of(before)) || Number.isNaN(of(after)) ? [] : [`${name} ${show(of(before))}${end(before)} → ${show(of(after))}${end(after)}`];
+  const parts = [...tell("bits per token, lower is better:", meanBits), ...tell("bits per answer, lower is better:", meanAnswer), ...tell("return:", sumReward, tellEnd),
+    ...tell("most memories alive at once, all layers:", mostAlive)].join("; ");
+  return `${parts.charAt(0).toUpperCase()}${parts.slice(1)}.`;
+}
+
 function showComparison(before, after, layer, head, range, goTo) {
   const { pairs, front, back } = pairTokens(before, after);
-  const first = Math.max(front - WINDOW / 2, 0);
+  const first = back + front < after.size ? Math.max(front - WINDOW / 2, 0) : 0;  // where nothing was changed, the beginning
   const sides = [[find("old"), before], [find("new"), after]].map(([box, trace]) => {
     const choice = trace.hasSpans ? trace.choose(layer, head) : { span: null };
     const edge = trace.size - back;
@@ -63,7 +101,9 @@ function showComparison(before, after, layer, head, range, goTo) {
   find("moved").replaceChildren(...chips(moved));
   if (!worse.length) find("worse").replaceChildren(element("span", "none", "es-soft"));
   if (!moved.length) find("moved").replaceChildren(element("span", "none", "es-soft"));
-  find("sums").textContent = `Bits per token ${show(meanBits(before))} → ${show(meanBits(after))} (lower is better); most memories alive at once ` +
-    `${show(mostAlive(before))} → ${show(mostAlive(after))}. ${worse.length} of ${pairs.length} tokens that both texts share get worse.`;
+  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
+  find("changed").hidden = !find("changed").textContent;
+  find("sums").textContent = tellSums(before, after) + (Number.isNaN(meanBits(before)) ? "" : ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.`);
+  find("worse-box").hidden = Number.isNaN(meanBits(before));
   find("verdict").hidden = false;
 }
