@@ -275,16 +275,21 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
     }
 
 
-SLOT_TILES = (
-    (64, 2),
-    (64, 2, 2),
-    (64, 2, 3),
-    (64, 4, 3),
-    (32, 1, 3),
-    (32, 2, 3),
-    (16, 1, 4),
-    (64, 2, 1, 4096),
-    (64, 2, 3, 8192),
+SLOT_TILES: tuple[dict[str, Any], ...] = (
+    dict(slots=64, warps=2),
+    dict(slots=64, warps=1),
+    dict(slots=32, warps=1),
+    dict(slots=32, warps=2),
+    dict(slots=16, warps=1, apart=True),
+    dict(slots=32, warps=1, apart=True),
+    dict(slots=32, warps=2, apart=True),
+    dict(slots=64, warps=2, apart=True),
+    dict(slots=64, warps=2, skip_dead=True),
+    dict(slots=32, warps=1, skip_dead=True),
+    dict(slots=32, warps=1, apart=True, skip_dead=True),
+    dict(slots=64, warps=2, programs=4096),
+    dict(slots=32, warps=1, apart=True, programs=4096),
+    dict(slots=32, warps=1, apart=True, programs=8192),
 )
 PRODUCT_TILES = {
     1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),
@@ -328,8 +333,8 @@ def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
 
         found[f"batch {rows}, kernels"] = where_time_goes(stream)
         for tiles in SLOT_TILES:
-            slots.override(slots.Tiles(*tiles))
-            measure(f"slots {tiles}")
+            slots.override(slots.Tiles(**tiles))
+            measure("slots " + " ".join(f"{name}={value}" for name, value in tiles.items()))
         slots.override(slots.Tiles())
         for tiles in PRODUCT_TILES[rows]:
             products.override(products.Tiles(*tiles))

@@ -60,9 +60,18 @@ def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, splits", [*zip(CASES, [1, 3] * 4), ("layer spans", 3), ("paper preset", 3)])
+@pytest.mark.parametrize(
+    "name, splits, tiles",
+    [
+        *((name, splits, {}) for name, splits in zip(CASES, [1, 3] * 4)),
+        ("layer spans", 3, dict(apart=True)),
+        ("paper preset", 3, dict(skip_dead=True)),
+        ("spans below zero", 1, dict(slots=32, apart=True, skip_dead=True)),
+    ],
+)
 @torch.inference_mode()
-def test_the_fused_step_equals_the_plain_one(name, splits, monkeypatch):
+def test_the_fused_step_equals_the_plain_one(name, splits, tiles, monkeypatch):
+    monkeypatch.setattr(slots, "_tiles", slots.Tiles(**tiles))
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: False)
     stepper = advance(build(name).to(DEVICE), 2, FRESH + 40)
     layer = stepper.slot_layers[0]

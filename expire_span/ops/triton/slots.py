@@ -34,6 +34,10 @@ class Tiles(NamedTuple):
     """Pipeline depth: how many loads of a program are in flight at once."""
     programs: int = 264
     """Programs that fill a GPU, two for each multiprocessor of a large one: heads are split while there are fewer."""
+    skip_dead: bool = False
+    """Whether a program waits for the edges of slots before it reads their keys and values, and leaves out the dead."""
+    apart: bool = False
+    """Whether each slot of a tile keeps its own maximum and sums, joined once at the end, so that tiles need no exchange."""
 
 
 _tiles = Tiles()
@@ -90,7 +94,7 @@ def _step(
     width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1)
     heads = kv_heads * group
@@ -101,34 +105,51 @@ def _step(
     now = tl.load(column)
     mine = proj + b * proj_b
     q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+    # Addresses are those of the head's first slot plus 32-bit offsets: half the registers of 64-bit ones.
     base = b * slots + tl.load(bounds + h)
+    keys_of, values_of, pos_of, edge_of = k + base * D, v + base * D, pos + base, edge + base
     end = FRESH + tl.load(counts + b * kv_heads + h)
-    acc = tl.zeros([D_PAD], tl.float32)
-    total = 0.0
-    peak = float("-inf")
+    if APART:
+        acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+        total = tl.zeros([BLOCK_N], tl.float32)
+        peak = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    else:
+        acc = tl.zeros([D_PAD], tl.float32)
+        total = 0.0
+        peak = float("-inf")
     for tile in tl.range(split, tl.cdiv(end, BLOCK_N), SPLITS, num_stages=STAGES):
         i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (i < end) & ((i >= FRESH) | (i < now))
-        age = now.to(tl.float32) - tl.load(pos + base + i, mask=held, other=0.0)
-        left = tl.load(edge + base + i, mask=held, other=float("-inf")) - age
-        at = (base + i)[:, None] * D + d[None, :]
-        read = held[:, None] & inside[None, :]
-        keys = tl.load(k + at, mask=read, other=0.0).to(tl.float32)
-        values = tl.load(v + at, mask=read, other=0.0).to(tl.float32)
+        age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
+        left = tl.load(edge_of + i, mask=held, other=float("-inf")) - age
         alive = held & (left > 0)
+        at = i[:, None] * D + d[None, :]
+        read = (alive if SKIP_DEAD else held)[:, None] & inside[None, :]
+        keys = tl.load(keys_of + at, mask=read, other=0.0).to(tl.float32)
+        values = tl.load(values_of + at, mask=read, other=0.0).to(tl.float32)
         if WINDOW > 0:
             near = alive & (age >= 1) & (age <= WINDOW)
             far = (age - 1).to(tl.int32)[:, None] * D + d[None, :]
             keys += tl.load(relative + far, mask=near[:, None] & inside[None, :], other=0.0).to(tl.float32)
         s = tl.where(alive, tl.sum(keys * q[None, :], 1) * scale, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 0))
+        new_peak = tl.maximum(peak, s if APART else tl.max(s, 0))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         e = tl.math.exp2(s - safe)
         p = tl.where(alive, tl.minimum(left * inv_ramp, 1.0) * e, 0.0)
         fade = tl.math.exp2(peak - safe)
-        total = total * fade + tl.sum(p + EPS * e, 0)
-        acc = acc * fade + tl.sum(p[:, None] * values, 0)
+        if APART:
+            total = total * fade + p + EPS * e
+            acc = acc * fade[:, None] + p[:, None] * values
+        else:
+            total = total * fade + tl.sum(p + EPS * e, 0)
+            acc = acc * fade + tl.sum(p[:, None] * values, 0)
         peak = new_peak
+    if APART:
+        best = tl.max(peak, 0)
+        rise = tl.math.exp2(peak - tl.where(best == float("-inf"), 0.0, best))
+        total = tl.sum(total * rise, 0)
+        acc = tl.sum(acc * rise[:, None], 0)
+        peak = best
     if split == 0:
         k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
@@ -141,10 +162,10 @@ def _step(
         span = tl.load(low + h) + tl.load(room + h) / (1.0 + tl.exp(-logit))
         left = span + ramp
         if head % group == 0:
-            at = (base + now) * D + d
-            tl.store(k + at, k_new.to(k.dtype.element_ty), mask=inside)
-            tl.store(v + at, v_new.to(v.dtype.element_ty), mask=inside)
-            tl.store(edge + base + now, left)
+            at = now * D + d
+            tl.store(keys_of + at, k_new.to(k.dtype.element_ty), mask=inside)
+            tl.store(values_of + at, v_new.to(v.dtype.element_ty), mask=inside)
+            tl.store(edge_of + now, left)
         if MIN_AGE == 0:
             s = tl.where(left > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
             new_peak = tl.maximum(peak, s)
@@ -226,7 +247,8 @@ def triton_step(
         group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
         hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None, ROTARY=angles is not None,
         MIN_AGE=0 if include_self else 1, WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
-        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, STAGES=_tiles.stages, num_warps=_tiles.warps,
+        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, STAGES=_tiles.stages, SKIP_DEAD=_tiles.skip_dead,
+        APART=_tiles.apart, num_warps=_tiles.warps,
     )  # fmt: skip
     if splits > 1:
         constants = dict(D=dim, D_PAD=padded, SPLITS=splits, SPLITS_PAD=power_of_2(splits), num_warps=2)
