@@ -174,7 +174,7 @@ from expire_span.ops.triton import products, slots
 POINTERS = {"counts": "i32", "bounds": "i32", "column": "i32"}
 POINTERS |= dict.fromkeys("weight bias low room cos sin pos edge parts peaks totals".split(), "fp32")
 FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps", "hidden_eps", "eps")
-SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024, STAGES=1)
+SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024, STAGES=1) | dict(SKIP_DEAD=False, APART=False)
 MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
 PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
 
@@ -192,6 +192,7 @@ def compile(kernel, fixed, dtype):
 for kernel in (slots._step, slots._join_splits, slots._square_relu):
     compile(kernel, SIZES | MODERN, "bf16")
 compile(slots._step, SIZES | PAPER | dict(STAGES=3), "fp32")
+compile(slots._step, SIZES | MODERN | dict(SKIP_DEAD=True, APART=True), "bf16")
 POINTERS |= dict.fromkeys("gain weight residual".split(), "bf16")
 for tiles in (products.FEW_ROWS, *products.MANY_ROWS):
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles))
