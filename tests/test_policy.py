@@ -73,7 +73,8 @@ def test_the_largest_and_smallest_values_have_an_embedding():
         field = FIELDS[name]
         encoder = ObservationEncoder([field], 8, 4)
         for value in (field.lows, tuple(low + n - 1 for low, n in zip(field.lows, field.sizes))):
-            encoder({name: torch.tensor(value).reshape(1, 1, *field.shape)})
+            x = encoder({name: torch.tensor(value).reshape(1, 1, *field.shape)})
+            assert x.shape == (1, 1, 8) and x.isfinite().all()
 
 
 def test_choices_are_independent_categoricals():

@@ -113,10 +113,7 @@ def build_app(source: Source, port: int) -> FastAPI:
     @app.get("/")
     def page() -> HTMLResponse:
         nonce = secrets.token_urlsafe(16)
-        rules = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
-        rules += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        headers = {"content-security-policy": rules, "x-content-type-options": "nosniff", "cache-control": "no-store"}
-        return HTMLResponse(render_page(live=True, nonce=nonce), headers=headers)
+        return HTMLResponse(render_page(live=True, nonce=nonce), headers=_page_headers(nonce))
 
     @app.get("/api/info")
     def info() -> dict[str, Any]:
@@ -137,9 +134,7 @@ def build_app(source: Source, port: int) -> FastAPI:
     @app.post("/api/generate")
     async def generate(request: Request) -> StreamingResponse:
         fields = await read_fields(request)
-        seed, temperature = number(fields, "seed", 0, 0, 2**62), number(fields, "temperature", 1.0, 0, 100)
-        top_k, count = number(fields, "top_k", None, 1, 2**31), number(fields, "max_tokens", 1000, 1, MOST_WRITTEN)
-        sampling = Sampling(temperature, None if top_k is None else int(top_k), None, seed)
+        sampling, count = _read_sampling(fields), number(fields, "max_tokens", 1000, 1, MOST_WRITTEN)
         reader = await run_in_threadpool(source.reader)
         prompt = len(reader.encode(fields["text"] or b"\n"))
         session = Session(reader.generate(fields["text"], sampling, count), prompt + 1)
@@ -158,6 +153,19 @@ def build_app(source: Source, port: int) -> FastAPI:
 async def _leave(request: Request, error: Exception) -> Response:
     """A client that goes away in the middle of its request is nothing to write a traceback about."""
     return Response(status_code=400)
+
+
+def _page_headers(nonce: str) -> dict[str, str]:
+    """The page may run its own script, marked by the nonce, and ask this server; nothing else."""
+    rules = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; "
+    rules += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return {"content-security-policy": rules, "x-content-type-options": "nosniff", "cache-control": "no-store"}
+
+
+def _read_sampling(fields: dict[str, Any]) -> Sampling:
+    top_k = number(fields, "top_k", None, 1, 2**31)
+    temperature, seed = number(fields, "temperature", 1.0, 0, 100), number(fields, "seed", 0, 0, 2**62)
+    return Sampling(temperature, None if top_k is None else int(top_k), None, seed)
 
 
 def _read_cut(fields: dict[str, Any]) -> Cut:
