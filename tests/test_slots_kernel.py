@@ -174,7 +174,8 @@ from expire_span.ops.triton import products, slots
 POINTERS = {"counts": "i32", "bounds": "i32", "column": "i32"}
 POINTERS |= dict.fromkeys("weight bias low room cos sin pos edge parts peaks totals".split(), "fp32")
 FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps", "hidden_eps", "eps")
-SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024, STAGES=1) | dict(SKIP_DEAD=False, APART=False)
+SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024)
+SIZES |= dict(STAGES=1, SKIP_DEAD=False, APART=False)
 MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
 PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
 

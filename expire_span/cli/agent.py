@@ -11,7 +11,7 @@ import tyro
 
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.errors import UserError
-from expire_span.runs import RunFolder, check_name, check_new
+from expire_span.runs import RunFolder, check_name, check_new, find_run
 
 from .parsing import PROGRAM, is_first_process, parse, warn
 
@@ -27,6 +27,8 @@ class TrainAgent:
     """Folder that holds the run folders."""
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
+    init_from: str | None = None
+    """A run whose newest weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
 
 
 USUAL = (
@@ -42,6 +44,7 @@ USUAL = (
     "train.budget.live",
     "train.device",
     "seed",
+    "init-from",
 )
 """Options that --help shows; --help-all shows all."""
 
@@ -56,7 +59,8 @@ def train_agent(recipe: str, config: AgentRunConfig, args: list[str]) -> int:
         check_new(command.runs_dir / name)
     from expire_span.train.actor_critic import train
 
-    return _finish(train(command.config, command.runs_dir / name, recipe=recipe))
+    source = find_run(command.init_from, command.runs_dir) if command.init_from is not None else None
+    return _finish(train(command.config, command.runs_dir / name, recipe=recipe, init_from=source))
 
 
 def resume_agent(run: RunFolder) -> int:

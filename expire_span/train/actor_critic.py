@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import Snapshot
@@ -58,10 +63,16 @@ def split_seed(seed: int, split: int) -> int:
     return seed * 4 + split
 
 
-def train(config: AgentRunConfig, path: Path, *, recipe: str = "", shown: bool = True) -> RunFolder:
-    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked."""
+def train(
+    config: AgentRunConfig, path: Path, *, recipe: str = "", init_from: RunFolder | None = None, shown: bool = True
+) -> RunFolder:
+    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
+
+    `init_from` names a run whose newest weights the new one starts from, in place of random ones.
+    """
     learner = AgentLearner(config)
-    return session.begin(learner, learner.config, path, recipe=recipe, shown=shown)
+    origin = session.Origin.of(init_from, learner.policy) if init_from is not None else None
+    return session.begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
 
 
 def resume(run: RunFolder, *, shown: bool = True) -> RunFolder:
@@ -294,15 +305,21 @@ class AgentLearner:
         return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
 
     def load(self, snapshot: Snapshot) -> None:
+        """Everything that a checkpoint holds; or weights alone, where the run starts from them."""
+        weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
+        options = StateDictOptions(full_state_dict=True)
+        if snapshot.weights_only:
+            set_model_state_dict(self.model, weights, options=options)
+            return
         saved, here = snapshot.state["processes"], self.accelerator.num_processes
         if saved != here:
             raise UserError(f"this run was trained by {saved} processes, got {here}; launch it with {saved}")
         set_state_dict(
             self.model,
             self.optimizers,
-            model_state_dict={_PREFIX + name: x for name, x in snapshot.model.items()},
+            model_state_dict=weights,
             optim_state_dict=snapshot.optimizer,  # type: ignore[arg-type]
-            options=StateDictOptions(full_state_dict=True),
+            options=options,
         )
         if self.budget is not None:
             self.budget.load_state_dict(snapshot.state["budget"])

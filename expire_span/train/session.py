@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
@@ -31,6 +31,15 @@ class Origin:
     weights: dict[str, Tensor]
     about: dict[str, Any]
     """Where they come from, for config.json."""
+
+    @classmethod
+    def of(cls, run: RunFolder, model: nn.Module) -> Origin:
+        """The newest sound weights of a run; those that do not fit the model are refused."""
+        snapshot = checkpoint.load(run)
+        if snapshot is None:
+            raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
+        checkpoint.check_weights(snapshot.model, model.state_dict(), f"run {run.path}")
+        return cls(snapshot.model, {"run": str(run.path), "step": snapshot.step})
 
 
 def begin(

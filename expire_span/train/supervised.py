@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
@@ -44,7 +43,6 @@ from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .scorer import Scorer, rows_of, start_of
-from .session import Origin
 from .step import Pass, TrainStep
 from .step_metrics import StepMetrics
 from .trackers import check_tracker
@@ -69,7 +67,7 @@ def train(
     `init_from` names a run whose newest weights the new one starts from, in place of random ones.
     """
     learner = SupervisedLearner(config, task)
-    origin = weights_of(init_from, learner) if init_from is not None else None
+    origin = session.Origin.of(init_from, learner.decoder) if init_from is not None else None
     return session.begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
 
 
@@ -79,15 +77,6 @@ def resume(
     """Go on with an interrupted run from its newest sound checkpoint."""
     build = lambda config: SupervisedLearner(config, task)  # noqa: E731
     return session.go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
-
-
-def weights_of(run: RunFolder, learner: SupervisedLearner) -> Origin:
-    """The newest sound weights of a run; those that do not fit the learner's model are refused."""
-    snapshot = checkpoint.load(run)
-    if snapshot is None:
-        raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
-    checkpoint.check_weights(snapshot.model, learner.decoder.state_dict(), f"run {run.path}")
-    return Origin(snapshot.model, {"run": str(run.path), "step": snapshot.step})
 
 
 class SupervisedLearner:
