@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from expire_span import Backbone, BackboneConfig, ExpireSpan, ExpireSpanConfig
+from expire_span import Backbone, BackboneConfig, ExpireSpan, ExpireSpanConfig, ExpiringMemory, Sampling
 
 X = torch.ones(2, 5, 16)
 
@@ -66,3 +66,24 @@ def test_states():
         layer(X, "state")
     with pytest.raises(ValueError, match="the state has 1 layers and the model 2; begin with None"):
         model(X, model(X).state[:1])
+    with pytest.raises(ValueError, match=r"fresh must have shape \(2,\), one mark a row, got \(1,\)"):
+        model(X, model(X).state, fresh=torch.tensor([True]))
+
+
+def test_stores():
+    """A key of width 1 would be broadcast over the stored ones' width."""
+    pos, span, k = torch.arange(3), torch.ones(2, 3), torch.ones(2, 3, 8)
+    store = ExpiringMemory.empty(2, ramp=4).append(pos, span, k=k)
+    with pytest.raises(ValueError, match=r"k must have shape \(2, 3, 8\), as what is stored, got \(2, 3, 1\)"):
+        store.append(pos + 3, span, k=k[..., :1])
+    with pytest.raises(ValueError, match=r"positions must be integers, got torch.float32"):
+        store.append(pos + 3.5, span, k=k)
+    with pytest.raises(ValueError, match="k must be a tensor, got list"):
+        store.append(pos + 3, span, k=k.tolist())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_temperatures(value):
+    """With NaN every draw was token 0."""
+    with pytest.raises(ValueError, match=f"temperature must be 0 or more and finite, got {value}"):
+        Sampling(temperature=value)

@@ -65,7 +65,7 @@ def _overview() -> str:
         f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
         "Models that learn when each memory expires, and pay only for the ones that live.\n\n"
         f"commands:\n{verbs}\n\n"
-        f"{PROGRAM} COMMAND --help explains a command; {PROGRAM} train RECIPE --help lists every field of a recipe.\n"
+        f"{PROGRAM} COMMAND --help explains a command; {PROGRAM} train RECIPE --help-all lists every field of a recipe.\n"
         f"Several processes or machines: accelerate launch -m expire_span train RECIPE ..."
     )
 

@@ -193,6 +193,8 @@ class Backbone(nn.Module):
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
+        if fresh is not None and tuple(fresh.shape) != (x.shape[0],):
+            raise ValueError(f"fresh must have shape ({x.shape[0]},), one mark a row, got {tuple(fresh.shape)}")
         if state is None:
             check_start(x.shape[0], keep)
             state = [None] * len(self.blocks)

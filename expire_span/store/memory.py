@@ -121,6 +121,11 @@ class ExpiringMemory(Store):
         check_values: refuse decreasing positions and NaN spans. On a GPU the host must wait for the device to read the values;
         switch the check off where they are known to be valid.
         """
+        for name, x in {"pos": pos, "span": span, **fields}.items():
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if pos.is_floating_point():
+            raise ValueError(f"positions must be integers, got {pos.dtype}")
         count = span.shape[-1]
         new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact_span(span), **fields}
         self._check_shapes(new, count)
@@ -223,6 +228,13 @@ class ExpiringMemory(Store):
             expected = (*self.rows, count)
             if tuple(x.shape[: len(expected)]) != expected:
                 raise ValueError(f"{name} must begin with shape {expected}, got {tuple(x.shape)}")
+            if (
+                self.used
+                and self.segments is None
+                and x.shape[len(expected) :] != self.slots[name].shape[len(expected) :]
+            ):
+                held = (*expected, *self.slots[name].shape[len(expected) :])  # a width of 1 would be broadcast
+                raise ValueError(f"{name} must have shape {held}, as what is stored, got {tuple(x.shape)}")
 
     def _check_values(self, pos: Tensor, span: Tensor) -> None:
         if bool(span.isnan().any()):
