@@ -65,6 +65,12 @@ class Snapshot:
     def of_weights(cls, model: dict[str, Tensor], step: int = 0) -> Snapshot:
         return cls(step, {}, None, model, weights_only=True)
 
+    @property
+    def best_weights(self) -> dict[str, Tensor]:
+        """What the run is judged by: the best weights it has seen where it keeps them (agents do), else the newest."""
+        best = self.worker.get("best") if isinstance(self.worker, dict) else None
+        return best["weights"] if best is not None else self.model
+
 
 def folder_of(run: RunFolder, step: int) -> Path:
     return run.checkpoints / f"step-{step:08d}"
@@ -181,9 +187,7 @@ def load_policy(run: RunFolder, device: torch.device | str = "cpu", warn: Warn |
     snapshot = load(run, warn=warn)
     if snapshot is None:
         raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
-    best = snapshot.worker["best"] if snapshot.worker is not None else None
-    weights = best["weights"] if best is not None else snapshot.model
-    policy = Policy(run.config.model)
+    policy, weights = Policy(run.config.model), snapshot.best_weights
     check_weights(weights, policy.state_dict(), str(run.path))
     policy.load_state_dict(weights)
     return policy.to(device).eval()

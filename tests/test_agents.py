@@ -243,6 +243,18 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     assert not torch.equal(kept[0.7], kept[0.5])
 
 
+def test_an_agent_starts_from_the_best_weights_of_another_run(tmp_path):
+    first = train(tiny_agent(steps=6, eval_every=2), tmp_path / "first", shown=False)
+    second = train(replace(tiny_agent(steps=1, lr=1e-9), seed=3), tmp_path / "second", init_from=first, shown=False)
+    assert second.origin == {"run": str(first.path), "step": 6}
+    wanted = load_policy(first).state_dict()
+    torch.testing.assert_close(load_policy(second).state_dict(), wanted, rtol=0, atol=1e-6)
+    other = replace(tiny_agent(), model=replace(tiny_agent().model, dim=32))
+    with pytest.raises(UserError, match=r"weight \S+ of run .*first has the shape"):
+        train(other, tmp_path / "third", init_from=first, shown=False)
+    assert not (tmp_path / "third").exists()
+
+
 def test_multidiscrete_actions_and_every_epoch_of_minibatches(tmp_path):
     config = tiny_agent(task={"options": '{"multi": true}'}, steps=2, minibatches=2, epochs=3)
     run = train(config, tmp_path / "run", shown=False)

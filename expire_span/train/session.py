@@ -34,12 +34,12 @@ class Origin:
 
     @classmethod
     def of(cls, run: RunFolder, model: nn.Module) -> Origin:
-        """The newest sound weights of a run; those that do not fit the model are refused."""
+        """The best weights that a run's newest sound checkpoint knows of; those that do not fit the model are refused."""
         snapshot = checkpoint.load(run)
         if snapshot is None:
             raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
-        checkpoint.check_weights(snapshot.model, model.state_dict(), f"run {run.path}")
-        return cls(snapshot.model, {"run": str(run.path), "step": snapshot.step})
+        checkpoint.check_weights(snapshot.best_weights, model.state_dict(), f"run {run.path}")
+        return cls(snapshot.best_weights, {"run": str(run.path), "step": snapshot.step})
 
 
 def begin(
