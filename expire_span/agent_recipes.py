@@ -34,7 +34,7 @@ def agent_corridor() -> AgentRunConfig:
     base = agent_corridor_tiny()
     mixer = replace(base.model.mixer, max_span=96, ramp=16)
     budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.1, patience_loss=0.1)
-    train = replace(base.train, steps=180, window=48, budget=budget, goal=0.995)
+    train = replace(base.train, steps=250, window=48, budget=budget, goal=0.98)
     train = replace(train, eval_episodes=480, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
