@@ -64,9 +64,7 @@ def agent_portal() -> AgentRunConfig:
     base = agent_corridor_hard()
     model = replace(base.model, positions="rotary", mixer=replace(base.model.mixer, max_span=640, initial_span=0.9))
     budget = replace(base.train.budget, live=80, start_loss=0.05, patience_loss=0.08)
-    train = replace(
-        base.train, steps=200, envs=256, imitate=100, budget=budget, test_episodes=2048, eval_episodes=512
-    )
+    train = replace(base.train, steps=200, envs=256, imitate=100, budget=budget, test_episodes=2048, eval_episodes=512)
     return replace(base, task=EnvTask(env="ExpireSpan/Portal-Medium-v0"), model=model, train=train)
 
 
