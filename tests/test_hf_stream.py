@@ -172,7 +172,7 @@ def test_the_server_says_what_is_wrong(client):
 
     api, _ = client
     for options, said in (
-        (dict(temperature=-1), "temperature must be 0 or more, got -1.0"),
+        (dict(temperature=-1), "temperature must be 0 or more and finite, got -1.0"),
         (dict(n=2), "n must be 1"),
     ):
         with pytest.raises(openai.BadRequestError, match=said):
