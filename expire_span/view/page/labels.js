@@ -29,7 +29,7 @@ function placeLabels(timeline, context) {
   const { area, wide, high } = timeline.shown, scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
   context.font = `${LABEL}px system-ui, sans-serif`;
   const boxOf = ({ x, y, text }) => [x - 4, y - LABEL / 2 - 1, x + context.measureText(text).width + 4, y + LABEL / 2 + 1];
-  const ticks = rowTicks(timeline.shown, timeline.rowName), taken = ticks.map(boxOf), out = [];
+  const ticks = rowTicks(timeline.shown, timeline.rowName), taken = ticks.map(boxOf), out = [], named = [];
   let looked = 0;
   for (const i of timeline.ranked) {
     const death = Math.min(timeline.death[i], timeline.end);
@@ -42,7 +42,9 @@ function placeLabels(timeline, context) {
     const alive = i <= timeline.cursor && timeline.cursor < timeline.death[i];
     if (0.84 * scaleY > LABEL) label.inside = inkOn(over(colourAt(0.12 + 0.88 * timeline.lives[4 * i + 3]), alive ? 1 : 0.6));
     out.push(label);
+    named.push(i);
   }
+  timeline.named = named;
   return [...ticks, ...out];
 }
 

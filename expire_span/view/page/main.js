@@ -89,7 +89,7 @@ function choose() {
     lines = words ? joinWords(trace, choice) : choice;
     const fresh = rangeOf(lines.span.filter((_, i) => lines.death[i] > i));
     if (!writing || differ(fresh, range)) range = fresh;
-    timeline.load(lines, state.layout, range, trace.header.ramp, trace.size, ROWS[state.layout], nameOf);
+    timeline.load(lines, state.layout, range, trace.header.ramp, trace.size, ROWS[state.layout], nameOf, Boolean(writing && !writing.paused));
     if (following || timeline.to <= timeline.from) timeline.move(timeline.from, trace.size);
   } else choice = { span: null, death: null };
   find("scrub").max = trace.size - 1;

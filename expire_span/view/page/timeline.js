@@ -2,6 +2,7 @@
 // a pixel; plain rectangles where there is no WebGL2. Text, axes and the cursor lie on a second canvas above.
 
 const MOST_QUADS = 6000;
+const RANKED = 500;  // milliseconds for which names stay where they are while a text is written
 const AXIS = 16;  // pixels below the rows, for the names of steps
 const CORNERS = 4;  // Each memory stands four times in the buffer. Instances would need one, but software renderers draw them one by one.
 const VERTEX = `#version 300 es
@@ -132,9 +133,13 @@ class Timeline {
   }
 
   // span and death of each memory, and how rows are given; what a row is called, and the name of each memory.
-  load({ span, death }, layout, range, ramp, end, rowName, nameOf) {
+  // While the trace is growing, names stay with the memories that bear them and are dealt out anew twice a second: to rank and measure
+  // hundreds of words takes longer than a token.
+  load({ span, death }, layout, range, ramp, end, rowName, nameOf, growing = false) {
+    const now = performance.now(), stays = growing && now - this.rankedAt < RANKED;
+    if (!stays) this.rankedAt = now;
     const n = death.length;
-    Object.assign(this, { count: n, death, layout, ramp, end, rowName, nameOf, ranked: nameOf ? rankLives(death) : [] });
+    Object.assign(this, { count: n, death, layout, ramp, end, rowName, nameOf, ranked: !nameOf ? [] : stays ? this.named : rankLives(death) });
     const packed = layout !== "birth" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
     this.rows = packed.rows; this.height = packed.height;
     this.lives = new Float32Array(4 * n);
