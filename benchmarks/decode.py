@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
     parser.add_argument("--seconds", type=float, default=None, help="no further figure is begun after this")
     parser.add_argument("--quick", action="store_true", help="the main figures only, in less than 150 seconds on a GPU")
-    parser.add_argument("--run", default=None, help="a trained run folder; it reads --text")
+    parser.add_argument("--run", type=Path, default=None, help="a trained run folder; it reads --text")
     parser.add_argument("--text", default=None, help="a file whose bytes the streams read, instead of random ones")
     parser.add_argument("--tune", action="store_true", help="try other tiles of the kernels first")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine: tests the benchmark itself")

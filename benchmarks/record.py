@@ -27,8 +27,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _name_of(value: object) -> str:
+    """Of files and folders their last name: where they lay on one machine says nothing to a reader of the figures."""
+    if isinstance(value, Path):
+        return value.name
+    raise TypeError(f"a figure must be a number, a text, a list or a table, got {type(value).__name__}")
+
+
 def save(name: str, result: dict[str, Any], folder: str | Path = "benchmarks/out") -> Path:
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1, default=_name_of) + "\n")
     return path

@@ -97,8 +97,7 @@ def parse() -> argparse.Namespace:
 
 
 def note(asked: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
-    settings = {n: str(value) if isinstance(value, Path) else value for n, value in vars(asked).items()}
-    print(save(name, {"settings": settings, **result}, asked.out), flush=True)
+    print(save(name, {"settings": vars(asked), **result}, asked.out), flush=True)
 
 
 # What it is made from

@@ -44,7 +44,7 @@ def build(config: DecoderConfig, device: torch.device) -> Decoder:
     return decoder
 
 
-def trained(run: str, device: torch.device) -> Decoder:
+def trained(run: Path, device: torch.device) -> Decoder:
     """The decoder of a run folder, in the precision that it is served in."""
     decoder = load_decoder(run).to(device).eval()
     return decoder.to(torch.bfloat16) if device.type == "cuda" else decoder

@@ -188,7 +188,8 @@ class CollisionTask:
     """Frames of the validation and of the test split, over all rows."""
     meet_prob: float = 0.0
     """In training, chance a frame that the second particle is shown in the first one's cell, so that collisions are frequent
-    and answers near: an aid for the first steps that the paper's setting does not have; validation and test never have it."""
+    and answers near: an aid that the paper's setting does not have; validation and test never have it. Saved simulations have
+    the chance that they were made with (expire-span data collision --meet-prob)."""
     hints: bool = False
     """In training, ask at the sixth token of every frame whether the particles have just collided, and in which quadrant. The
     paper's setting does not have this aid; validation and test never have it."""

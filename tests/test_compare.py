@@ -6,11 +6,12 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from expire_span.compare import plan
+from expire_span.compare import plan, worker
 from expire_span.compare.budgets import default_memories, has_knob, learns_spans, with_budget
 from expire_span.compare.conduct import Pace
 from expire_span.compare.matched import count_parameters, match_parameters
@@ -25,6 +26,7 @@ from expire_span.models.mixer import build_mixer
 from expire_span.models.systems import SYSTEMS
 from expire_span.recipes import RECIPES, text_small
 from expire_span.runs import UserError
+from expire_span.train.supervised import SupervisedLearner
 from expire_span.view.efficiency import Row
 from tests.tiny import tiny_config, write_text
 
@@ -139,9 +141,19 @@ def test_time_left():
     assert Pace(total=4).left(elapsed=5, share=0.0) is None
 
 
-def test_seconds_become_steps(tmp_path):
+def test_seconds_become_steps(tmp_path, monkeypatch):
+    """By a clock of its own, which goes on by 4 ms at every step after the slow ones that warm up: those do not count."""
+    clock, real, made = [0.0], SupervisedLearner.step, []
+
+    def step(self, index):
+        made.append(index)
+        clock[0] += 0.004 if len(made) > worker.WARM_STEPS else 0.02
+        return real(self, index)
+
+    monkeypatch.setattr(SupervisedLearner, "step", step)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     config = with_steps_for(tiny_config(write_text(tmp_path), steps=10_000), 2.0)
-    assert 1 <= config.train.steps < 5000  # a busy machine makes few steps in two seconds, none makes this many
+    assert config.train.steps == 500 and made == list(range(len(made)))
 
 
 # Refusals

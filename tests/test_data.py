@@ -255,6 +255,19 @@ def test_saved_collision_is_the_simulation(tmp_path):
         Collision(CollisionTask(path=str(tmp_path / "none"))).stream("train", batch=1, block=8, seed=0)
 
 
+def test_a_folder_of_collisions_is_of_one_game(tmp_path, capsys):
+    command = ["data", "collision", "--to", str(tmp_path / "c"), "--frames", "2400"]
+    assert main([*command, "--meet-prob", "0.3"]) == main([*command, "--meet-prob", "0.3"]) == 0
+    capsys.readouterr()
+    assert main(command) == 2 and "was made with {'meet_prob': 0.3}, and --meet-prob is 0" in capsys.readouterr().err
+    (tmp_path / "c" / "game.json").unlink()  # as of a folder that was saved before meetings could be forced
+    assert main([*command, "--meet-prob", "0.3"]) == 2 and main(command) == 0
+    (tmp_path / "c" / "game.json").write_text("{")
+    assert main(command) == 2 and "game.json is damaged" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"expire-span data collision --meet-prob 0.3 --to \S*none"):
+        Collision(CollisionTask(path=str(tmp_path / "none"), meet_prob=0.3)).stream("train", batch=1, block=8, seed=0)
+
+
 def test_collision_takes_no_source_and_needs_frames(tmp_path, capsys):
     assert main(["data", "collision", "--from", "x"]) == 2 and "takes no --from" in capsys.readouterr().err
     assert main(["data", "collision", "--frames", "5", "--to", str(tmp_path / "c")]) == 2

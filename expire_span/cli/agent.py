@@ -28,7 +28,7 @@ class TrainAgent:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run whose newest weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
+    """A run whose best weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
 
 
 USUAL = (

@@ -272,7 +272,9 @@ class SavedRows:
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
         path = Path(task.config.path) / f"{split}.npy"
         if not path.is_file():
-            raise ValueError(f"{path} is missing; make it with: expire-span data collision --to {task.config.path}")
+            meetings = f" --meet-prob {task.config.meet_prob:g}" if task.config.meet_prob else ""
+            command = f"expire-span data collision{meetings} --to {task.config.path}"
+            raise ValueError(f"{path} is missing; make it with: {command}")
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
         if len(data) < batch:
             raise ValueError(

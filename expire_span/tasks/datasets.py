@@ -21,6 +21,7 @@ from typing import IO
 import numpy as np
 
 from expire_span.errors import StorageError, UserError
+from expire_span.files import write_atomic
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
@@ -172,6 +173,7 @@ def make_collision(
     _check_room(target, frames)
     task = Collision(config or CollisionTask())
     target.mkdir(parents=True, exist_ok=True)
+    _check_game(target, task.config)
     done = 0
     for split in SPLITS:
         count = frames * SHARES[split] // least
@@ -195,6 +197,20 @@ def _check_room(target: Path, frames: int) -> None:
         raise UserError(
             f"--frames {frames:,} need {need / 1e9:,.1f} GB and {place} has {free / 1e9:,.1f} GB free; give fewer frames"
         )
+
+
+def _check_game(target: Path, config: CollisionTask) -> None:
+    """Note beside the frames how often the particles are made to meet; a folder of another game is not what was asked for."""
+    note = target / "game.json"
+    try:
+        found = json.loads(note.read_bytes()) if note.exists() else None
+    except ValueError as error:
+        raise UserError(f"{note} is damaged ({error}); remove {target} and repeat the command") from error
+    if found is None and any((target / f"{split}.npy").exists() for split in SPLITS):
+        found = {"meet_prob": 0.0}  # saved before particles could be made to meet
+    if found is not None and found != {"meet_prob": config.meet_prob}:
+        raise UserError(f"{target} was made with {found}, and --meet-prob is {config.meet_prob:g}; give another --to")
+    write_atomic(note, json.dumps({"meet_prob": config.meet_prob}).encode())
 
 
 def _check_count(path: Path, count: int) -> None:

@@ -68,7 +68,7 @@ def train(
 ) -> RunFolder:
     """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
 
-    `init_from` names a run whose newest weights the new one starts from, in place of random ones.
+    `init_from` names a run whose best weights the new one starts from, in place of random ones.
     """
     learner = AgentLearner(config)
     origin = session.Origin.of(init_from, learner.policy) if init_from is not None else None
