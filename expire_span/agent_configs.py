@@ -137,9 +137,12 @@ class AgentTrainConfig(LearningConfig):
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: float = 0.5
     """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
+    averaging: float = 0.0
+    """Evaluate a running mean of the weights, of which each update keeps this share: policy gradients are noisy, and the mean
+    forgets what one unlucky window did. The agent plays and learns with the newest weights. 0 evaluates those."""
     goal: float = 0.95
-    """Success, in the hardest band of episodes, from which weights count as solving the task; among those, the ones with the
-    fewest live memories are best."""
+    """Success, in the hardest band of episodes, from which weights count as solving the task. Among those the ones with the
+    fewest live memories are best; once the budget's target is met, those with the highest success, and of equals the newest."""
     eval_episodes: int = 256
     """Episodes of an evaluation during training."""
     test_episodes: int = 1000
@@ -155,7 +158,7 @@ class AgentTrainConfig(LearningConfig):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
         for name in ("entropy", "value_weight", "imitate"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda", "expert_share", "goal"):
+        for name in ("gamma", "gae_lambda", "expert_share", "goal", "averaging"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
     @property

@@ -188,6 +188,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     """A run that is broken after any step and resumed ends with the unbroken run's bytes."""
     budget = replace(tiny_agent().train.budget, live=3.0, gain=0.2, start_loss=0.9)
     options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
+    options["averaging"] = 0.5
     task = {"previous_action": True, "success_return": 0.5, "options": '{"max_length": 3}' if env == CORRIDOR else "{}"}
     config = tiny_agent(env, task, **options)
     whole = train(config, tmp_path / "whole", shown=False)
@@ -227,9 +228,10 @@ def test_environments_go_on_where_they_stood():
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch):
-    """The goal counts first, then the fewest memories; what an evaluation of the run plays are those weights."""
-    assert actor_critic._rank(0.99, 30.0, 0.95) < actor_critic._rank(0.96, 20.0, 0.95)
-    assert actor_critic._rank(0.9, 5.0, 0.95) < actor_critic._rank(0.95, 90.0, 0.95)
+    """The goal counts first, then memories above the target; what an evaluation of the run plays are those weights."""
+    rank = lambda score, live: actor_critic._rank(score, live, goal=0.95, target=16.0)  # noqa: E731
+    assert rank(0.5, 5.0) < rank(0.9, 5.0) < rank(0.95, 90.0) < rank(0.99, 30.0) < rank(0.96, 20.0) < rank(0.95, 16.0)
+    assert rank(0.96, 12.0) < rank(0.97, 15.0) == rank(0.97, 16.0)
     scores = iter([0.2, 0.7, 0.5])
     real = AgentLearner._score
     fake = lambda self, split, n: replace(real(self, split, n), score=next(scores, 0.0))  # noqa: E731
@@ -241,6 +243,27 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     run = train(tiny_agent(steps=6, eval_every=2), tmp_path / "run", shown=False)
     assert torch.equal(load_policy(run).value_head.bias, kept[0.7])
     assert not torch.equal(kept[0.7], kept[0.5])
+
+
+def test_evaluations_use_the_mean_of_the_weights(tmp_path, monkeypatch):
+    """What is evaluated and kept is the running mean over updates; the agent goes on with its own weights, even after an error."""
+    config = tiny_agent(steps=3, eval_every=3, averaging=0.75)
+    newest, real = [], AgentLearner.step
+    note = lambda self, index: (real(self, index), newest.append(self.policy.value_head.bias.detach().clone()))[0]  # noqa: E731
+    monkeypatch.setattr(AgentLearner, "step", note)
+    run = train(config, tmp_path / "run", shown=False)
+    wanted = newest[0]
+    for bias in newest[1:]:
+        wanted = 0.75 * wanted + 0.25 * bias
+    torch.testing.assert_close(load_policy(run).value_head.bias.detach(), wanted, rtol=0, atol=1e-7)
+    assert not torch.equal(wanted, newest[-1])
+    learner = AgentLearner(config)
+    learner.average.weights = {name: x + 1 for name, x in learner.policy.state_dict().items()}
+    before = learner.policy.value_head.bias.detach().clone()
+    with pytest.raises(KeyboardInterrupt), learner.average.in_place_of(learner.policy):
+        assert torch.equal(learner.policy.value_head.bias, before + 1)
+        raise KeyboardInterrupt
+    assert torch.equal(learner.policy.value_head.bias, before)
 
 
 def test_an_agent_starts_from_the_best_weights_of_another_run(tmp_path):

@@ -44,6 +44,7 @@ from .optimizers import build_optimizers, rate_factor, set_rates
 from .replay import Window, replay
 from .rollout import Episodes, Player
 from .trackers import check_tracker
+from .weight_average import WeightAverage
 
 VALID, TEST = 1, 2
 """Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
@@ -142,7 +143,8 @@ class AgentLearner:
         self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
         self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
         self.episodes, self.played, self.rate = Episodes(), 0, 0.0
-        self.best: dict[str, Any] | None = None  # score, live and weights of the best evaluation
+        self.average = WeightAverage(config.train.averaging)
+        self.best: dict[str, Any] | None = None  # score, rank and weights of the best evaluation
 
     def _build_budget(self) -> BudgetController | None:
         if not self.train_config.budget.active:
@@ -172,6 +174,7 @@ class AgentLearner:
         weight = weight.to(self.accelerator.device)
         self.policy.train()
         pieces = self._improve_all(played.window, weight)
+        self.average.update(self.policy)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
@@ -245,15 +248,17 @@ class AgentLearner:
         return None
 
     def evaluate(self) -> dict[str, Any]:
-        result = self._score(VALID, self.train_config.eval_episodes)
-        self._keep_best(result)
+        with self.average.in_place_of(self.policy):
+            result = self._score(VALID, self.train_config.eval_episodes)
+            self._keep_best(result)
         line = {"score": result.score, "return": result.mean_return, "live": result.live, "peak_live": result.peak_live}
         return line | {"bytes_held": 0, "best": self.best["score"] if self.best else None}
 
     def _keep_best(self, result: AgentResult) -> None:
-        """The best weights so far: those that reach the goal with the fewest live memories, else the highest score."""
-        rank = _rank(result.worst_score, sum(result.live), self.train_config.goal)
-        if self.best is not None and rank <= tuple(self.best["rank"]):
+        """The best weights so far: see `AgentTrainConfig.goal`."""
+        target = self.budget.target * len(result.live) if self.budget is not None else 0.0
+        rank = _rank(result.worst_score, sum(result.live), self.train_config.goal, target)
+        if self.best is not None and rank < tuple(self.best["rank"]):
             return
         weights = {name: x.detach().cpu().clone() for name, x in self.policy.state_dict().items()}
         self.best = {"score": result.score, "rank": list(rank), "weights": weights}
@@ -299,6 +304,7 @@ class AgentLearner:
             "rows": self.rows,
             "episodes": vars(self.episodes),
             "best": self.best,
+            "average": self.average.weights,
             "random": randomness.torch_state(),
         }
         weights = {name.removeprefix(_PREFIX): x for name, x in model.items()}
@@ -325,12 +331,15 @@ class AgentLearner:
             self.budget.load_state_dict(snapshot.state["budget"])
         worker, to_device = snapshot.worker, lambda x: move(x, self.accelerator.device)
         self.player.load_state_dict(worker["player"], to_device)
+        self.average.weights = to_device(worker.get("average", {}))
         self.failure, self.rows = to_device(worker["failure"]), to_device(worker["rows"])
         self.episodes, self.best, self.played = Episodes(**worker["episodes"]), worker["best"], snapshot.state["played"]
         randomness.load_host_state(snapshot.state["random"])
         randomness.load_torch_state(worker["random"])
 
 
-def _rank(score: float, live: float, goal: float) -> tuple[float, float]:
-    """Larger is better: first whether the goal is reached and how far below it one is, then how little is kept."""
-    return (min(score, goal), -live if score >= goal else 0.0)
+def _rank(score: float, live: float, goal: float, target: float) -> tuple[float, float, float]:
+    """Larger is better: the score up to the goal, then how much above the target is kept, then the score itself."""
+    if score < goal:
+        return (score, 0.0, 0.0)
+    return (goal, -max(live, target), score)
