@@ -246,7 +246,7 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch):
 
 
 def test_evaluations_use_the_mean_of_the_weights(tmp_path, monkeypatch):
-    """What is evaluated and kept is the running mean over updates; the agent goes on with its own weights, even after an error."""
+    """What is evaluated and kept is the running mean over updates; the agent goes on with its own weights, after errors too."""
     config = tiny_agent(steps=3, eval_every=3, averaging=0.75)
     newest, real = [], AgentLearner.step
     note = lambda self, index: (real(self, index), newest.append(self.policy.value_head.bias.detach().clone()))[0]  # noqa: E731
