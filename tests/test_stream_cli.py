@@ -85,3 +85,18 @@ def test_scores_do_not_depend_on_where_blocks_end(monkeypatch):
     pieces = score_bytes(decoder, io.BytesIO(text))
     assert pieces["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
     assert pieces["live"] == pytest.approx(whole["live"], rel=1e-4)
+
+
+def test_scores_along_a_stream_add_up_and_stay_few(monkeypatch):
+    """Stretches touch each other, cover the stream, weigh up to its means, and are no more for a longer one."""
+    decoder, text = build("layer spans"), bytes(range(200))
+    monkeypatch.setattr("expire_span.stream.scoring.PROMPT_BLOCK", 3)
+    monkeypatch.setattr("expire_span.stream.scoring.STRETCHES", 4)
+    found = score_bytes(decoder, io.BytesIO(text))
+    along = found["along"]
+    assert 4 <= len(along) <= 8
+    assert [part["from"] for part in along] == [0, *(part["to"] for part in along[:-1])] and along[-1]["to"] == 199
+    weighed = lambda value: sum((part["to"] - part["from"]) * value(part) for part in along) / 199  # noqa: E731
+    assert weighed(lambda part: part["bits"]) == pytest.approx(found["bits_per_byte"], rel=1e-12)
+    assert weighed(lambda part: part["live"][0]) == pytest.approx(found["live"][0], rel=1e-12)
+    assert along[0]["live"][0] < along[-1]["live"][0], "memory fills at first"

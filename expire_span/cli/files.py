@@ -6,27 +6,33 @@ import json
 from pathlib import Path
 
 from expire_span.runs import RunFolder, UserError
+from expire_span.task_configs import BooksTask
 
 from .parsing import warn
 
 
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
-    """Print bits per byte of a file and how many memories lived, as JSON."""
-    tokenizer = getattr(run.config.task, "tokenizer", "")
-    if not tokenizer and getattr(run.config.model, "vocab", None) != 256:
-        raise UserError(f"--file needs a run of text, got a run of task {run.config.task.kind}")
+    """Print the bits of a file's bytes, tokens or characters, and how many memories lived along it, as JSON."""
+    task = run.config.task
+    tokenizer, books = getattr(task, "tokenizer", ""), isinstance(task, BooksTask)
+    if not tokenizer and not books and getattr(run.config.model, "vocab", None) != 256:
+        raise UserError(f"--file needs a run of text or books, got a run of task {task.kind}")
     from expire_span.checkpoint import load_model
-    from expire_span.stream.scoring import score_bytes, score_tokens
+    from expire_span.stream import scoring
     from expire_span.train.devices import check_device
 
     decoder, _ = load_model(run, check_device(device), warn)
-    if tokenizer:
+    if books:
+        from expire_span.tasks.books import Books
+
+        found = scoring.score_characters(decoder, Books(task).encode(path))
+    elif tokenizer:
         from expire_span.tasks.tokens import Tokenizer
 
         ids, sizes = Tokenizer(tokenizer).encode(path.read_bytes(), str(path))
-        found = score_tokens(decoder, ids, sizes)
+        found = scoring.score_tokens(decoder, ids, sizes)
     else:
         with open(path, "rb") as file:
-            found = score_bytes(decoder, file)
+            found = scoring.score_bytes(decoder, file)
     print(json.dumps({"file": str(path), **found}, indent=2))
     return 0

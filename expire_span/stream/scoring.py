@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -14,7 +15,12 @@ from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
 
-from .prompts import GPU_BLOCK, PROMPT_BLOCK
+from .prompts import PROMPT_BLOCK
+
+GPU_BLOCK = 16_384
+"""Bytes or tokens in one forward pass on a GPU."""
+STRETCHES = 64
+"""How finely a score tells what happened along the stream."""
 
 
 def score_bytes(decoder: Decoder, file: BinaryIO) -> dict[str, Any]:
@@ -39,19 +45,66 @@ def score_tokens(decoder: Decoder, ids: np.ndarray, sizes: np.ndarray) -> dict[s
     return {"bytes": int(sizes.sum()), "tokens": total.seen, **scores, **total.memory()}
 
 
+def score_characters(decoder: Decoder, ids: np.ndarray) -> dict[str, Any]:
+    """The same for tokens that stand for one character each."""
+    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)))
+    if not total.scored:
+        raise ValueError(f"a file to score must hold at least 2 characters, got {total.seen}")
+    return {"characters": total.seen, "bits_per_character": total.bits / total.scored, **total.memory()}
+
+
+@dataclass
+class _Stretch:
+    """Consecutive scored tokens: how many, and sums over them of the loss (nats) and of each layer's living memories."""
+
+    count: int
+    loss: Tensor
+    live: Tensor
+
+    def join(self, other: _Stretch) -> _Stretch:
+        return _Stretch(self.count + other.count, self.loss + other.loss, self.live + other.live)
+
+    def describe(self, begin: int) -> dict[str, Any]:
+        bits, live = float(self.loss) / math.log(2) / self.count, (self.live / self.count).tolist()
+        return {"from": begin, "to": begin + self.count, "bits": bits, "live": live}
+
+
 @dataclass
 class _Total:
-    """What was found while a stream was read."""
+    """What was found while a stream was read. However long it is, at most 2 * STRETCHES stretches are held."""
 
     seen: int = 0
-    scored: int = 0
-    bits: float = 0.0
-    live: Tensor | None = None
     held: int = 0
+    blocks: int = 1
+    """How many blocks make one stretch; doubled whenever there are too many stretches."""
+    stretches: list[_Stretch] = field(default_factory=list)
+    newest: int = 0
+    """Blocks in the newest stretch."""
+
+    def add(self, block: _Stretch) -> None:
+        if self.stretches and self.newest < self.blocks:
+            self.stretches[-1], self.newest = self.stretches[-1].join(block), self.newest + 1
+            return
+        if len(self.stretches) == 2 * STRETCHES:
+            pairs = zip(self.stretches[::2], self.stretches[1::2], strict=True)
+            self.stretches, self.blocks = [a.join(b) for a, b in pairs], self.blocks * 2
+        self.stretches.append(block)
+        self.newest = 1
+
+    @property
+    def scored(self) -> int:
+        return sum(stretch.count for stretch in self.stretches)
+
+    @property
+    def bits(self) -> float:
+        return float(torch.stack([stretch.loss for stretch in self.stretches]).sum()) / math.log(2)
 
     def memory(self) -> dict[str, Any]:
-        assert self.live is not None
-        return {"live": (self.live / self.scored).tolist(), "peak_bytes_per_row": self.held}
+        """Mean living memories of each layer and the most bytes held; then bits and living memories along the stream."""
+        live = (torch.stack([stretch.live for stretch in self.stretches]).sum(0) / self.scored).tolist()
+        begins = accumulate((stretch.count for stretch in self.stretches), initial=0)
+        along = [stretch.describe(begin) for stretch, begin in zip(self.stretches, begins, strict=False)]
+        return {"live": live, "peak_bytes_per_row": self.held, "along": along}
 
 
 @torch.inference_mode()
@@ -60,15 +113,13 @@ def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]]) -> _Tota
     decoder.eval()
     device = decoder.embed.weight.device
     total, state = _Total(), None
-    loss = torch.zeros((), dtype=torch.float64, device=device)
     last = torch.zeros(0, dtype=torch.int64, device=device)
     for block in blocks(GPU_BLOCK if device.type == "cuda" else PROMPT_BLOCK):
         tokens = torch.cat([last, block.to(device, torch.int64)])
         last, total.seen = tokens[-1:], total.seen + len(block)
         if len(tokens) > 1:
             logits, state, aux = decoder(tokens[None, :-1], state)
-            loss += F.cross_entropy(logits[0].float(), tokens[1:], reduction="sum")
-            total.live = aux.live * (len(tokens) - 1) + (0 if total.live is None else total.live)
-            total.scored, total.held = total.scored + len(tokens) - 1, max(total.held, aux.bytes_held)
-    total.bits = loss.item() / math.log(2)
+            loss = F.cross_entropy(logits[0].float(), tokens[1:], reduction="sum")
+            total.add(_Stretch(len(tokens) - 1, loss.double(), aux.live.double() * (len(tokens) - 1)))
+            total.held = max(total.held, aux.bytes_held)
     return total

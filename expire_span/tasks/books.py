@@ -50,8 +50,12 @@ class Books:
     def split(self, split: Split) -> list[np.ndarray]:
         """The books of one split as tokens; read when they are first asked for."""
         if split not in self.read:
-            self.read[split] = [self.token_of[read_codes(path)] for path in self.files[split]]
+            self.read[split] = [self.encode(path) for path in self.files[split]]
         return self.read[split]
+
+    def encode(self, path: Path) -> np.ndarray:
+        """The tokens of any book."""
+        return self.token_of[read_codes(path)]
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> BookRows:
         return BookRows(self.split(split), batch=batch, block=block, endless=split == "train", key=key_of(split, seed))
