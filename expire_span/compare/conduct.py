@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -140,8 +141,21 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
         if child.returncode == 0:
             return None
         said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines and child.returncode > 0 else describe_end(child.returncode)
+        words = said.read().decode(errors="replace").strip()
+        if not words or child.returncode < 0:
+            return describe_end(child.returncode)
+        if "\n" not in words:
+            return words
+        log = comparison.path / f"{name}.error.txt"
+        log.write_text(words + "\n")
+        return f"{find_reason(words)}; all it said is in {log}"
+
+
+def find_reason(words: str) -> str:
+    """The line of a traceback that names the error: some errors have paragraphs of advice after it."""
+    lines = words.splitlines()
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported)\b", line)]
+    return (named or lines)[-1]
 
 
 def describe_end(code: int) -> str:

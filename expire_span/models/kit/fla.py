@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import warnings
+from importlib import metadata
 from typing import Literal
 
 import torch
@@ -16,22 +18,34 @@ Kernels = Literal["auto", "torch", "fla"]
 LEAST_COUNT = 16
 """Fewer steps than this are not worth a kernel that works in chunks of 64: decoding is plain PyTorch."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MISCOMPILED_KEYS = 64
+"""Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs where a tile holds so many
+channels of the keys (flash-linear-attention issue 640)."""
 _INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("fla", "einops", "triton"))
+_TRITON = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3]) if _INSTALLED else ()
 _warned: set[str] = set()
 """The reasons for a fallback on a GPU that the user has already been told."""
 
 
 def resolve_kernels(
-    impl: Kernels, kind: str, device: torch.device, dtype: torch.dtype | None = None, count: int | None = None
+    impl: Kernels,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    count: int | None = None,
+    keys: int | None = None,
 ) -> Literal["torch", "fla"]:
     """What `impl` stands for: fla's kernels on a GPU that has them, plain PyTorch elsewhere.
 
     A count of steps that is too small for a kernel always takes PyTorch. A GPU on which auto falls back for another reason
     warns, once per reason.
+
+    Args:
+        keys: channels of a key, for the gated delta rule.
     """
     if impl == "torch" or (impl == "auto" and device.type != "cuda") or (count is not None and count < LEAST_COUNT):
         return "torch"
-    obstacle = _find_obstacle(device, dtype)
+    obstacle = _find_obstacle(device, dtype) or _find_miscompiled(device, keys)
     if obstacle is None:
         return "fla"
     if impl == "fla":
@@ -49,6 +63,22 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype | None) -> str | Non
     if dtype is not None and dtype not in DTYPES:
         return f"serves bfloat16, float16 and float32, got {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def tile_of_keys(channels: int) -> int:
+    """Channels in one tile of keys in the backward pass on a Hopper GPU: a power of two, from 16 to 128."""
+    return min(max(1 << (channels - 1).bit_length(), 16), 128)
+
+
+def _find_miscompiled(device: torch.device, keys: int | None) -> str | None:
+    if keys is None or tile_of_keys(keys) != MISCOMPILED_KEYS or not (3, 4) <= _TRITON < (3, 7, 1):
+        return None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    version = ".".join(map(str, _TRITON))
+    return (
+        f"computes wrong gradients for keys of 33 to 64 channels with Triton {version} on this GPU, got keys of {keys}"
+    )
 
 
 def _warn_once(kind: str, obstacle: str) -> None:

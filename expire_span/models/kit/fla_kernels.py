@@ -14,10 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fla import MISCOMPILED_KEYS, tile_of_keys
+
 
 @functools.cache
 def _load(module: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _narrow_guard() -> None:
+    """Let fla refuse only the keys that are miscompiled: with those Triton versions it refuses keys of every size."""
+    kernels, rule = (
+        importlib.import_module(f"fla.ops.{name}") for name in ("common.chunk_o", "gated_delta_rule.chunk")
+    )
+    refuses = kernels.chunk_bwd_dqkwg
+
+    def allow_sound_tiles(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+        known = kernels.TRITON_ABOVE_3_7_1
+        kernels.TRITON_ABOVE_3_7_1 = known or tile_of_keys(k.shape[-1]) != MISCOMPILED_KEYS
+        try:
+            return refuses(q, k, *args, **options)
+        finally:
+            kernels.TRITON_ABOVE_3_7_1 = known
+
+    if hasattr(kernels, "TRITON_ABOVE_3_7_1"):
+        rule.chunk_bwd_dqkwg = allow_sound_tiles  # type: ignore[attr-defined]
 
 
 @torch.compiler.disable()
@@ -26,6 +48,7 @@ def gated_delta_kernel(
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule: q, k [B, T, H, K] of length 1, v [B, T, H, V], gates [B, T, H], state [B, H, K, V]."""
     rule = _load("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    _narrow_guard()
     return rule(q, k, v, log_gate, strength, initial_state=state, output_final_state=True)
 
 
