@@ -105,6 +105,13 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     assert header["budget"] == 6 and 3 < sum(living) / len(steps) <= 6 * 1.02
     most = max(sum(step["live"]) for step in steps)
     assert f" → {most:.0f}. " in tab.text("sums")
+    assert tab.page.input_value("#es-side-pick") == "after" and "6 memories alive" in tab.text("after-title")
+    tab.press("link")
+    tab.open(tab.page.url)
+    assert tab.page.input_value("#es-side-pick") == "after" and tab.view("view.state.trace.header.budget") == 6
+    tab.page.select_option("#es-side-pick", "before")
+    tab.rest()
+    assert tab.view("view.state.trace.header.budget ?? 0") == 0, "back at what was read"
     tab.page.fill("#es-budget", "0")
     tab.press("compare")
     said = '"memories alive in a layer, on average" must be a whole number from 1 to'
@@ -158,6 +165,42 @@ def test_writing_live(tab, server):
     tab.page.keyboard.press("b")
     tab.rest()
     assert tab.page.eval_on_selector_all("#es-tokens span", shown) == grown, "as if it had been filled at once"
+
+
+REACHABLE = """() => [...document.querySelectorAll("#es-view :is(a, button, input, select, textarea, summary, [tabindex])")]
+    .filter((x) => !x.disabled && x.tabIndex >= 0 && x.checkVisibility()).map((x, n) => { x.dataset.stop = n; return n; })"""
+"""Marks what Tab should stop at, in the order of the page."""
+STOP = """() => { const x = document.activeElement, name = x.getAttribute("aria-label") || x.title || x.labels?.[0]?.innerText;
+    const seen = getComputedStyle(x.classList.contains("es-away") ? x.parentElement : x).outlineStyle !== "none";
+    return [x.dataset.stop ?? "", name || x.innerText || x.placeholder || "", seen]; }"""
+"""Number and name of what has the focus, and whether that can be seen."""
+
+
+def test_every_control_is_reached_by_keyboard(tab):
+    read(tab, "Egypt is far away. " * 4)
+    tab.press("compare")
+    wait_until(lambda: tab.page.is_visible("#es-verdict"))
+    tab.rest()
+    assert tab.page.evaluate("document.getAnimations().length") == 0, "nothing moves unless it is asked to"
+    wanted, stops = tab.page.evaluate(REACHABLE), []
+    tab.page.evaluate("document.body.tabIndex = -1")
+    tab.page.focus("body")
+    for _ in wanted:
+        tab.page.keyboard.press("Tab")
+        stops.append(tab.page.evaluate(STOP))
+    assert [stop for stop, _, _ in stops] == [str(n) for n in wanted], [stop[:2] for stop in stops]
+    assert [stop for stop in stops if not stop[1] or not stop[2]] == [], (
+        "each has a name, and is seen to have the focus"
+    )
+    assert 30 < len(stops) < 60, "a list of tokens is one stop"
+    tab.page.focus("#es-living button")
+    at = tab.text("at")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.evaluate("document.activeElement === document.querySelectorAll('#es-living button')[1]")
+    assert tab.text("at") == at, "the cursor stays until Enter"
+    tab.page.keyboard.press("Enter")
+    tab.rest()
+    assert tab.text("at") != at and tab.page.evaluate("document.activeElement.parentElement.id") == "es-living"
 
 
 def test_a_closed_tab_stops_the_writing(browser, server):
