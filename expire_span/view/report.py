@@ -167,7 +167,7 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         title=title,
         unit=unit,
     )
-    about_heat = f"One column a {piece}, one row a layer. What is bright is kept long, what is dark is dropped at once."
+    about_heat = f"One column for each {piece}, one row for each layer. What is bright is kept long, what is dark is dropped at once."
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
         "Below: memories alive at each step; the dotted line is a model that never forgets."
@@ -241,9 +241,9 @@ def tabulate_bands(bands: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
     for band in bands:
         interval = "—" if band["low"] is None else f"{share(band['low'])} to {share(band['high'])}"
-        alive = [show_value(None if band[name] is None else round(band[name], 1)) for name in ("live", "peak_live")]
+        live = "—" if band["live"] is None else f"{band['live']:.1f}"
         place = [f"{band['first']} to {band['last']}", f"{band['episodes']:,}", share(band["success"]), interval]
-        rows.append([*place, f"{band['mean_steps']:.1f}", *alive])
+        rows.append([*place, f"{band['mean_steps']:.1f}", live, show_value(band["peak_live"])])
     return rows
 
 
