@@ -167,7 +167,10 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         title=title,
         unit=unit,
     )
-    about_heat = f"One column for each {piece}, one row for each layer. What is bright is kept long, what is dark is dropped at once."
+    about_heat = (
+        f"One column for each {piece}, one row for each layer. "
+        "What is bright is kept long, what is dark is dropped at once."
+    )
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
         "Below: memories alive at each step; the dotted line is a model that never forgets."
