@@ -29,7 +29,7 @@ from expire_span.view.source import open_reader
 from expire_span.view.trace import Trace
 from tests.tiny_agents import MIXER, tiny_agent, with_mixer
 
-CORRIDOR = {"env": "ExpireSpan/Corridor-Easy-v0", "task": {"options": '{"max_length": 12}'}}
+CORRIDOR = {"env": "ExpireSpan/Corridor-Easy-v0", "task": {"options": '{"max_length": 6}'}}
 
 
 def agent_run(folder, config) -> RunFolder:
@@ -68,9 +68,9 @@ def test_an_agents_episode(run):
     held = torch.get_rng_state()
     assert Trace.of(reader.trace_sample()) == trace, "the same episode, the same draws"
     assert torch.equal(torch.get_rng_state(), held), "nobody else's draws change"
-    others = [Trace.of(reader.trace_sample(number=n)) for n in (1, 2, 3)]
+    others = [Trace.of(reader.trace_sample(number=n)) for n in (1, 2)]
     assert any(other.steps != trace.steps for other in others)
-    assert [other.header["episode"] for other in others] == [1, 2, 3]
+    assert [other.header["episode"] for other in others] == [1, 2]
     assert Trace.of(reader.trace_sample(number=trace.header["episode"])).steps == trace.steps
 
 

@@ -193,16 +193,17 @@ def test_three_ways_of_drawing_agree(tab, tmp_path):
         assert differ < 0.25 * covered, f"{mode} differs in {differ} of {covered} places"  # edges of bars only
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_and_dark(tab, tmp_path, scheme):
+def test_narrow_and_dark(tab, tmp_path):
     usual = tab.page.viewport_size
-    tab.page.emulate_media(color_scheme=scheme)
-    tab.page.set_viewport_size({"width": 375, "height": 700})
+    tab.page.set_viewport_size({"width": 360, "height": 700})
     tab.open(write_page(tmp_path, made_trace(200, layers=2)))
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
-    tab.page.emulate_media(color_scheme="light")
+    for scheme in ("dark", "light"):
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.rest()
+        back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
+        assert ("Bright" if scheme == "dark" else "Dark") in tab.text("intro"), "what the shades mean"
     tab.page.set_viewport_size(usual)
 
 
