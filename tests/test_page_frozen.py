@@ -117,6 +117,29 @@ def test_zoom_pan_and_click(made):
     assert window()[0] == 0 and window()[1] >= 300
 
 
+def test_two_fingers_zoom(made):
+    tab, _ = made
+    box = tab.page.locator("#es-stage").bounding_box()
+    middle, height = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    touch = tab.context.new_cdp_session(tab.page)
+
+    def fingers(kind: str, *places: float) -> None:
+        points = [{"x": x, "y": height, "id": n} for n, x in enumerate(places)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    cursor = tab.text("at")
+    fingers("touchStart", middle - 100)
+    fingers("touchStart", middle - 100, middle + 100)
+    for apart in (150, 200):
+        fingers("touchMove", middle - apart, middle + apart)
+    fingers("touchEnd")
+    tab.rest()
+    first, last = tab.view("[view.timeline.from, view.timeline.to]")
+    assert last - first == pytest.approx(300 * 100 / 200, rel=0.03)
+    assert (first + last) / 2 == pytest.approx(150, abs=5), "what is between the fingers stays there"
+    assert tab.text("at") == cursor, "to zoom is not to click"
+
+
 def test_hovering_a_line_names_its_memory(made):
     tab, _ = made
     tab.page.keyboard.press("b")
@@ -170,16 +193,17 @@ def test_three_ways_of_drawing_agree(tab, tmp_path):
         assert differ < 0.25 * covered, f"{mode} differs in {differ} of {covered} places"  # edges of bars only
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_and_dark(tab, tmp_path, scheme):
+def test_narrow_and_dark(tab, tmp_path):
     usual = tab.page.viewport_size
-    tab.page.emulate_media(color_scheme=scheme)
-    tab.page.set_viewport_size({"width": 375, "height": 700})
+    tab.page.set_viewport_size({"width": 360, "height": 700})
     tab.open(write_page(tmp_path, made_trace(200, layers=2)))
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
-    tab.page.emulate_media(color_scheme="light")
+    for scheme in ("dark", "light"):
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.rest()
+        back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
+        assert ("Bright" if scheme == "dark" else "Dark") in tab.text("intro"), "what the shades mean"
     tab.page.set_viewport_size(usual)
 
 

@@ -30,7 +30,15 @@ from expire_span.train.supervised import train
 from expire_span.view.efficiency import Row, tabulate
 from expire_span.view.findings import read_findings
 from expire_span.view.pictures import count_alive, draw_curves, draw_lifelines, draw_span_map, to_svg
-from expire_span.view.report import explain_budget, flatten, series_of, show_value, write_report
+from expire_span.view.report import (
+    explain_budget,
+    explain_spare,
+    flatten,
+    series_of,
+    show_value,
+    tabulate_bands,
+    write_report,
+)
 from expire_span.view.sample import Sample, find_keepsakes
 
 MODEL = DecoderConfig.modern(dim=16, layers=2, heads=2, ff_dim=16, mixer=ExpireSpanConfig(max_span=32, ramp=4))
@@ -199,6 +207,20 @@ def test_the_row_of_a_compared_run_is_marked(recall_page, tmp_path, monkeypatch)
 def test_an_unfinished_run_has_no_costs(tmp_path):
     run = RunFolder.create(tmp_path / "young", RECALL, recipe="recall", environment={})
     assert tabulate(run, 100).rows == [] and read_findings(run).told == ""
+
+
+def test_bytes_of_short_sequences_are_explained():
+    assert explain_spare({}) == explain_spare({"mean_bytes": 10, "full_bytes": 20}) == ""
+    assert "room for at least 32 further memories" in explain_spare({"mean_bytes": 21, "full_bytes": 20})
+
+
+def test_an_agents_bands_are_a_table():
+    band = {"first": 11, "last": 20, "episodes": 1574, "success": 0.5, "low": 0.25, "high": 0.75, "mean_steps": 15.81}
+    headings, shown, unknown = tabulate_bands(
+        [band | {"live": 8.41, "peak_live": 25}, band | dict.fromkeys(("success", "low", "high", "live", "peak_live"))]
+    )
+    assert shown == ["11 to 20", "1,574", "50.0%", "25.0% to 75.0%", "15.8", "8.4", "25"] and len(headings) == 7
+    assert unknown[2:] == ["—", "—", "15.8", "—", "—"] and tabulate_bands([]) == []
 
 
 def test_what_analyse_wrote_is_shown(text_run, text_page):

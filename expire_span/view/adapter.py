@@ -30,7 +30,9 @@ class AdapterTracer(TokenTracer):
     def __init__(self, handle: Retrofit, tokenizer: Any, *, name: str) -> None:
         self.handle, self.tokenizer = handle, tokenizer
         facts = _facts_of(handle)
-        super().__init__(facts, name=name, task="text", about=ABOUT, vocabulary="pieces", show=self._show)
+        kept = handle.config.keep_first
+        about = f"{ABOUT} Its first {kept} tokens are kept for good, whatever they are." if kept else ABOUT
+        super().__init__(facts, name=name, task="text", about=about, vocabulary="pieces", show=self._show)
         self.cache = handle.new_cache()
         self.state = [{"memory": None} for _ in handle.layers]
 

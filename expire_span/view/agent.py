@@ -18,7 +18,7 @@ from expire_span.train.actor_critic import TEST, split_seed
 from expire_span.train.build_environments import build_environments
 from expire_span.train.environments import Environments
 
-from .episodes import Describer, name_action, picture_of, to_row
+from .episodes import LEGENDS, Describer, name_action, picture_of, to_row
 from .limit import WHOLE, Cut, trace_cut
 from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
 from .trace import VERSION, Line
@@ -121,6 +121,7 @@ class Playing:
     def header(self) -> Line:
         task = self.reader.config.task
         about = f"An agent plays {task.env}. {about_world(task.env)} Each step is one observation."
+        about = " ".join(filter(None, [about, LEGENDS.get(getattr(self.engine, "name", ""))]))
         return {
             **{"kind": "header", "version": VERSION, "name": self.reader.name, "task": task.kind, "about": about},
             **{"vocabulary": "symbols", **self.log.facts.header()},

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from expire_span.tasks.contract import SPLITS
 from expire_span.tasks.gridworlds import build_engine
-from expire_span.tasks.gridworlds.engine import MOVES, Engine
+from expire_span.tasks.gridworlds.engine import BALL, COLOURS, DOOR, MOVES, Engine
 from expire_span.tasks.gridworlds.render import render_rgb
 from expire_span.tasks.gridworlds.sentences import OBJECTS, VERBS, read_sentence
 from expire_span.tasks.twins import ROLL, TWINS, Twin, demonstrate
 
 from .trace import Line
+
+LEGENDS = {
+    "corridor": "In the picture the triangle is the agent, the disc the cue, squares are niches; dark cells are out of sight."
+}
+"""How to read the picture of a world, by its name."""
 
 
 def picture_of(engine: Engine, row: int = 0) -> str:
@@ -59,7 +64,17 @@ class Describer:
         if self.twin is None:
             return "a step"
         labels = [self.twin.label(int(token)) for token in self.twin.observe(self.engine)[0]]
-        return ", ".join(label for label in labels if label != "wall") or "corridor"
+        seen = [*self._in_sight(observation), *(label for label in labels if label != "wall")]
+        return ", ".join(seen) or "corridor"
+
+    def _in_sight(self, observation: dict[str, Any]) -> list[str]:
+        """Of a corridor: the cue or the doors before and behind the agent, which the labels of what is beside it leave out."""
+        if self.engine.name != "corridor":
+            return []
+        image = self.engine.arrays.to_numpy(observation["image"][0])
+        away = np.delete(image, image.shape[1] // 2, axis=1)
+        cues = sorted({COLOURS[int(cell[1])] for cell in away[away[..., 0] == BALL]})
+        return [f"cue {colour} in sight" for colour in cues] + ["door in sight"] * bool((away[..., 0] == DOOR).any())
 
 
 def replay_twin(twin: Any, tokens: Tensor, seed: int) -> list[Line] | None:

@@ -11,6 +11,7 @@ from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import BudgetConfig, to_dict
 from expire_span.runs import RunFolder, write_atomic
 from expire_span.sizes import show_bytes
+from expire_span.store.layouts import LEAST_SPARE
 
 from .agent import AgentReader
 from .assets import environment, pack_trace, parts
@@ -44,10 +45,13 @@ def write_report(run: RunFolder) -> Path:
     page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "memory": []}
     page |= {**parts(), "packed": "", "about": about_task(run.config)}
     page["plays"] = isinstance(run.config, AgentRunConfig)
-    page["tables"] = {"Result": run.read_result() or {}, **flatten(to_dict(run.config)), "Environment": run.environment}
+    result = dict(run.read_result() or {})
+    page["bands"] = tabulate_bands(result.pop("bands", None) or [])
+    page["tables"] = {**flatten(result, "Result"), **flatten(to_dict(run.config)), "Environment": run.environment}
     page["tables"] = {name: show_values(table) for name, table in page["tables"].items() if table}
     weights, trace, page["note"] = look_inside(run)
     page["facts"], page["budget"] = collect_facts(run, metrics, weights), explain_budget(run)
+    page["spare"] = explain_spare(result)
     page["curves"] = draw_training(metrics, name_score(run), plays=page["plays"])
     page |= {"efficiency": tabulate(run, weights), "findings": read_findings(run)}
     if trace is not None:
@@ -163,7 +167,10 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         title=title,
         unit=unit,
     )
-    about_heat = f"One column a {piece}, one row a layer. What is bright is kept long, what is dark is dropped at once."
+    about_heat = (
+        f"One column for each {piece}, one row for each layer. "
+        "What is bright is kept long, what is dark is dropped at once."
+    )
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
         "Below: memories alive at each step; the dotted line is a model that never forgets."
@@ -213,6 +220,34 @@ def explain_budget(run: RunFolder) -> str:
     if live > budget.live / NEARLY:
         return f"{target} The pressure on spans had not brought it down by the last step; train longer to come nearer."
     return target
+
+
+def explain_spare(result: dict[str, Any]) -> str:
+    """Why a run holds more than one that never forgets would, where it does: on short sequences room outweighs memories."""
+    held, full = result.get("mean_bytes") or 0, result.get("full_bytes")
+    if full is None or held <= full:
+        return ""
+    return (
+        "It holds more bytes than if nothing were forgotten, for its sequences are short: a store has room for at least "
+        f"{LEAST_SPARE} further memories, every memory carries its span and its position, and all rows of a batch are as wide "
+        "as the fullest. Longer sequences change that, because memories that die make room."
+    )
+
+
+def tabulate_bands(bands: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """An agent's episodes by the number of steps that an expert needs: headings, then one row for each band."""
+    if not bands:
+        return []
+    share = lambda x: "—" if x is None else f"{x:.1%}"  # noqa: E731
+    rows = [
+        ["steps that an expert needs", "episodes", "solved", "95% interval", "steps", "memories alive", "most alive"]
+    ]
+    for band in bands:
+        interval = "—" if band["low"] is None else f"{share(band['low'])} to {share(band['high'])}"
+        live = "—" if band["live"] is None else f"{band['live']:.1f}"
+        place = [f"{band['first']} to {band['last']}", f"{band['episodes']:,}", share(band["success"]), interval]
+        rows.append([*place, f"{band['mean_steps']:.1f}", live, show_value(band["peak_live"])])
+    return rows
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:

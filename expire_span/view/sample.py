@@ -85,7 +85,10 @@ def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
     """Places of a sample that a reader should find at once."""
     if config.task.kind in STREAMS:
         return {}
-    return {n: label for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))}
+    found = {n: label for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))}
+    lives = sample.spans.max(0)
+    # Neighbouring steps may see the same cue: only the one that is kept longest is named.
+    return {n: label for n, label in found.items() if all(lives[m] <= lives[n] for m in (n - 1, n + 1) if m in found)}
 
 
 # What lives longest

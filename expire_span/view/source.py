@@ -20,7 +20,7 @@ from expire_span.tasks.registry import build_task
 from expire_span.tasks.tokens import Tokenizer
 
 from .agent import AgentReader, about_world
-from .episodes import is_twin, replay_twin
+from .episodes import LEGENDS, is_twin, replay_twin
 from .reader import TextReader, refuse_empty
 from .sample import sample_of
 from .trace import Line
@@ -102,7 +102,8 @@ class Reader(TextReader):
 
     def tracer(self) -> Tracer:
         kind = "tokens" if self.tokenizer is not None else self.config.task.kind
-        return Tracer(self.model, name=self.name, task=kind, about=about_task(self.config), show=self.show)
+        about = " ".join(filter(None, [about_task(self.config), LEGENDS.get(kind)]))
+        return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
         """The task's own; of a grid world with the pictures of its episode."""

@@ -31,9 +31,11 @@ function connect() {
   on("before", "click", () => { state.page = Math.max(state.page - 1, 0); soon("tokens"); });
   on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("tokens"); });
   on("link", "click", copyLink);
-  on("export", "click", () => state.trace ? savePage(pristine, state.trace) : say("there is nothing to save yet"));
+  on("export", "click", () => state.trace ? savePage(pristine, state.trace, toLink(chosen())) : say("there is nothing to save yet"));
   on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
   for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  on("side-pick", "change", () => showSide(find("side-pick").value));
+  for (const box of root.querySelectorAll(".es-chips")) box.addEventListener("keydown", (event) => walkChips(box, event));
   for (const name of ["tokens", "old", "new"]) connectTokens(find(name), name === "tokens");
   on("strips", "click", (event) => { const box = find("strips").getBoundingClientRect(), [from, to] = tokenWindow(); goTo(from + (event.clientX - box.left - MARGIN) / (box.width - MARGIN) * (to - from)); });
   connectStage();
@@ -90,20 +92,36 @@ function connectTokens(box, main) {
   box.addEventListener("click", (event) => { if (main && event.target.dataset.i) goTo(Number(event.target.dataset.i)); });
 }
 
+// A drag of one pointer moves the window of time; two fingers zoom it, so that what is between them stays between them.
 function connectStage() {
-  const stage = find("stage");
-  let drag = null;
+  const stage = find("stage"), fingers = new Map();
+  let drag = null, pinch = null;
+  const spread = () => { const [[a, b], [c, d]] = [...fingers.values()]; return { apart: Math.max(Math.hypot(a - c, b - d), 20), x: (a + c) / 2 }; };
   const place = (event) => { const box = stage.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-  stage.addEventListener("pointerdown", (event) => { const [x] = place(event); drag = { x, from: timeline.from, to: timeline.to, moved: false }; stage.setPointerCapture(event.pointerId); });
+  stage.addEventListener("pointerdown", (event) => {
+    const [x, y] = place(event);
+    fingers.set(event.pointerId, [x, y]);
+    stage.setPointerCapture(event.pointerId);
+    if (fingers.size === 2) { drag = null; pinch = { wide: timeline.to - timeline.from, apart: spread().apart, time: timeline.timeAt(spread().x) }; }
+    if (fingers.size === 1) drag = { x, from: timeline.from, to: timeline.to, moved: false };
+  });
   stage.addEventListener("pointermove", (event) => {
     const [x, y] = place(event);
+    if (fingers.has(event.pointerId)) fingers.set(event.pointerId, [x, y]);
+    if (pinch) {
+      const now = spread(), wide = pinch.wide * pinch.apart / now.apart, from = pinch.time - now.x / stage.clientWidth * wide;
+      timeline.move(from, from + wide);
+      soon();
+      return;
+    }
     if (!drag) { const i = timeline.memoryAt(x, y); tip(event, i < 0 ? "" : describe(i, true)); return; }
     if (Math.abs(x - drag.x) > 3) drag.moved = true;
     const shift = (drag.x - x) / stage.clientWidth * (drag.to - drag.from);
     if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
   });
-  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); drag = null; });
-  stage.addEventListener("pointercancel", () => { drag = null; });
+  const lift = (event) => { fingers.delete(event.pointerId); drag = pinch = null; };
+  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); lift(event); });
+  stage.addEventListener("pointercancel", lift);
   stage.addEventListener("pointerleave", (event) => tip(event, ""));
   stage.addEventListener("wheel", (event) => {
     event.preventDefault();

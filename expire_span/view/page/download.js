@@ -92,14 +92,14 @@ async function savePicture(name, as, timeline) {
 }
 
 // The page as it came, with the trace inside and nothing to ask: taken from this page's own text.
-async function savePage(pristine, trace) {
+async function savePage(pristine, trace, view) {
   const packed = await packLines(trace.lines), title = escapeText(trace.header.name);
   const rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:";
   const tag = (name, attributes, text) => `<${name}${attributes}>${text}</${name}>`;
   const page = `<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">` +
     `<meta http-equiv="Content-Security-Policy" content="${rules}"><title>${title} · Expire-Span</title>` +
     tag("style", ' id="es-style"', find("style").textContent) + `</head><body>${pristine}` +
-    tag("script", ' type="text/plain" id="es-trace"', packed) + tag("script", ' id="es-script" data-live=""', find("script").textContent) + `</body></html>`;
+    tag("script", ' type="text/plain" id="es-trace"', packed) + tag("script", ` id="es-script" data-live="" data-view="${escapeText(view)}"`, find("script").textContent) + `</body></html>`;
   saveBlob(new Blob([page], { type: "text/html" }), `${trace.header.name.replace(/[^\w.-]+/g, "_") || "view"}.html`);
 }
 
@@ -109,4 +109,5 @@ function toLink(values) {
   return "#" + text.toString();
 }
 
-function fromLink() { return Object.fromEntries(new URLSearchParams(location.hash.slice(1))); }
+// What the address asks for; a saved page asks for the view that it was saved from.
+function fromLink() { return Object.fromEntries(new URLSearchParams((location.hash || find("script").dataset.view || "").slice(1))); }

@@ -6,7 +6,7 @@ const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", t
 const picked = { layer: false, layout: false };  // what a person has chosen is left as it is
 const asked = fromLink();
 const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl);
-let choice = { span: null, death: null }, lines = choice, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null;
+let choice = { span: null, death: null }, lines = choice, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null, compared = {};
 
 function say(message, lasting) {
   find("status").textContent = message;
@@ -123,6 +123,7 @@ function drawRanges() {
   find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
   find("hidden-box").hidden = find("studies").hidden = !trace.hasHidden;
   if (trace.hasHidden) drawStretches();
+  drawComparison();
 }
 
 const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lives shrink by one share until so many memories are alive on average)"];
@@ -148,7 +149,7 @@ function drawStretches() {
   const { trace } = state, [from, to] = tokenWindow(), states = [];
   for (let i = from; i < to; i++) states.push(trace.step(i).hidden[Math.max(state.layer, 0)]);
   const found = findStretches(states), name = ({ unit, from: a, to: b, value }) => chip(`unit ${unit + 1}: ${show(value)}`, `${b - a + 1} steps`, () => goTo(from + a));
-  find("stretches").replaceChildren(...(found.length ? found.slice(0, 24).map(name) : [element("span", "none of five steps or more", "es-soft")]));
+  fillChips(find("stretches"), found.slice(0, 24).map(name), "none of five steps or more");
 }
 
 // The steps of the hidden state that are shown: so few that a stretch can be seen.
@@ -181,8 +182,8 @@ function drawFacts() {
   if (step.value != null) rows.push(["expects a return of", show(step.value)]);
   if (step.answer) rows.push(["asked for", `${step.answer.text}, ${show(step.answer.bits)} bits`]);
   for (let layer = 0; layer < Math.min(layers, 12); layer++) {
-    const spans = step.spans ? step.spans[layer].map(showLeft).join(", ") : "";
-    rows.push([`layer ${layer + 1}`, `${spans ? `span ${spans}, ` : ""}${show(step.live[layer])} alive, ${showBytes(step.bytes[layer])}`]);
+    const spans = step.spans ? step.spans[layer].map(showLeft) : [], told = spans.length ? [tellSpans(spans)] : [];
+    rows.push([`layer ${layer + 1}`, [...told, `${show(step.live[layer])} alive`, showBytes(step.bytes[layer])].join(" · ")]);
   }
   if (layers > 12) rows.push(["…", `${layers - 12} more layers`]);
   find("facts").replaceChildren(...rows.map(([name, value]) => { const row = element("tr"); row.append(element("td", name), element("td", value)); return row; }));
@@ -195,6 +196,12 @@ function drawFacts() {
   }));
   find("expects").textContent = trace.header.task === "env" ? "It is inclined to" : "The model expects";
   find("alive").textContent = choice.death ? show(livingAt(cursor).length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers);
+}
+
+// The spans that one layer gives a token; those of many heads would be no line to read.
+function tellSpans(spans) {
+  if (spans.length > 6) return `${spans.length} heads`;
+  return spans.length > 1 ? `spans by head ${spans.join(" | ")}` : `span ${spans[0]}`;
 }
 
 // What the agent sees at the cursor and does there. It follows at once, so that an episode can be played.
@@ -231,7 +238,7 @@ function drawLiving() {
   living.sort((a, b) => choice.death[b] - choice.death[a] || a - b);
   const words = hasWords(trace), shown = words ? firstOfEach(living, (i) => wordsOf(trace).first[i]) : living;
   find("alive-words").textContent = words ? ` in ${show(shown.length)} words` : "";
-  find("living").replaceChildren(...shown.slice(0, 60).map((i) =>
+  fillChips(find("living"), shown.slice(0, 60).map((i) =>
     chip(words ? wordAt(trace, i) : trace.text[i], showLeft(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
   if (shown.length > 60) find("living").append(element("span", `and ${show(shown.length - 60)} more`, "es-soft"));
 }
@@ -285,6 +292,7 @@ function setTrace(trace, keep) {
   const { header } = trace;
   find("name").textContent = header.name || "Expire-Span";
   find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${header.layers} ${header.layers > 1 ? "layers" : "layer"}` +
+    (header.heads > 1 ? `, each with ${show(header.heads)} heads that forget on their own` : "") +
     (header.max_span ? `, spans up to ${show(header.max_span)} steps, ramp ${show(header.ramp)}.` : ".");
   find("layer").max = header.layers;
   find("layer-box").hidden = header.layers < 2;
@@ -292,7 +300,7 @@ function setTrace(trace, keep) {
   if (header.episode != null) find("number").value = header.episode;
   find("head-box").hidden = header.heads < 2;
   find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
-  if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; find("verdict").hidden = true; }
+  if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; forgetComparison(); }
   if (!keep) settleLayer();
   pickLayer(Math.min(state.layer, header.layers - 1));
   find("pictures").hidden = false;
@@ -317,10 +325,15 @@ function drawLegend() {
   for (let x = 0; x < 120; x++) { context.fillStyle = css(colourAt(x / 119)); context.fillRect(x, 0, 1, 10); }
 }
 
+// What is chosen, so that a link or a saved page shows the same again.
+function chosen() {
+  return { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2) };
+}
+
 async function copyLink() {
   const long = state.text != null && state.text.length > LONGEST_LINK;
-  const values = { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2), text: long ? null : state.text, episode: info.agent ? find("number").value : null };
-  history.replaceState(null, "", toLink(values));
+  const read = { text: long ? null : state.text, episode: info.agent ? find("number").value : null };
+  history.replaceState(null, "", toLink({ ...chosen(), ...read, ...(long ? {} : comparisonAsked()) }));
   await navigator.clipboard?.writeText(location.href).catch(() => {});
   say(long ? "the link holds the view, but not the text, which is too long for one" : "the address now opens this view, and was copied");
 }
@@ -359,6 +372,7 @@ async function start() {
   if (info.error) say(info.error, true);
   else if (asked.text) { find("text").value = asked.text; await readText(); }
   else await (info.example ? readExample() : readSample());
+  await compareAsAsked(asked);
   if (state.trace && Object.keys(asked).length) restore(asked);
   if (info.training && info.model) say(`the run is still training; this is its checkpoint ${info.checkpoint}`);
   root.dataset.ready = "yes";

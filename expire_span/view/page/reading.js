@@ -98,14 +98,51 @@ async function compare() {
   const text = find("other").value;
   if (!fits(text)) return;
   if (info.text && !text) return say("the box of the other text is empty; type something into it to compare with", true);
-  const before = state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
+  const before = compared.before || state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
   say("comparing …", true);
   try {
     const cut = { max_span: numberIn("limit"), live: numberIn("budget") }, sampled = !info.text || (same && info.vocabulary === "words");
     const after = await (sampled ? fetchTrace("api/sample", { ...cut, ...episodeAsked() }) : fetchTrace("api/trace", { text, ...cut }));
-    showComparison(before, after, state.layer, state.head, range, (i) => { setTrace(after, true); goTo(i); });
+    compared = { before, after, cut, asked: { limit: cut.max_span, budget: cut.live, other: same || !info.text ? null : text } };
+    showSide("before");
+    drawComparison();
     say("");
   } catch (error) { say(error.message, true); }
+}
+
+// The pictures above show the reading before or after the change.
+function showSide(name) {
+  find("side").hidden = false;
+  find("side-pick").value = name;
+  if (state.trace !== compared[name]) setTrace(compared[name], true);
+}
+
+// Side by side in the chosen layer; drawn anew once another is chosen.
+function drawComparison() {
+  const key = [state.layer, state.head, darkMode.matches].join();
+  if (!compared.after || compared.key === key) return;
+  compared.key = key;
+  const look = (i) => { showSide("after"); goTo(i); find("stage").scrollIntoView({ block: "nearest" }); };
+  showComparison(compared.before, compared.after, state.layer, state.head, compared.cut, look);
+}
+
+function forgetComparison() {
+  compared = {};
+  find("verdict").hidden = find("side").hidden = true;
+}
+
+// The comparison as a link holds it, and back.
+function comparisonAsked() {
+  return compared.after ? { ...compared.asked, side: find("side-pick").value } : {};
+}
+
+async function compareAsAsked({ limit, budget, other, side }) {
+  if (!state.trace || !info.model || (limit ?? budget ?? other) == null) return;
+  find("limit").value = limit ?? "";
+  find("budget").value = budget ?? "";
+  find("other").value = other ?? find("text").value;
+  await compare();
+  if (side === "after" && compared.after) showSide("after");
 }
 
 function write() {

@@ -10,7 +10,7 @@ function paintToken(node, share) {
 }
 
 // Fills the box with a window of tokens, coloured by span. What it holds of them already, under the same key, stays as it is.
-function fillTokens(box, trace, span, range, from, to, { changed, key } = {}) {
+function fillTokens(box, trace, span, range, from, to, { changed, worse, key } = {}) {
   const same = key && box.trace === trace && box.key === key && box.to <= to, kept = same ? countSettled(box) : 0;
   if (same && box.to === to) return;
   const cells = cellsOf(trace, kept ? box.cells[kept - 1].end : from, to), nodes = cells.map((cell) => {
@@ -21,7 +21,8 @@ function fillTokens(box, trace, span, range, from, to, { changed, key } = {}) {
     node.dataset.i = cell.start;
     node.dataset.end = cell.end;
     if (span) paintToken(node, shareOf(widest, range));
-    if (changed && changed(cell.start)) node.className = "es-changed";
+    if (changed && changed(cell.start)) node.classList.add("es-changed");
+    if (worse && worse(cell.start)) node.classList.add("es-worse");
     return node;
   });
   box.classList.toggle("es-words", !["bytes", "pieces"].includes(trace.header.vocabulary));

@@ -31,11 +31,46 @@ function chip(text, small, onClick, colour) {
   return node;
 }
 
-// A token with a few of its neighbours: one byte alone says little.
-function around(trace, i) {
-  if (trace.header.vocabulary !== "bytes") return trace.text[i];
-  const part = (from, to) => new TextDecoder().decode(Uint8Array.from(trace.token.slice(Math.max(from, 0), Math.max(to, 0))));
-  return `${part(i - 8, i)}[${part(i, i + 1)}]${part(i + 1, i + 5)}`.replace(/\n/g, "⏎");
+// Fills a box with chips, or with the words for none. Tab reaches one of them, and arrow keys go from there to the others.
+function fillChips(box, chips, none) {
+  const held = box.contains(document.activeElement);
+  chips.forEach((node, n) => { node.tabIndex = n ? -1 : 0; });
+  box.replaceChildren(...(chips.length || !none ? chips : [element("span", none, "es-soft")]));
+  if (held && chips.length) chips[0].focus({ preventScroll: true });
+}
+
+function walkChips(box, event) {
+  const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key], all = [...box.querySelectorAll("button")];
+  if (!by || !all.length) return;
+  event.preventDefault();
+  event.stopPropagation();  // elsewhere these keys move the cursor
+  const from = all.indexOf(document.activeElement), to = Math.min(Math.max(from + by, 0), all.length - 1);
+  all.forEach((node, n) => { node.tabIndex = n === to ? 0 : -1; });
+  all[to].focus();
+}
+
+// The text of a stretch of tokens.
+function textOf(trace, from, to) {
+  const low = Math.max(from, 0), high = Math.min(Math.max(to, 0), trace.size);
+  if (trace.header.vocabulary === "bytes") return new TextDecoder().decode(Uint8Array.from(trace.token.slice(low, high)));
+  return trace.text.slice(low, high).join(trace.header.vocabulary === "pieces" ? "" : " ");
+}
+
+// A word by itself; what is none, such as a space, with a few of its neighbours.
+function nameToken(trace, i) {
+  if (!wordsOf(trace)) return trace.text[i];
+  const word = wordAt(trace, i);
+  return /[\p{L}\p{N}]/u.test(word) ? word : `${textOf(trace, i - 8, i)}[${textOf(trace, i, i + 1)}]${textOf(trace, i + 1, i + 5)}`.replace(/\n/g, "⏎");
+}
+
+// Changes of tokens as changes of their words, which are easier to recognise; `join` says what becomes of two. Largest first.
+function byWord(trace, changes, join) {
+  const words = wordsOf(trace), found = new Map();
+  for (const [change, i] of changes) {
+    const at = words && words.first[i] >= 0 ? words.first[i] : i;
+    found.set(at, found.has(at) ? join(found.get(at), change) : change);
+  }
+  return Array.from(found, ([at, change]) => [change, at]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0]));
 }
 
 function kept(spans) {
@@ -50,8 +85,7 @@ function tellChange(traces, sides, front, back) {
     let from = front, to = trace.size - back;
     while (from > 0 && wordsOf(trace).first[from] >= 0 && wordsOf(trace).first[from] < from) from--;
     while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
-    const text = trace.header.vocabulary === "bytes" ? new TextDecoder().decode(Uint8Array.from(trace.token.slice(from, to))) : trace.text.slice(from, to).join("");
-    return `“${visible(shorten(text))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
+    return `“${visible(shorten(textOf(trace, from, to)))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
   });
   return `${parts.join(", ")}.`;
 }
@@ -76,34 +110,38 @@ function tellSums(before, after) {
   return `${parts.charAt(0).toUpperCase()}${parts.slice(1)}.`;
 }
 
-function showComparison(before, after, layer, head, range, goTo) {
-  const { pairs, front, back } = pairTokens(before, after);
-  const first = back + front < after.size ? Math.max(front - WINDOW / 2, 0) : 0;  // where nothing was changed, the beginning
-  const sides = [[find("old"), before], [find("new"), after]].map(([box, trace]) => {
-    const choice = trace.hasSpans ? trace.choose(layer, head) : { span: null };
-    const edge = trace.size - back;
-    fillTokens(box, trace, choice.span, range, first, Math.min(first + WINDOW, trace.size), { changed: (i) => i >= front && i < edge });
-    return choice;
-  });
-  const worse = [], moved = [];
+// What was cut, for the heading of the changed reading.
+function tellCut({ max_span: limit, live }) {
+  return ["after", ...(limit == null ? [] : [`no span above ${show(limit)} steps`]), ...(live == null ? [] : [`${show(live)} memories alive in a layer, on average`])].join(", ");
+}
+
+const WORSE = 0.5;  // bits from which a token is marked
+
+function showComparison(before, after, layer, head, cut, goTo) {
+  const { pairs, front, back } = pairTokens(before, after), sides = [before, after].map((trace) => trace.hasSpans ? trace.choose(layer, head) : { span: null });
+  const bits = [], spans = [], more = new Float32Array(after.size);
   for (const [i, j] of pairs) {
-    const more = after.bits.data[j] - before.bits.data[i];
-    if (more > 0.05) worse.push([more, j]);
-    if (sides[0].span && sides[1].span) {
-      const change = sides[1].span[j] - sides[0].span[i];
-      if (Math.abs(change) > 0.5) moved.push([change, j]);
-    }
+    more[j] = after.bits.data[j] - before.bits.data[i] || 0;
+    bits.push([more[j], j]);
+    if (sides[0].span && sides[1].span) spans.push([sides[1].span[j] - sides[0].span[i], j]);
   }
-  worse.sort((a, b) => b[0] - a[0]);
-  moved.sort((a, b) => Math.abs(b[0]) - Math.abs(a[0]));
-  const chips = (list) => list.slice(0, 40).map(([x, j]) => chip(around(after, j), (x > 0 ? "+" : "") + show(x), () => goTo(j)));
-  find("worse").replaceChildren(...chips(worse));
-  find("moved").replaceChildren(...chips(moved));
-  if (!worse.length) find("worse").replaceChildren(element("span", "none", "es-soft"));
-  if (!moved.length) find("moved").replaceChildren(element("span", "none", "es-soft"));
+  const shades = rangeOf(sides[0].span || []), first = back + front < after.size ? Math.max(front - WINDOW / 2, 0) : 0;  // where nothing was changed, the beginning
+  [[find("old"), before], [find("new"), after]].forEach(([box, trace], n) => {
+    const changed = (i) => i >= front && i < trace.size - back;
+    fillTokens(box, trace, sides[n].span, shades, first, Math.min(first + WINDOW, trace.size), { changed, worse: n ? (i) => more[i] >= WORSE : null });
+  });
+  const chips = (list) => list.slice(0, 40).map(([x, j]) => {
+    const node = chip(nameToken(after, j), (x > 0 ? "+" : "") + show(x), () => goTo(j));
+    node.title = `step ${show(j)}: …${textOf(after, j - 24, j + 32).replace(/\s+/g, " ")}…`;
+    return node;
+  });
+  const worse = bits.filter(([x]) => x > 0.05), scored = !Number.isNaN(meanBits(before));
+  fillChips(find("worse"), chips(byWord(after, bits, (a, b) => a + b).filter(([x]) => x > 0.05)), "none");
+  fillChips(find("moved"), chips(byWord(after, spans, (a, b) => Math.abs(b) > Math.abs(a) ? b : a).filter(([x]) => Math.abs(x) > 0.5)), "none");
   find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
   find("changed").hidden = !find("changed").textContent;
-  find("sums").textContent = tellSums(before, after) + (Number.isNaN(meanBits(before)) ? "" : ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.`);
-  find("worse-box").hidden = Number.isNaN(meanBits(before));
+  find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.` : "");
+  find("after-title").textContent = tellCut(cut);
+  find("worse-box").hidden = find("wavy").hidden = !scored;
   find("verdict").hidden = false;
 }
