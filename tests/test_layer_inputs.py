@@ -14,6 +14,7 @@ from expire_span import (
     BackboneConfig,
     Decoder,
     DecoderConfig,
+    Encoder,
     ExpireSpan,
     ExpireSpanConfig,
     ExpiringMemory,
@@ -21,6 +22,7 @@ from expire_span import (
     Stream,
     agent_configs,
     model_configs,
+    register,
     retrofit_configs,
     sampling,
     task_configs,
@@ -146,7 +148,7 @@ def test_models_are_built_from_their_settings():
 
 def test_streams():
     decoder = Decoder(MODEL)
-    for given in ("recall", None, MODEL, torch.nn.Linear(2, 2)):
+    for given in ("recall", None, MODEL, torch.nn.Linear(2, 2), Encoder(MODEL)):  # an encoder would read ahead
         with pytest.raises(ValueError, match=rf"a stream runs a Decoder, got {type(given).__name__}; build one by"):
             Stream(given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got '2'"):
@@ -162,6 +164,11 @@ def test_streams():
             ValueError, match=r"a prompt must be bytes, a list of integers .* for row 0; text is encoded"
         ):
             stream.read([prompt])  # type: ignore[arg-type]
+    stream.read([[1], [2]])
+    with pytest.raises(ValueError, match=r"sampling must be a Sampling, got 0\.8; give Sampling\("):
+        stream.generate(0.8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_tokens must be a whole number, 0 or more, got 1\.5"):
+        stream.generate(max_tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"row must lie in 0\.\.1, got 'a'"):
         stream.replace("a", [1])  # type: ignore[arg-type]
 
@@ -172,6 +179,13 @@ SETTINGS = {
     "nothing": (None, r"got None; give .*ExpireSpanConfig\(\.\.\.\), for example"),
     "a table": ({"kind": "gru"}, r"got \{'kind': 'gru'\}; give"),
 }
+
+
+def test_layers_and_the_registry_take_their_own_kind():
+    with pytest.raises(ValueError, match="settings of ExpireSpan must be a ExpireSpanConfig, got 'gru'"):
+        ExpireSpan(16, 2, settings="gru")
+    with pytest.raises(ValueError, match="register takes a MemorySystem, got 'gru'"):
+        register("gru")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -103,19 +103,27 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k
 
 
 def check_numbers(ramp: float, scale: float | None, normalizer_eps: float) -> None:
-    for name, x in (("ramp", ramp), ("scale", scale), ("normalizer_eps", normalizer_eps)):
-        single = (
-            isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
-        )
-        if not single and (x is not None or name != "scale"):
-            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
-            raise ValueError(f"{name} must be one number, got {got}")
-    if not 0 < ramp <= LONGEST_RAMP:
-        raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
+    check_ramp(ramp)
+    _check_single("normalizer_eps", normalizer_eps)
     if not 0 <= normalizer_eps < math.inf:
         raise ValueError(f"normalizer_eps must be 0 or a positive number, got {normalizer_eps}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if scale is not None:
+        _check_single("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
+
+
+def check_ramp(ramp: float) -> None:
+    _check_single("ramp", ramp)
+    if not 0 < ramp <= LONGEST_RAMP:
+        raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
+
+
+def _check_single(name: str, x: object) -> None:
+    single = isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
+    if not single:
+        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
+        raise ValueError(f"{name} must be one number, got {got}")
 
 
 def _expect(name: str, x: Tensor, shapes: list[tuple[int, ...]], hint: str = "") -> None:
@@ -145,14 +153,20 @@ def transformed(*tensors: Tensor | None) -> str | None:
 
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
     """NaN spans, spans below -ramp, and positions that fall along a row. Waits for the device."""
-    if span.numel():
-        low = span.detach().amin().item()
-        if math.isnan(low):
-            raise ValueError(f"span must not be NaN, got {int(span.isnan().sum())} NaN of {span.numel()} values")
-        if low < -ramp * (1 + torch.finfo(span.dtype).eps):  # -ramp itself may have been rounded
-            raise ValueError(f"span must be -ramp or more, {-ramp:g} here, got a smallest value of {low:g}")
+    check_spans(span, ramp)
     _check_rising("q_pos", q_pos)
     _check_rising("k_pos", k_pos)
+
+
+def check_spans(span: Tensor, ramp: float) -> None:
+    """NaN, and spans below -ramp: at -ramp a memory is dead at birth, so that a shorter span has no meaning of its own."""
+    if not span.numel():
+        return
+    low = span.detach().amin().item()
+    if math.isnan(low):
+        raise ValueError(f"span must not be NaN, got {int(span.isnan().sum())} NaN of {span.numel()} values")
+    if low < -ramp * (1 + torch.finfo(span.dtype).eps):  # -ramp itself may have been rounded
+        raise ValueError(f"span must be -ramp or more, {-ramp:g} here, got a smallest value of {low:g}")
 
 
 def _check_rising(name: str, pos: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expire_span.checks import show
 from expire_span.models.decoder import Decoder
+from expire_span.models.encoder import Encoder
 from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
@@ -41,7 +42,7 @@ class Stream:
 
     def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
         """recorded: off, steps on a GPU are launched kernel by kernel (for tests and measurements)."""
-        if not isinstance(decoder, Decoder):
+        if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder reads ahead
             got = type(decoder).__name__
             raise ValueError(
                 f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)"
@@ -121,8 +122,10 @@ class Stream:
 
         events: report what was born and what died in every layer; each step then waits for the device.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"max_tokens must be 0 or more, got {max_tokens}")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, got {show(sampling)}; give Sampling(temperature=0.8)")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
+            raise ValueError(f"max_tokens must be a whole number, 0 or more, got {max_tokens!r}")
         if not any(self._active):
             raise ValueError("the stream has read no prompt yet; call read first")
         return self._steps(sampling or Sampling(), max_tokens, events)
