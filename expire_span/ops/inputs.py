@@ -142,13 +142,27 @@ def transformed(*tensors: Tensor | None) -> str | None:
     """The transform of torch.func, or forward-mode differentiation, that a call runs under; None outside of both."""
     if torch.compiler.is_compiling():
         return None
-    innermost = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]
-    if innermost is not None:
-        return f"torch.func ({innermost.key().name.lower()})"
-    if forward_ad._current_level < 0:
+    function = _function_transform()
+    if function is not None:
+        return function
+    if getattr(forward_ad, "_current_level", 0) < 0:  # outside of dual levels, which saves asking every tensor
         return None
     dual = any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     return "forward-mode differentiation" if dual else None
+
+
+def _function_transform() -> str | None:
+    """The innermost transform of torch.func, as torch's own stack of them has it.
+
+    Torch has no public name for it. A torch without these names still refuses: an autograd.Function that defines no
+    setup_context cannot be transformed.
+    """
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    innermost = peek() if peek is not None else None
+    if innermost is None:
+        return None
+    key = getattr(innermost, "key", None)
+    return f"torch.func ({str(getattr(key(), 'name', key())).lower()})" if key is not None else "torch.func"
 
 
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
