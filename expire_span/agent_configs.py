@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.config import RunConfig
 from expire_span.field_docs import documented
 from expire_span.model_configs import BackboneConfig
@@ -16,6 +16,7 @@ from expire_span.train_configs import BudgetConfig, LearningConfig
 
 @documented
 @dataclass(frozen=True)
+@checked
 class ObservationField:
     """One part of an observation, as a policy must know it to read it."""
 
@@ -38,6 +39,7 @@ class ObservationField:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class EnvTask:
     """Act in an environment, so that its rewards add up."""
 
@@ -69,6 +71,7 @@ class EnvTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class PolicyConfig(BackboneConfig):
     """Observations in, actions and values out: encoder, backbone, two heads."""
 
@@ -177,6 +180,7 @@ class AgentTrainConfig(LearningConfig):
 
 @documented
 @dataclass(frozen=True)
+@checked
 class AgentRunConfig(RunConfig):
     """A whole run of an agent: where it acts, by which policy, how it learns."""
 

@@ -1,10 +1,15 @@
-"""The check that settings use for their values. Standard library only."""
+"""The checks that settings use for their values. Standard library only."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+import types
 import typing
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def require(condition: bool, message: str) -> None:
@@ -13,13 +18,108 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_fields(config: Any) -> None:
-    """Refuse text or nothing where a field of a config is a number, numbers that are not finite, and unknown words."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+def checked(cls: type[T]) -> type[T]:
+    """Class decorator below `@dataclass`: values that do not fit their field's type are refused before anything else."""
+    own = cls.__dict__.get("__post_init__")
+
+    def __post_init__(self: Any) -> None:
+        if type(self)._checked_by is cls:  # the check of a subclass covers the fields of its bases
+            check_fields(self)
+        inherited = getattr(super(cls, self), "__post_init__", None)
+        if own is not None:
+            own(self)
+        elif inherited is not None:
+            inherited()
+
+    cls.__post_init__, cls._checked_by = __post_init__, cls  # type: ignore[attr-defined]
+    return cls
+
+
+def check_fields(config: Any, *, finite: bool = True) -> None:
+    """Refuse values of a config that do not fit the type of their field, in one sentence that names the field.
+
+    finite: off, infinities and NaN pass as numbers, for configs whose owner refuses them under their full name.
+    """
+    for name, members in _types_of(type(config)).items():
         value = getattr(config, name)
-        if typing.get_origin(hint) is typing.Literal:
-            words = typing.get_args(hint)
-            require(value in words, f"{name} must be one of {', '.join(map(str, words))}, got {value!r}")
-        elif hint in (int, float):
-            number = isinstance(value, (int, float)) and math.isfinite(value)
-            require(number, f"{name} must be a finite number, got {value!r}")
+        endless = not finite and float in members and isinstance(value, float)
+        if not endless and not any(_holds(member, value) for member in members):
+            wanted = " or ".join(dict.fromkeys(map(describe, members)))
+            raise ValueError(f"{name} must be {wanted}, got {show(value)}{_settings_hint(members, value)}")
+
+
+@functools.cache
+def _types_of(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a config may have. Resolving annotations takes milliseconds, so it is done once."""
+    return {name: members_of(hint) for name, hint in typing.get_type_hints(cls).items()}
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a value is what a field of this type holds."""
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is typing.Literal:
+        return any(value == word and type(value) is type(word) for word in typing.get_args(hint))
+    if origin in (tuple, list):
+        return isinstance(value, (tuple, list))
+    if hint is float:  # JSON writes 1.0 as 1 in some programs; NaN and infinity are no numbers that one can set
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hasattr(hint, "kind"):  # settings with a kind may also be those of a class that is registered from outside
+        return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "kind")
+    return isinstance(hint, type) and isinstance(value, hint)
+
+
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a value fits, and of a list every item too."""
+    if typing.get_origin(hint) is not tuple or not fits(hint, value):
+        return fits(hint, value)
+    kinds = typing.get_args(hint)
+    kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+    return len(kinds) == len(value) and all(map(fits, kinds, value))
+
+
+def describe(hint: Any) -> str:
+    """What a field of this type holds, in words."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if dataclasses.is_dataclass(hint):
+        kind = getattr(hint, "kind", None)
+        return f"a {getattr(hint, '__name__', hint)}" if kind is None else "a settings object"
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        return f"a list of {'some' if kinds[-1] is Ellipsis else len(kinds)}, each {describe(kinds[0])}"
+    names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", type(None): "None"}
+    return names.get(hint) or "a list"
+
+
+def show(value: Any) -> str:
+    """A value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _settings_hint(members: tuple[Any, ...], value: Any) -> str:
+    """What to write instead, where settings belong and a word or a class was given."""
+    classes: dict[Any, Any] = {
+        getattr(member, "kind", None): member for member in members if dataclasses.is_dataclass(member)
+    }
+    found = (
+        value
+        if any(value is cls for cls in classes.values())
+        else classes.get(value)
+        if isinstance(value, str)
+        else None
+    )
+    some = found or next(iter(classes.values()), None)
+    if some is None:
+        return ""
+    return f"; give {some.__module__}.{some.__name__}(...)" + ("" if found or len(classes) == 1 else ", for example")

@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from expire_span.checks import require
+from expire_span.checks import checked, describe, fits, members_of, require, show
 from expire_span.field_docs import documented
 from expire_span.model_configs import BackboneConfig, DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
@@ -56,6 +55,7 @@ MOST_LAYERS = 10_000
 
 @documented
 @dataclass(frozen=True)
+@checked
 class RunConfig:
     """A whole run: what is learned, by which model, how."""
 
@@ -100,7 +100,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: Any, data: Any, where: str = "") -> Any:
     """The inverse of `to_dict`. Unknown and missing fields, wrong types and unknown words are refused, naming the field."""
     name = where or cls.__name__
-    require(isinstance(data, dict), f"{name} must be a table of fields, got {_show(data)}")
+    require(isinstance(data, dict), f"{name} must be a table of fields, got {show(data)}")
     data = cls.upgrade(data) if hasattr(cls, "upgrade") else data  # settings as older run folders hold them
     hints = typing.get_type_hints(cls)  # read anew each time: systems and tasks may be registered from outside
     for field in data:
@@ -116,35 +116,16 @@ def from_dict(cls: Any, data: Any, where: str = "") -> Any:
 
 def _parse(hint: Any, value: Any, where: str) -> Any:
     """One value as its field's type wants it; lists from JSON become tuples."""
-    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    members = members_of(hint)
     if value is None and type(None) in members:
         return None
     if any(dataclasses.is_dataclass(member) for member in members):
         return from_dict(_pick_class(hint, value, where), value, where)
     members = [member for member in members if member is not type(None)]
     for member in members:
-        if _fits(member, value):
+        if fits(member, value):
             return _convert(member, value, where)
-    raise ValueError(f"{where} must be {' or '.join(_describe(m) for m in members)}, got {_show(value)}")
-
-
-def _is_union(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if hint is Any:
-        return True
-    if origin is typing.Literal:
-        return any(value == word and type(value) is type(word) for word in typing.get_args(hint))
-    if origin in (tuple, list):
-        return isinstance(value, (tuple, list))
-    if hint is float:  # JSON writes 1.0 as 1 in some programs; NaN and infinity are no numbers that one can set
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(hint, type) and isinstance(value, hint)
+    raise ValueError(f"{where} must be {' or '.join(describe(m) for m in members)}, got {show(value)}")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -157,21 +138,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     return tuple(parts) if typing.get_origin(hint) is tuple else parts
 
 
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-    return names.get(hint) or "a list"
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _pick_class(hint: Any, value: Any, where: str) -> Any:
-    require(isinstance(value, dict), f"{where} must be a table of fields, got {_show(value)}")
-    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    require(isinstance(value, dict), f"{where} must be a table of fields, got {show(value)}")
+    members = members_of(hint)
     members = tuple(m for m in members if dataclasses.is_dataclass(m))
     kinds = {getattr(m, "kind", None): m for m in members}
     kinds |= OUTSIDE_TASKS if hint == TaskConfig else {}

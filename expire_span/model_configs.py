@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.field_docs import documented
 from expire_span.models import systems
 from expire_span.models.systems import AttentionShape, LayerShape
@@ -14,6 +14,7 @@ from expire_span.models.systems.expire_span import ExpireSpanConfig, PaperDetail
 
 @documented
 @dataclass(frozen=True)
+@checked
 class BackboneConfig(AttentionShape):
     """Blocks of a memory system and a feed-forward part, from hidden states to hidden states."""
 
@@ -84,6 +85,7 @@ class BackboneConfig(AttentionShape):
 
 @documented
 @dataclass(frozen=True)
+@checked
 class DecoderConfig(BackboneConfig):
     """Tokens in, logits of the next token out: embedding, backbone, head. `paper()` and `modern()` are two presets."""
 

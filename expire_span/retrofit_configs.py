@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.config import RunConfig
 from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
@@ -13,6 +13,7 @@ from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
 
 @documented
 @dataclass(frozen=True)
+@checked
 class RetrofitConfig:
     """How memories of a retrofitted model expire."""
 
@@ -52,6 +53,7 @@ class RetrofitConfig:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class DistillConfig:
     """How the predictors learn what a frozen model can forget."""
 
@@ -168,6 +170,7 @@ class DistillConfig:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class RetrofitTask:
     """Give the base model's answers with less memory."""
 
@@ -182,6 +185,7 @@ class RetrofitTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class BaseModel:
     """The frozen model and how its memories expire."""
 
@@ -214,6 +218,7 @@ class BaseModel:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class RetrofitRunConfig(RunConfig):
     """A whole run: which model learns to forget, from what, how."""
 

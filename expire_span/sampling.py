@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expire_span.checks import check_fields
 from expire_span.field_docs import documented
 
 
@@ -25,6 +26,7 @@ class Sampling:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
+        check_fields(self, finite=False)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:

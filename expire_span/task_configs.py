@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.field_docs import documented
 
 
@@ -26,6 +26,7 @@ def _check_shares(task: object, *names: str) -> None:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class TextTask:
     """Predict the next byte (or token) of a file, or of every file of a folder in name order."""
 
@@ -45,6 +46,7 @@ class TextTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class RecallTask:
     """A colour cue, a long corridor of distracting observations, then: which colour was it?"""
 
@@ -77,6 +79,7 @@ class RecallTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class EntrancesTask:
     """A number every step: how many times has the series come into [0, 1] so far?"""
 
@@ -111,6 +114,7 @@ class EntrancesTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class WordsTask:
     """Predict the next word of a text file, or of built-in little tales."""
 
@@ -134,6 +138,7 @@ class WordsTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class CopyTask:
     """A few A tokens, a long stretch of filler, then: how many A tokens were there?"""
 
@@ -168,6 +173,7 @@ class CopyTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class CollisionTask:
     """Two coloured particles move on a grid: in which quadrant did two colours last collide?"""
 
@@ -205,6 +211,7 @@ class CollisionTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class BooksTask:
     """Predict the next character of whole books; memory is emptied where a book begins."""
 
@@ -224,6 +231,7 @@ def _check_view(view: int) -> None:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class CorridorTask:
     """A coloured cue, a long corridor with coloured distractions, and coloured doors at its end: which one is right?"""
 
@@ -266,6 +274,7 @@ class CorridorTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class PortalTask:
     """A chain of rooms with two coloured doors each: one leads on, the other back to the first room."""
 
@@ -298,6 +307,7 @@ class PortalTask:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class InstructionTask:
     """Instructions scattered in long talk: at the right place, do what was asked, unless it was cancelled or replaced."""
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import check_fields, require
 from expire_span.field_docs import documented
 
 
@@ -33,6 +33,7 @@ class BudgetConfig:
     """Let the weight shrink while the running task loss is above this, so that pressure never undoes the task; None is off."""
 
     def __post_init__(self) -> None:
+        check_fields(self, finite=False)  # a run refuses infinities and NaN, and says in which part they are
         require(self.live is None or self.bytes is None, f"give budget live or bytes, got {self.live} and {self.bytes}")
         for name in ("live", "bytes"):
             value = getattr(self, name)
@@ -97,6 +98,7 @@ class LearningConfig:
     """auto, cpu, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
+        check_fields(self, finite=False)  # a run refuses infinities and NaN, and says in which part they are
         for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         limited = self.seconds is None or 0 < self.seconds < math.inf

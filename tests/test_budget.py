@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,7 +92,6 @@ def test_restores_exactly():
     feed(a, 77.0, loss=0.7, times=13)
     b.load_state_dict(a.state_dict())
     assert feed(a, 31.0, loss=0.8, times=9) == feed(b, 31.0, loss=0.8, times=9)
-    assert math.isfinite(float(a.running_loss))
 
 
 def test_needs_a_target():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,11 @@ def test_train_eval_generate_and_refusals_on_runs(call, tmp_path, options):
     assert code == 0 and json.loads(out)["split"] == "valid"
     code, out, _ = call("eval", "a")
     assert json.loads(out)["loss"] == json.loads((tmp_path / "runs/a/result.json").read_text())["loss"]
+    check_refused(call("eval", "a", "--path", "absent"), "--path absent is neither a file nor a folder")
+    data = Path(options[options.index("--task.path") + 1])
+    data.rename(tmp_path / "moved")
+    check_refused(call("eval", "a"), f"run runs/a reads {data}, which is not there", "with --path")
+    assert call("eval", "a", "--path", "moved")[0] == 0
     assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
 
 

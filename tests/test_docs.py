@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from expire_span.cli import VERBS
+from expire_span.models.systems import SYSTEMS
 from expire_span.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,3 +91,11 @@ def test_options_exist(name):
 
 def has_field(value: object, path: list[str]) -> bool:
     return not path or (hasattr(value, path[0]) and has_field(getattr(value, path[0]), path[1:]))
+
+
+def test_the_page_on_comparisons_says_for_every_system_how_its_memory_is_set():
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", (ROOT / "docs/compare.md").read_text(), flags=re.MULTILINE)
+    told = {kind: words for kinds, words in rows for kind in re.findall(r"`(\w+)`", kinds)}
+    assert set(told) == set(SYSTEMS)
+    for kind, words in told.items():
+        assert words.startswith("nothing") == (SYSTEMS[kind].budget.settings is None), kind

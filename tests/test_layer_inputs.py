@@ -1,23 +1,44 @@
-"""A layer in a model of one's own: what it is given is checked where it enters, in one sentence with both values."""
+"""Layers, models, streams and settings: what they are given is checked where it enters, in one sentence with both values."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import typing
 
 import pytest
 import torch
 
-from expire_span import Backbone, BackboneConfig, ExpireSpan, ExpireSpanConfig, ExpiringMemory, Sampling
+from expire_span import (
+    Backbone,
+    BackboneConfig,
+    Decoder,
+    DecoderConfig,
+    Encoder,
+    ExpireSpan,
+    ExpireSpanConfig,
+    ExpiringMemory,
+    Sampling,
+    Stream,
+    agent_configs,
+    model_configs,
+    register,
+    retrofit_configs,
+    sampling,
+    task_configs,
+    train_configs,
+)
+from expire_span.models.systems import SYSTEMS
 
 X = torch.ones(2, 5, 16)
 
 OPTIONS = {
-    "ramp as text": (dict(ramp="2"), "ramp must be a finite number, got '2'"),
-    "endless ramp": (dict(ramp=math.inf), "ramp must be a finite number, got inf"),
-    "no span": (dict(max_span=None), "max_span must be a finite number, got None"),
+    "ramp as text": (dict(ramp="2"), "ramp must be a whole number, got '2'"),
+    "endless ramp": (dict(ramp=math.inf), "ramp must be a whole number, got inf"),
+    "no span": (dict(max_span=None), "max_span must be a whole number, got None"),
     "unknown word": (dict(span_per="head"), "span_per must be one of layer, kv_head, got 'head'"),
     "unknown positions": (dict(positions="alibi"), "positions must be one of rotary, relative, none, got 'alibi'"),
-    "half a head": (dict(heads=2.0), "dim and heads must be whole numbers, got 16 and 2.0"),
+    "half a head": (dict(heads=2.0), "heads must be a whole number, got 2.0"),
 }
 INPUTS = {
     "no batch": (X[0], r"x must have shape \[B, T, 16\], got \(5, 16\)"),
@@ -68,6 +89,9 @@ def test_states():
         model(X, model(X).state[:1])
     with pytest.raises(ValueError, match=r"fresh must have shape \(2,\), one mark a row, got \(1,\)"):
         model(X, model(X).state, fresh=torch.tensor([True]))
+    for fresh in ([True, False], torch.ones(2)):
+        with pytest.raises(ValueError, match=r"fresh must be a tensor of bool, one mark for each of the 2 rows, got"):
+            model(X, fresh=fresh)  # type: ignore[arg-type]
 
 
 def test_stores():
@@ -87,3 +111,113 @@ def test_temperatures(value):
     """With NaN every draw was token 0."""
     with pytest.raises(ValueError, match=f"temperature must be 0 or more and finite, got {value}"):
         Sampling(temperature=value)
+
+
+MODEL = DecoderConfig.modern(vocab=16, dim=16, layers=1, heads=2, ff_dim=16, mixer=ExpireSpanConfig(max_span=8, ramp=2))
+TOKENS = {
+    "a list": ([[1, 2]], r"tokens must be a tensor \[B, T\], got list; convert it"),
+    "floats": (torch.ones(2, 3), r"tokens must be integers, got torch.float32; convert them by tokens.long\(\)"),
+    "bool": (torch.ones(2, 3, dtype=torch.bool), "tokens must be integers, got torch.bool"),
+    "one row": (
+        torch.ones(3, dtype=torch.int64),
+        r"tokens must have shape \[B, T\], got \(3,\); one row is tokens\[None\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens(name):
+    tokens, words = TOKENS[name]
+    with pytest.raises(ValueError, match=words):
+        Decoder(MODEL)(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_tokens_of_any_integer_dtype(dtype):
+    """Bytes are often held as uint8, which torch's embedding does not take."""
+    decoder, tokens = Decoder(MODEL).eval(), torch.tensor([[3, 1, 15]])
+    assert torch.equal(decoder(tokens.to(dtype)).logits, decoder(tokens).logits)
+
+
+def test_models_are_built_from_their_settings():
+    for model, wanted in ((Decoder, "DecoderConfig"), (Backbone, "BackboneConfig")):
+        for given in ("recall", None, ExpireSpanConfig()):
+            with pytest.raises(ValueError, match=rf"built from a {wanted}, got .*; give {model.__name__}\({wanted}\("):
+                model(given)  # type: ignore[arg-type]
+
+
+def test_streams():
+    decoder = Decoder(MODEL)
+    for given in ("recall", None, MODEL, torch.nn.Linear(2, 2), Encoder(MODEL)):  # an encoder would read ahead
+        with pytest.raises(ValueError, match=rf"a stream runs a Decoder, got {type(given).__name__}; build one by"):
+            Stream(given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got '2'"):
+        Stream(decoder, rows="2")  # type: ignore[arg-type]
+    stream = Stream(decoder, rows=2)
+    for prompts in ("hello", b"\1\2", None):
+        with pytest.raises(
+            ValueError, match=r"read takes a list of prompts, one for each row, got .*; give \[prompt\]"
+        ):
+            stream.read(prompts)  # type: ignore[arg-type]
+    for prompt in ("hello", None, [[1], [2, 3]]):
+        with pytest.raises(
+            ValueError, match=r"a prompt must be bytes, a list of integers .* for row 0; text is encoded"
+        ):
+            stream.read([prompt])  # type: ignore[arg-type]
+    stream.read([[1], [2]])
+    with pytest.raises(ValueError, match=r"sampling must be a Sampling, got 0\.8; give Sampling\("):
+        stream.generate(0.8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_tokens must be a whole number, 0 or more, got 1\.5"):
+        stream.generate(max_tokens=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"row must lie in 0\.\.1, got 'a'"):
+        stream.replace("a", [1])  # type: ignore[arg-type]
+
+
+SETTINGS = {
+    "a word": ("gru", r"mixer must be a settings object, got 'gru'; give .*\.recurrent\.GRUConfig\(\.\.\.\)$"),
+    "a class": (ExpireSpanConfig, r"got <class .*; give .*\.ExpireSpanConfig\(\.\.\.\)$"),
+    "nothing": (None, r"got None; give .*ExpireSpanConfig\(\.\.\.\), for example"),
+    "a table": ({"kind": "gru"}, r"got \{'kind': 'gru'\}; give"),
+}
+
+
+def test_layers_and_the_registry_take_their_own_kind():
+    with pytest.raises(ValueError, match="settings of ExpireSpan must be a ExpireSpanConfig, got 'gru'"):
+        ExpireSpan(16, 2, settings="gru")
+    with pytest.raises(ValueError, match="register takes a MemorySystem, got 'gru'"):
+        register("gru")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_memory_systems(name):
+    given, words = SETTINGS[name]
+    with pytest.raises(ValueError, match=words):
+        DecoderConfig(mixer=given)
+
+
+def test_every_field_of_every_config_refuses_what_it_cannot_hold():
+    """Each was a TypeError of a comparison inside, or was accepted and failed later."""
+    classes = [system.settings for system in SYSTEMS.values()]
+    for module in (agent_configs, model_configs, retrofit_configs, sampling, task_configs, train_configs):
+        classes += [x for x in vars(module).values() if dataclasses.is_dataclass(x) and x.__module__ == module.__name__]
+    plain = [cls for cls in dict.fromkeys(classes) if all(_has_default(field) for field in dataclasses.fields(cls))]
+    assert len(plain) > 40
+    for cls in plain:
+        for name, hint in typing.get_type_hints(cls).items():
+            for value in ("x", ["x"], object()) if hint is not str else (3, ["x"], object()):
+                with pytest.raises(ValueError, match=rf"^{name} must be .*, got "):
+                    cls(**{name: value})
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def test_a_config_derived_outside_is_checked_too():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(ExpireSpanConfig):
+        own: int = 3
+
+    assert Mine(own=4).own == 4
+    with pytest.raises(ValueError, match=r"own must be a whole number, got 2\.5"):
+        Mine(own=2.5)  # type: ignore[arg-type]

@@ -176,9 +176,9 @@ def test_updated_spans_decide():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="ramp must be greater than 0, got 0"):
+    with pytest.raises(ValueError, match=r"ramp must be greater than 0 and at most .*, got 0"):
         ExpiringMemory.empty(1, ramp=0)
-    with pytest.raises(ValueError, match="cap must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="cap must be a whole number of at least 1, got 0"):
         ExpiringMemory.empty(1, ramp=1, cap=0)
     memory = fill(ExpiringMemory.empty(2, ramp=RAMP), torch.ones(2, 3), 3)
     with pytest.raises(ValueError, match=r"token must begin with shape \(2, 1\), got \(2, 2\)"):
@@ -293,7 +293,50 @@ def test_bad_memories_are_refused_with_both_values():
     memory = ExpiringMemory.empty(1, ramp=RAMP).append(torch.tensor([7]), torch.ones(1, 1))
     with pytest.raises(ValueError, match="must not decrease from one memory to the next, got a step of -3"):
         memory.append(torch.tensor([4]), torch.ones(1, 1))
-    with pytest.raises(ValueError, match="spans must be numbers, got 1 NaN among 2"):
+    with pytest.raises(ValueError, match="span must not be NaN, got 1 NaN of 2 values"):
         memory.append(torch.tensor([8, 9]), torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ValueError, match="span must be -ramp or more, -4 here, got a smallest value of -5"):
+        memory.append(torch.tensor([8, 9]), torch.tensor([[1.0, -5.0]]))
+    with pytest.raises(
+        ValueError, match=r"span must be a float tensor of shape \(1, n\), got torch.int64 of shape \(1, 1\)"
+    ):
+        memory.append(torch.tensor([8]), torch.ones(1, 1, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"span must be a float tensor of shape \(1, n\), got torch.float32 of shape \(\)"
+    ):
+        memory.append(torch.tensor([8]), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"pos must have shape \(2,\) or \(1, 2\), got \(3,\)"):
+        memory.append(torch.arange(8, 11), torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"positions must be integers, got torch\.bool"):
+        memory.append(torch.tensor([True]), torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"now must be a whole number, the position of the next query, got 9\.5"):
+        memory.expire(9.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a saved memory must hold what state_dict gives, got one without .*'rows'"):
+        ExpiringMemory.from_state_dict({})
     small = ExpiringMemory.empty(1, ramp=RAMP).append(torch.tensor([100], dtype=torch.int8), torch.full((1, 1), 300.0))
     assert small.pos.dtype == torch.int64 and small.live(390).tolist() == [1]
+
+
+STORES = {
+    "endless ramp": (dict(rows=1, ramp=float("inf")), r"ramp must be greater than 0 and at most 1.07374e\+09, got inf"),
+    "ramp as text": (dict(rows=1, ramp="4"), "ramp must be one number, got '4'"),
+    "half a cap": (dict(rows=1, ramp=4, cap=2.5), r"cap must be a whole number of at least 1, got 2\.5"),
+    "rows as text": (dict(rows="2", ramp=4), r"rows must be B, \(B,\) or \(B, Hkv\) in whole numbers, got '2'"),
+    "negative rows": (dict(rows=-1, ramp=4), "in whole numbers, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_bad_stores_are_refused(name):
+    options, words = STORES[name]
+    with pytest.raises(ValueError, match=words):
+        ExpiringMemory.empty(options.pop("rows"), **options)
+
+
+def test_what_a_store_accepts_the_operator_accepts():
+    """-7.3 in bfloat16 is -7.3125: the store holds float32, in which that is no rounding of -7.3 any more."""
+    span = torch.full((1, 3), -7.3, dtype=torch.bfloat16)
+    memory = ExpiringMemory.empty(1, ramp=7.3).append(torch.arange(3), span)
+    x = torch.ones(1, 1, 3, 4)
+    y = expire_attention(x[:, :, :1], x, x, memory.span, torch.tensor([2]), memory.pos, ramp=7.3)
+    assert not y.any() and memory.live(2).tolist() == [0]

@@ -2,13 +2,14 @@
 
 import math
 import sys
+import types
 import warnings
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from expire_span.ops import expire_attention, resolve_impl
+from expire_span.ops import expire_attention, inputs, resolve_impl
 
 from .operator_cases import Case
 
@@ -202,6 +203,21 @@ def test_transforms_are_right_in_the_reference_and_refused_elsewhere(name):
     for impl in ("chunked", "auto"):
         with pytest.raises(ValueError, match=rf"the operator needs impl='reference', got impl='{impl}'"):
             transform(name, impl, tangent)
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "forward mode"])
+def test_transforms_are_refused_by_a_torch_without_the_private_names_too(name, monkeypatch):
+    """The names by which a transform is recognised are private to torch, and may go; nothing may then be wrong in silence."""
+    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
+    monkeypatch.setattr(inputs, "forward_ad", types.SimpleNamespace(unpack_dual=forward_ad.unpack_dual))
+    said = (
+        "forward-mode differentiation the operator needs"
+        if name == "forward mode"
+        else "setup_context|forward-mode|vmap:"
+    )
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        transform(name, "chunked", torch.ones(B, H, T, D))
+    assert expire_attention(**make()).isfinite().all()
 
 
 def test_second_derivatives_are_refused_where_there_are_none():

@@ -15,14 +15,13 @@ from expire_span import __all__ as public_names
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GUIDE = ("operator", "layer", "training", "kv_cache", "packed", "saving", "recipes")
+GUIDE = ("operator", "layer", "training", "kv_cache", "packed", "saving", "recipes", "tasks")
 """Pages whose Python is run from top to bottom. The other pages' Python needs a model or a checkpoint, and is listed below."""
 RUN_ELSEWHERE = {
     "hf.md": "tests/test_hf_docs.py, on a tiny model",
     "serving.md": "tests/test_site.py, on a tiny model",
     "official.md": "needs a checkpoint of the released code; its call is tested in tests/test_official.py",
     "view.md": "needs a notebook; tests/test_page.py calls `show`",
-    "tasks.md": "tests/test_task_registry.py",
     "trace.md": "tests/test_trace.py",
 }
 

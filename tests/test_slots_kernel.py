@@ -54,7 +54,7 @@ def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
     weight = layer.weight[: (layer.heads + 2 * layer.kv_heads) * layer.head_dim]
     angles = (layer.clock.cos, layer.clock.sin) if layer.turned else None
     return slots.triton_step(
-        h @ weight.T, h, slots.SpanRule(*layer.form), slots.Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp,
+        h @ weight.T, h, layer.form, slots.Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp,
         angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps,
         splits=splits, **shared,
     )  # fmt: skip

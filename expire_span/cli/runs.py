@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -260,9 +261,14 @@ def with_data(run: RunFolder, path: str | None) -> RunFolder:
     """The run with other data to read, where its task reads any."""
     task: Any = run.config.task
     if path is None:
+        own = getattr(task, "path", "")
+        if own and not os.path.exists(own):
+            raise UserError(f"run {run.path} reads {own}, which is not there; say where its data is with --path")
         return run
     if not hasattr(task, "path"):
         raise UserError(f"--path needs a run whose task reads a file, got task {task.kind}")
+    if path and not os.path.exists(path):
+        raise UserError(f"--path {path} is neither a file nor a folder; give an existing one")
     return replace(run, config=replace(run.config, task=replace(task, path=path)))
 
 

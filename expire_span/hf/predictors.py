@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from expire_span.models.lifetimes import Lifetimes, SpanForm
+from expire_span.models.lifetimes import Lifetimes
+from expire_span.ops.slots import SpanForm
 from expire_span.retrofit_configs import RetrofitConfig
 
 

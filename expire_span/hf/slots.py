@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from expire_span.models.lifetimes import LifetimeRule, SpanForm
+from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
-from expire_span.ops.slots import attend_slots, slot_kernel_serves
+from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import NEVER, ExpiringMemory
 from expire_span.store.slots import FRESH, Slots
 
@@ -91,13 +91,13 @@ class LayerSlots(SlotStep):
         return y.view(len(query), 1, query.shape[1], -1)
 
     def _attend_fused(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
+        from expire_span.ops.triton.slots import Fields, choose_splits, triton_step
 
         heads = query.shape[1]
         return triton_step(
             torch.cat([x.flatten(1).to(query.dtype) for x in (query, key, value)], 1),
             hidden.contiguous(),
-            SpanRule(*self.form),
+            self.form,
             Fields(*self.fields),
             self.clock.on_device,
             group=heads // self.kv_heads,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from expire_span.checks import show
 from expire_span.model_configs import BackboneConfig
 from expire_span.models import systems
 from expire_span.store import SteadyMemory, trim_states
@@ -148,6 +149,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
+        check_config(config, BackboneConfig, "Backbone")
         self.config = config
         self.relative_keys = None
         if config.positions == "relative" and any(systems.find(m.kind).scores_pairs for m in config.mixers):
@@ -193,8 +195,7 @@ class Backbone(nn.Module):
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
         """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
-        if fresh is not None and tuple(fresh.shape) != (x.shape[0],):
-            raise ValueError(f"fresh must have shape ({x.shape[0]},), one mark a row, got {tuple(fresh.shape)}")
+        _check_fresh(fresh, x.shape[0])
         if state is None:
             check_start(x.shape[0], keep)
             state = [None] * len(self.blocks)
@@ -216,6 +217,23 @@ class Backbone(nn.Module):
             return [None] * len(self.blocks)
         used = (torch.rand(len(self.blocks), device=h.device) >= self.config.layer_drop).to(h.dtype)
         return list(used.unbind())
+
+
+def check_config(config: Any, wanted: type, model: str) -> None:
+    """Refuse to build a model from anything but its own settings."""
+    if not isinstance(config, wanted):
+        name = wanted.__name__
+        raise ValueError(f"a {model} is built from a {name}, got {show(config)}; give {model}({name}(...))")
+
+
+def _check_fresh(fresh: Tensor | None, rows: int) -> None:
+    if fresh is None:
+        return
+    if not isinstance(fresh, Tensor) or fresh.dtype != torch.bool:
+        got = fresh.dtype if isinstance(fresh, Tensor) else type(fresh).__name__
+        raise ValueError(f"fresh must be a tensor of bool, one mark for each of the {rows} rows, got {got}")
+    if tuple(fresh.shape) != (rows,):
+        raise ValueError(f"fresh must have shape ({rows},), one mark a row, got {tuple(fresh.shape)}")
 
 
 def _is_steady(state: Any, fresh: Tensor | None, keep: Keep) -> bool:

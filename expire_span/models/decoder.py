@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from expire_span.model_configs import DecoderConfig
 
-from .backbone import Backbone, BackboneAux, Block
+from .backbone import Backbone, BackboneAux, Block, check_config
 from .mixer import Keep
 
 DecoderAux = BackboneAux
@@ -29,6 +30,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        check_config(config, DecoderConfig, type(self).__name__)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.backbone = Backbone(config)
@@ -63,11 +65,25 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, C]. Tokens outside the vocabulary are refused on a CPU; on a GPU, CUDA reports them later."""
+        tokens = check_tokens(tokens)
         try:
             return self.embed(tokens)
         except IndexError:
             low, high, last = int(tokens.min()), int(tokens.max()), self.config.vocab - 1
             raise ValueError(f"tokens must lie between 0 and {last}, got {low} to {high}") from None
+
+
+def check_tokens(tokens: Tensor) -> Tensor:
+    """Tokens [B, T] of any integer dtype, as an embedding reads them."""
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor [B, T], got {type(tokens).__name__}; convert it by torch.as_tensor")
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must have shape [B, T], got {tuple(tokens.shape)}; one row is tokens[None]")
+    if tokens.dtype in (torch.int64, torch.int32):
+        return tokens
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}; convert them by tokens.long()")
+    return tokens.long()  # bytes are often held as uint8, which an embedding does not take
 
 
 def upgrade_name(name: str) -> str:

@@ -10,7 +10,6 @@ own (models/systems/adaptive_span).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.ops import spans_of_heads
 from expire_span.ops.live import live_queries, ramp_loss
+from expire_span.ops.slots import SpanForm
 
 from .kit.clamp import clamp_with_recovery
 from .kit.fused_logits import Logits, ValuesAndLogits
@@ -30,22 +30,6 @@ REACH_RATE = 50.0
 """How fast a learned reach moves: an update of its parameter by 0.003 changes it by 15%."""
 MOST_LOGIT = 30.0
 """Limit of what a token's hidden state can add to the logit of its span; it allows any span in any head."""
-
-
-class SpanForm(NamedTuple):
-    """Spans as low + room x sigmoid(weight . h + bias), one entry per key/value head: how a decoding step computes them."""
-
-    weight: Tensor
-    """[Hkv, C] in float32; zero where a head gives every token the same span."""
-    bias: Tensor
-    """[Hkv]; plus or minus infinity where the sigmoid is to be 1 or 0."""
-    low: Tensor
-    room: Tensor
-
-    @classmethod
-    def constant(cls, span: Tensor, dim: int) -> SpanForm:
-        """The same span for every token: `span` [Hkv]."""
-        return cls(span.new_zeros(len(span), dim), torch.zeros_like(span), span, torch.zeros_like(span))
 
 
 class LifetimeRule(nn.Module):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from expire_span.checks import show
 from expire_span.models import systems
 from expire_span.models.systems import LayerShape
 
@@ -116,6 +117,9 @@ class Mixer(nn.Module, ABC):
         self.shape = LayerShape(dim, heads, kv_heads, **shape)
         if settings is not None and options:
             raise ValueError(f"give settings or single fields, got both: settings and {', '.join(options)}")
+        if settings is not None and not isinstance(settings, self.settings_class):
+            wanted = self.settings_class.__name__
+            raise ValueError(f"settings of {type(self).__name__} must be a {wanted}, got {show(settings)}")
         self.settings: Any = self.settings_class(**options) if settings is None else settings
         self._shared_keys = (relative_keys,)  # owned by the model; a tuple keeps it out of this layer's parameters
 

@@ -17,9 +17,8 @@ from expire_span.models.kit.attention import AttentionMixer
 from expire_span.models.kit.expiring import ExpiringAttention
 from expire_span.models.kit.rotary import rotary_angles, rotate
 from expire_span.models.kit.window import WindowMixer
-from expire_span.models.lifetimes import SpanForm
 from expire_span.models.mixer import Mixer
-from expire_span.ops.slots import attend_slots, slot_kernel_serves
+from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import ExpiringMemory
 from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
 
@@ -223,7 +222,7 @@ class SlotStep:
         return add_linear(x, y, self.out, self.folded)
 
     def _fused_step(self, x: Tensor) -> Tensor:
-        from expire_span.ops.triton.slots import Fields, SpanRule, choose_splits, triton_step
+        from expire_span.ops.triton.slots import Fields, choose_splits, triton_step
 
         if self.folded:
             norm: Any = self.norm
@@ -235,7 +234,7 @@ class SlotStep:
         return triton_step(
             proj,
             hidden,
-            SpanRule(*self.form),
+            self.form,
             Fields(*self.fields),
             self.clock.on_device,
             group=self.group,

@@ -103,19 +103,27 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k
 
 
 def check_numbers(ramp: float, scale: float | None, normalizer_eps: float) -> None:
-    for name, x in (("ramp", ramp), ("scale", scale), ("normalizer_eps", normalizer_eps)):
-        single = (
-            isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
-        )
-        if not single and (x is not None or name != "scale"):
-            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
-            raise ValueError(f"{name} must be one number, got {got}")
-    if not 0 < ramp <= LONGEST_RAMP:
-        raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
+    check_ramp(ramp)
+    _check_single("normalizer_eps", normalizer_eps)
     if not 0 <= normalizer_eps < math.inf:
         raise ValueError(f"normalizer_eps must be 0 or a positive number, got {normalizer_eps}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if scale is not None:
+        _check_single("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, got {scale}")
+
+
+def check_ramp(ramp: float) -> None:
+    _check_single("ramp", ramp)
+    if not 0 < ramp <= LONGEST_RAMP:
+        raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
+
+
+def _check_single(name: str, x: object) -> None:
+    single = isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
+    if not single:
+        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
+        raise ValueError(f"{name} must be one number, got {got}")
 
 
 def _expect(name: str, x: Tensor, shapes: list[tuple[int, ...]], hint: str = "") -> None:
@@ -134,25 +142,45 @@ def transformed(*tensors: Tensor | None) -> str | None:
     """The transform of torch.func, or forward-mode differentiation, that a call runs under; None outside of both."""
     if torch.compiler.is_compiling():
         return None
-    innermost = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]
-    if innermost is not None:
-        return f"torch.func ({innermost.key().name.lower()})"
-    if forward_ad._current_level < 0:
+    function = _function_transform()
+    if function is not None:
+        return function
+    if getattr(forward_ad, "_current_level", 0) < 0:  # outside of dual levels, which saves asking every tensor
         return None
     dual = any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     return "forward-mode differentiation" if dual else None
 
 
+def _function_transform() -> str | None:
+    """The innermost transform of torch.func, as torch's own stack of them has it.
+
+    Torch has no public name for it. A torch without these names still refuses: an autograd.Function that defines no
+    setup_context cannot be transformed.
+    """
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    innermost = peek() if peek is not None else None
+    if innermost is None:
+        return None
+    key = getattr(innermost, "key", None)
+    return f"torch.func ({str(getattr(key(), 'name', key())).lower()})" if key is not None else "torch.func"
+
+
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
     """NaN spans, spans below -ramp, and positions that fall along a row. Waits for the device."""
-    if span.numel():
-        low = span.detach().amin().item()
-        if math.isnan(low):
-            raise ValueError(f"span must not be NaN, got {int(span.isnan().sum())} NaN of {span.numel()} values")
-        if low < -ramp * (1 + torch.finfo(span.dtype).eps):  # -ramp itself may have been rounded
-            raise ValueError(f"span must be -ramp or more, {-ramp:g} here, got a smallest value of {low:g}")
+    check_spans(span, ramp)
     _check_rising("q_pos", q_pos)
     _check_rising("k_pos", k_pos)
+
+
+def check_spans(span: Tensor, ramp: float) -> None:
+    """NaN, and spans below -ramp: at -ramp a memory is dead at birth, so that a shorter span has no meaning of its own."""
+    if not span.numel():
+        return
+    low = span.detach().amin().item()
+    if math.isnan(low):
+        raise ValueError(f"span must not be NaN, got {int(span.isnan().sum())} NaN of {span.numel()} values")
+    if low < -ramp * (1 + torch.finfo(span.dtype).eps):  # -ramp itself may have been rounded
+        raise ValueError(f"span must be -ramp or more, {-ramp:g} here, got a smallest value of {low:g}")
 
 
 def _check_rising(name: str, pos: Tensor) -> None:

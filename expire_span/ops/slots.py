@@ -7,6 +7,7 @@ rotating the new query and key, predicting the span, appending.
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from torch.nn import functional as F
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+class SpanForm(NamedTuple):
+    """Spans as low + room x sigmoid(weight . h + bias), one entry per key/value head: how a decoding step computes them."""
+
+    weight: Tensor
+    """[Hkv, C] in float32; zero where a head gives every token the same span."""
+    bias: Tensor
+    """[Hkv]; plus or minus infinity where the sigmoid is to be 1 or 0."""
+    low: Tensor
+    room: Tensor
+
+    @classmethod
+    def constant(cls, span: Tensor, dim: int) -> SpanForm:
+        """The same span for every token: `span` [Hkv]."""
+        return cls(span.new_zeros(len(span), dim), torch.zeros_like(span), span, torch.zeros_like(span))
 
 
 def attend_slots(

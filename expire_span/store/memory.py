@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.ops.inputs import check_ramp, check_spans
+
 from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
 from .rule import NEVER, blank, exact_span, find_living, steps_left
@@ -41,11 +43,14 @@ class ExpiringMemory(Store):
     def empty(
         cls, rows: int | tuple[int, ...], *, ramp: float, cap: int | None = None, device: torch.device | str = "cpu"
     ) -> ExpiringMemory:
-        if not ramp > 0:
-            raise ValueError(f"ramp must be greater than 0, got {ramp}")
-        if cap is not None and cap < 1:
-            raise ValueError(f"cap must be at least 1, got {cap}")
-        rows = (rows,) if isinstance(rows, int) else tuple(rows)
+        """A store that holds nothing. rows: B, (B,) or (B, Hkv); cap: the most living memories of a row."""
+        check_ramp(ramp)
+        if cap is not None and (not isinstance(cap, int) or cap < 1):
+            raise ValueError(f"cap must be a whole number of at least 1, got {cap!r}")
+        sizes = (rows,) if isinstance(rows, int) else rows
+        if not isinstance(sizes, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in sizes):
+            raise ValueError(f"rows must be B, (B,) or (B, Hkv) in whole numbers, got {rows!r}")
+        rows = tuple(sizes)
         pos = torch.empty(*rows, 0, dtype=torch.int64, device=device)
         span = torch.empty(*rows, 0, device=device)
         evicted = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -118,23 +123,35 @@ class ExpiringMemory(Store):
     def append(self, pos: Tensor, span: Tensor, *, check_values: bool = True, **fields: Tensor) -> ExpiringMemory:
         """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...].
 
-        check_values: refuse decreasing positions and NaN spans. On a GPU the host must wait for the device to read the values;
-        switch the check off where they are known to be valid.
+        A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Half-precision spans that rounding put
+        below it become -ramp.
+        check_values: refuse decreasing positions, NaN spans and spans below -ramp. On a GPU the host must wait for the device
+        to read the values; switch the check off where they are known to be valid.
         """
         for name, x in {"pos": pos, "span": span, **fields}.items():
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-        if pos.is_floating_point():
+        if pos.is_floating_point() or pos.is_complex() or pos.dtype == torch.bool:
             raise ValueError(f"positions must be integers, got {pos.dtype}")
+        if not span.is_floating_point() or span.dim() != len(self.rows) + 1:
+            wanted = f"a float tensor of shape {(*self.rows, 'n')}".replace("'", "")
+            raise ValueError(f"span must be {wanted}, got {span.dtype} of shape {tuple(span.shape)}")
         count = span.shape[-1]
-        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact_span(span), **fields}
+        if tuple(pos.shape) not in ((count,), (*self.rows, count)):
+            raise ValueError(f"pos must have shape {(count,)} or {(*self.rows, count)}, got {tuple(pos.shape)}")
+        if check_values:
+            check_spans(span, self.ramp)
+        exact = exact_span(span) if span.dtype in (torch.float32, torch.float64) else span.float().clamp_min(-self.ramp)
+        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact, **fields}
         self._check_shapes(new, count)
         if check_values:
-            self._check_values(new["pos"], span)
+            self._check_rising(new["pos"])
         return replace(self, layout=self.layout.append(new, count), block=count)
 
     def expire(self, now: int) -> ExpiringMemory:
         """Delete what is dead for every query from position `now` on, and what the cap does not allow."""
+        if not isinstance(now, int):
+            raise ValueError(f"now must be a whole number, the position of the next query, got {now!r}; give int(now)")
         store = replace(self, now=now)._evict() if self.cap is not None else replace(self, now=now)
         added = store.used - store.layout.packed
         return store.compact() if added >= max(store.layout.typical // 2, LEAST_SPARE) else store
@@ -158,7 +175,7 @@ class ExpiringMemory(Store):
     def forget_rows(self, rows: Tensor) -> ExpiringMemory:
         """Empty the batch rows marked in `rows` [B] (bool)."""
         layout = self.layout.as_rectangle()
-        gone = rows.to(layout.buffers["pos"].device)
+        gone = torch.as_tensor(rows).to(layout.buffers["pos"].device)
         buffers = {}
         for name, x in layout.buffers.items():
             buffers[name] = x.masked_fill(gone.reshape(-1, *(1,) * (x.dim() - 1)), blank(name))
@@ -184,6 +201,8 @@ class ExpiringMemory(Store):
         return self.map_tensors(torch.Tensor.clone)
 
     def select(self, rows: Tensor) -> ExpiringMemory:
+        """The batch rows with these indices, kept, repeated or reordered."""
+        rows = torch.as_tensor(rows)
         layout = self.layout.as_rectangle().map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
         evicted = None if self.evicted is None else self.evicted.index_select(0, rows.to(self.evicted.device))
         return replace(self, layout=replace(layout, rows=(len(rows), *self.rows[1:])), evicted=evicted)
@@ -204,6 +223,9 @@ class ExpiringMemory(Store):
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ExpiringMemory:
+        missing = {"rows", "used", "packed", "capacity", "slots", "ramp", "cap", "now", "evicted"} - set(state)
+        if missing:
+            raise ValueError(f"a saved memory must hold what state_dict gives, got one without {sorted(missing)}")
         rows, used = tuple(state["rows"]), state["used"]
         segments = Segments(**state["segments"]) if state.get("segments") is not None else None
         expected = (*rows, used) if segments is None else (segments.capacity,)
@@ -236,9 +258,7 @@ class ExpiringMemory(Store):
                 held = (*expected, *self.slots[name].shape[len(expected) :])  # a width of 1 would be broadcast
                 raise ValueError(f"{name} must have shape {held}, as what is stored, got {tuple(x.shape)}")
 
-    def _check_values(self, pos: Tensor, span: Tensor) -> None:
-        if bool(span.isnan().any()):
-            raise ValueError(f"spans must be numbers, got {int(span.isnan().sum())} NaN among {span.numel()}")
+    def _check_rising(self, pos: Tensor) -> None:
         last = (
             self.slots["pos"][..., self.used - 1 : self.used] if self.used and self.segments is None else pos[..., :0]
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.checks import show
 from expire_span.models.decoder import Decoder
 
 PROMPT_BLOCK = 1024
@@ -22,7 +23,13 @@ Prompt = Sequence[int] | bytes | Tensor
 def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
     """The prompt as tokens [T]."""
     is_bytes = isinstance(prompt, (bytes, bytearray))
-    tokens = torch.tensor(bytearray(prompt), dtype=torch.uint8) if is_bytes else torch.as_tensor(prompt)
+    try:
+        tokens = torch.tensor(bytearray(prompt), dtype=torch.uint8) if is_bytes else torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
+        wanted = "bytes, a list of integers or a tensor of them"
+        raise ValueError(
+            f"a prompt must be {wanted}, got {show(prompt)} for row {row}; text is encoded first, as in text.encode()"
+        ) from None
     if tokens.dim() != 1 or not len(tokens):
         raise ValueError(
             f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)} for row {row}"

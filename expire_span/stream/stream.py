@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.checks import show
 from expire_span.models.decoder import Decoder
+from expire_span.models.encoder import Encoder
 from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
@@ -40,8 +42,13 @@ class Stream:
 
     def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
         """recorded: off, steps on a GPU are launched kernel by kernel (for tests and measurements)."""
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
+        if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder reads ahead
+            got = type(decoder).__name__
+            raise ValueError(
+                f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)"
+            )
+        if not isinstance(rows, int) or rows < 1:
+            raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
         self.decoder = decoder.eval()
         self.steady = can_step(decoder)
         if self.steady:
@@ -68,6 +75,8 @@ class Stream:
     @torch.inference_mode()
     def read(self, prompts: Sequence[Prompt]) -> None:
         """Row n begins with prompts[n], of any length; rows without a prompt are idle."""
+        if prompts is None or isinstance(prompts, (str, bytes, bytearray)):
+            raise ValueError(f"read takes a list of prompts, one for each row, got {show(prompts)}; give [prompt]")
         if not 1 <= len(prompts) <= self.rows:
             raise ValueError(f"read takes 1 to {self.rows} prompts, one for each row, got {len(prompts)}")
         found = {n: check_prompt(prompt, self.decoder.config.vocab, n) for n, prompt in enumerate(prompts)}
@@ -101,8 +110,8 @@ class Stream:
             flight.stale.add(row)
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.rows:
-            raise ValueError(f"row must lie in 0..{self.rows - 1}, got {row}")
+        if not isinstance(row, int) or not 0 <= row < self.rows:
+            raise ValueError(f"row must lie in 0..{self.rows - 1}, got {row!r}")
 
     # Writing
 
@@ -113,8 +122,10 @@ class Stream:
 
         events: report what was born and what died in every layer; each step then waits for the device.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"max_tokens must be 0 or more, got {max_tokens}")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, got {show(sampling)}; give Sampling(temperature=0.8)")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
+            raise ValueError(f"max_tokens must be a whole number, 0 or more, got {max_tokens!r}")
         if not any(self._active):
             raise ValueError("the stream has read no prompt yet; call read first")
         return self._steps(sampling or Sampling(), max_tokens, events)

@@ -50,10 +50,6 @@ class BudgetController:
         """The span loss weight of the coming step (scalar); zero until the wait is over and start_loss has been reached."""
         return (self._state[0].exp() * self._state[3]).float()
 
-    @property
-    def running_loss(self) -> Tensor:
-        return self._state[1] / self._state[2].clamp_min(1e-12)
-
     @torch.no_grad()
     def update(self, live: Tensor, loss: Tensor) -> None:
         """Take in one step's mean live memories per query and layer, and its task loss."""

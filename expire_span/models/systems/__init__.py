@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any, Union
 
-from expire_span.checks import require
+from expire_span.checks import require, show
 
 from .adaptive_span import SYSTEM as _ADAPTIVE_SPAN
 from .bigbird import SYSTEM as _BIGBIRD
@@ -57,6 +57,8 @@ MixerConfig: Any = None
 def register(system: MemorySystem) -> MemorySystem:
     """Add a memory system. Its settings are a frozen dataclass with a literal `kind` that no other system has."""
     global MixerConfig
+    wanted = isinstance(system, MemorySystem)
+    require(wanted, f"register takes a MemorySystem, got {show(system)}; its settings and its layer are fields of one")
     known = SYSTEMS.get(system.kind)
     taken = known is not None and known.layer != system.layer
     require(not taken, f"a memory system of kind {system.kind!r} is registered already; choose another kind")

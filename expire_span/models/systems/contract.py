@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import check_fields, require
+from expire_span.checks import checked, require
 from expire_span.field_docs import documented
 
 Positions = Literal["rotary", "relative", "none"]
@@ -25,6 +25,7 @@ def at_least(settings: Any, least: int, *names: str) -> None:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class AttentionShape:
     """The width of the layers of a model and how their heads see positions."""
 
@@ -44,9 +45,6 @@ class AttentionShape:
     """Normalise queries and keys per head before the product."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        whole = isinstance(self.dim, int) and isinstance(self.heads, int)
-        require(whole, f"dim and heads must be whole numbers, got {self.dim!r} and {self.heads!r}")
         require(self.dim >= 1, f"dim must be at least 1, got {self.dim}")
         require(self.heads >= 1, f"heads must be at least 1, got {self.heads}")
         require(self.dim % self.heads == 0, f"heads must divide dim, got heads {self.heads} and dim {self.dim}")
@@ -69,6 +67,7 @@ class AttentionShape:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class LayerShape(AttentionShape):
     """What every memory system is built from."""
 

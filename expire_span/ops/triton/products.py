@@ -15,9 +15,6 @@ from torch import Tensor
 
 from .launch import run_kernel
 
-HALF = (torch.bfloat16, torch.float16)
-"""Dtypes of weights that these kernels multiply. float32 is left to cuBLAS, which does not round it to TF32."""
-
 
 class Tiles(NamedTuple):
     """Rows, outputs and inputs that a program multiplies at once; its warps and stages."""

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from expire_span.ops.slots import SpanForm
+
 from .forward import LOG2E
 from .launch import run_kernel
 from .layout import power_of_2
@@ -58,15 +60,6 @@ class Fields(NamedTuple):
     edge: Tensor
     counts: Tensor
     bounds: Tensor
-
-
-class SpanRule(NamedTuple):
-    """Spans are low + room x sigmoid(weight . h + bias), per key/value head."""
-
-    weight: Tensor
-    bias: Tensor
-    low: Tensor
-    room: Tensor
 
 
 @triton.jit
@@ -221,14 +214,14 @@ def choose_splits(rows: int, longest: int) -> int:
 
 
 def triton_step(
-    proj: Tensor, hidden: Tensor, rule: SpanRule, fields: Fields, column: Tensor, *, group: int, fresh: int, ramp: float,
+    proj: Tensor, hidden: Tensor, form: SpanForm, fields: Fields, column: Tensor, *, group: int, fresh: int, ramp: float,
     scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, splits: int = 1,
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
     proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: what spans are predicted from.
-    With `hidden_eps` hidden states are taken before their RMS norm, whose gain the rule's weight then contains.
+    With `hidden_eps` hidden states are taken before their RMS norm, whose gain the form's weight then contains.
     column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
     """
     batch, kv_heads = fields.counts.shape
@@ -243,7 +236,7 @@ def triton_step(
     relative = fields.k if relative_keys is None else relative_keys
     run_kernel(
         _step, (splits, rows),
-        proj, hidden, *rule, cos, sin, relative, *fields, column, y, parts, peaks, totals, width, fields.k.shape[1], kv_heads,
+        proj, hidden, *form, cos, sin, relative, *fields, column, y, parts, peaks, totals, width, fields.k.shape[1], kv_heads,
         group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
         hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None, ROTARY=angles is not None,
         MIN_AGE=0 if include_self else 1, WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,

@@ -87,17 +87,6 @@ def _put_agent(picture: np.ndarray, corner: int) -> None:
     picture[corner : corner + TILE, corner : corner + TILE][abs(xx) * 2 + yy <= 4] = (20, 20, 20)
 
 
-def save_strip(path: Path | str, frames: Sequence[np.ndarray], *, gap: int = 4) -> Path:
-    """Frames side by side as one PNG."""
-    from PIL import Image
-
-    _check_frames(frames)
-    white = np.full((frames[0].shape[0], gap, 3), 255, np.uint8)
-    parts = [part for frame in frames for part in (frame, white)][:-1]
-    Image.fromarray(np.concatenate(parts, 1)).save(path, "PNG")
-    return Path(path)
-
-
 def save_gif(path: Path | str, frames: Sequence[np.ndarray], *, seconds: float = 0.3) -> Path:
     """Frames one after another as an endless GIF."""
     from PIL import Image

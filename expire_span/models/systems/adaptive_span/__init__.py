@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class AdaptiveSpanConfig:
     """A learned span per key/value head, the same for all its memories, with a soft edge."""
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from expire_span.models.kit.clamp import clamp_with_recovery
 from expire_span.models.kit.expiring import ExpiringAttention
-from expire_span.models.lifetimes import LifetimeRule, SpanForm
+from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.systems.adaptive_span import AdaptiveSpanConfig
+from expire_span.ops.slots import SpanForm
 
 
 class HeadLifetimes(LifetimeRule):

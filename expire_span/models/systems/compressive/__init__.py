@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class CompressiveConfig:
     """A window of raw memories; groups that leave it are pooled to one, and live on in a second queue."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import check_fields, require
+from expire_span.checks import checked, require
 from expire_span.field_docs import documented
 from expire_span.models.systems.contract import Budget, MemorySystem
 
 
 @documented
 @dataclass(frozen=True)
+@checked
 class PaperDetails:
     """Details of the paper's released code that most users leave alone."""
 
@@ -31,6 +32,7 @@ class PaperDetails:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class HeadReach:
     """How the spans of a layer's heads differ; needs span_per=kv_head."""
 
@@ -56,6 +58,7 @@ class HeadReach:
 
 @documented
 @dataclass(frozen=True)
+@checked
 class ExpireSpanConfig:
     """Learned expiry: each memory gets, at birth, a span after which it fades out and is deleted."""
 
@@ -85,7 +88,6 @@ class ExpireSpanConfig:
     """Details of the paper's released code."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
         require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
         require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")

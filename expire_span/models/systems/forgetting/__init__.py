@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.models.systems.contract import Budget, MemorySystem, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class ForgettingConfig:
     """Never deletes, but fades: scores get the sum of log forget gates since the memory was written."""
 

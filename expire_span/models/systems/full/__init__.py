@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, MemorySystem
 
 
 @dataclass(frozen=True)
+@checked
 class FullConfig:
     """Never forgets: every query reads every earlier token."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, LayerShape, MemorySystem, StateSize, at_least
 
 KEY_DIM = 128
@@ -12,6 +13,7 @@ KEY_DIM = 128
 
 
 @dataclass(frozen=True)
+@checked
 class GatedDeltaNetConfig:
     """One matrix a head: it fades by a learned gate, and what a key held is replaced by its new value."""
 

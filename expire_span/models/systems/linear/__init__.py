@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, MemorySystem, StateSize, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class LinearConfig:
     """Linear attention: running sums of phi(k) v and phi(k), with phi = elu + 1; rotary positions turn phi."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, MemorySystem, at_least
 from expire_span.models.systems.linear import sums_held
 
 
 @dataclass(frozen=True)
+@checked
 class PerformerConfig:
     """Linear attention whose positive random features estimate softmax attention without bias."""
 

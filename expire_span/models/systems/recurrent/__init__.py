@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.models.systems.contract import Budget, MemorySystem, StateSize
 
 
 @dataclass(frozen=True)
+@checked
 class _RecurrentConfig:
     hidden: int | None = None
     """Size of the recurrent state; None takes the model's dim."""
@@ -19,6 +20,7 @@ class _RecurrentConfig:
 
 
 @dataclass(frozen=True)
+@checked
 class TanhRNNConfig(_RecurrentConfig):
     """One vector, overwritten every step: h = tanh(W x + U h' + b)."""
 
@@ -26,6 +28,7 @@ class TanhRNNConfig(_RecurrentConfig):
 
 
 @dataclass(frozen=True)
+@checked
 class GRUConfig(_RecurrentConfig):
     """One gated vector: h = (1 - z) h' + z c with c = tanh(W x + U (r h') + b)."""
 
@@ -33,6 +36,7 @@ class GRUConfig(_RecurrentConfig):
 
 
 @dataclass(frozen=True)
+@checked
 class TorchGRUConfig(_RecurrentConfig):
     """One gated vector as torch.nn.GRU has it: h = z h' + (1 - z) c with c = tanh(W x + b + r (U h' + b'))."""
 
@@ -40,6 +44,7 @@ class TorchGRUConfig(_RecurrentConfig):
 
 
 @dataclass(frozen=True)
+@checked
 class LSTMConfig(_RecurrentConfig):
     """Two vectors: a cell that gates keep or overwrite, and what an output gate shows of it."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import require
+from expire_span.checks import checked, require
 from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class ReformerConfig:
     """Queries are hashed into buckets and read the last members of their own bucket; several rounds are merged."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class StreamingSinksConfig:
     """The first tokens of a row, and the last `window`."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, MemorySystem, at_least
 
 
 @dataclass(frozen=True)
+@checked
 class TransformerXLConfig:
     """Fixed span: every query reads the last `span` steps, itself included; older memories are deleted."""
 
