@@ -56,7 +56,8 @@ class Forgetting(AttentionMixer):
         start, memory = state["position"], state["memory"]
         q, k, v, pos = self.project(x, start)
         log_gate = self._log_gate(x)
-        sums = state["total"].unsqueeze(2) + log_gate.double().cumsum(2)  # [B, H, T]
+        # The sum so far is the first summand: added afterwards, it makes PyTorch 2.11 fail to compile this for a GPU.
+        sums = torch.cat([state["total"].unsqueeze(2), log_gate.double()], 2).cumsum(2)[:, :, 1:]  # [B, H, T]
         k_pos, k_sums, keys, values = pos.expand(len(x), -1), sums, k, v
         if len(memory):
             k_pos = torch.cat([memory.pos, k_pos], 1)
