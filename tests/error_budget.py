@@ -1,7 +1,8 @@
 """Tolerances from an error budget: a result may be as far from float64 as the definition is when computed with fewer digits.
 
 The budget is measured where the test runs, from a second computation of the same result, so that it holds on any
-processor: a sum taken in another order changes both sides alike.
+processor: a sum taken in another order changes both sides alike. Where two computations are compared that differ only in the
+order of their sums, `reordered` gives the budget from the number of terms.
 """
 
 import torch
@@ -10,6 +11,16 @@ from torch import Tensor
 FACTOR = 4.0
 """How many times larger than the measured rounding error an error may be. Two computations of the same sum in different
 orders have errors of the same size but not the same errors; norms over many values differ by far less than this."""
+
+
+def reordered(terms: int, *, depth: int = 1, size: float = 1.0, dtype: torch.dtype = torch.float32) -> float:
+    """How far two results may lie apart that come from the same operations with sums in different orders.
+
+    Rounding errors are independent of each other and add like the steps of a random walk: a sum of `terms` numbers errs by
+    about sqrt(terms) units in the last digit of its largest partial sum, of about `size`; `depth` such sums one after another
+    by sqrt(depth) as much; and the difference of two computations by sqrt(2). FACTOR is the room for the largest of many.
+    """
+    return FACTOR * _eps(dtype) * size * (2 * terms * depth) ** 0.5
 
 
 def budget(got: Tensor, exact: Tensor, rounded: Tensor, factor: float = FACTOR, terms: Tensor | None = None) -> float:
@@ -62,3 +73,8 @@ def assert_all_within_budget(
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+DOUBLE = reordered(4096, depth=64, size=16.0, dtype=torch.float64)
+"""1e-11, for results in float64 of the models that tests build: no sum in them has more than 4,096 terms, no result comes from
+more than 64 sums one after another or is larger than 16. A memory that is lost or kept too long changes far more than that."""

@@ -16,7 +16,11 @@ from expire_span.recipes import text_small
 from expire_span.runs import RunFolder
 from expire_span.train.devices import check_processes
 from expire_span.train.supervised import train
+from tests.error_budget import reordered
 from tests.tiny import as_options, spawn, tiny_config, write_text
+
+SAME = reordered(256, depth=10)
+"""Relative difference after at most ten steps whose gradients sum the tokens of a batch in another order; 3e-5."""
 
 
 def launcher(kind: str) -> tuple[str, ...]:
@@ -46,7 +50,7 @@ def check_same(one: list[dict], two: list[dict]) -> None:
     for a, b in zip(one, two):
         assert a.keys() == b.keys() and a.pop("bytes_held") == pytest.approx(b["bytes_held"], rel=0.1)
         for name, value in a.items():
-            assert b[name] == (value if isinstance(value, str) else pytest.approx(value, rel=2e-5, abs=1e-7)), (
+            assert b[name] == (value if isinstance(value, str) else pytest.approx(value, rel=SAME, abs=1e-7)), (
                 a["step"],
                 name,
             )
@@ -83,7 +87,7 @@ def check_two_processes(tmp_path: Path, kind: str, steps: int) -> RunFolder:
     assert two.environment["processes"] == 2
     assert two.environment["distributed"] == ("FSDP" if kind == "fsdp" else "MULTI_CPU")
     check_same(lines(one.path), lines(two.path))
-    assert two.read_result()["loss"] == pytest.approx(one.read_result()["loss"], rel=2e-5)
+    assert two.read_result()["loss"] == pytest.approx(one.read_result()["loss"], rel=SAME)
     return two
 
 

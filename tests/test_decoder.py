@@ -11,6 +11,7 @@ from expire_span.models.systems import SYSTEMS
 from expire_span.models.systems.recurrent import GRUConfig
 from expire_span.models.systems.sliding_window import SlidingWindowConfig
 from expire_span.testing import draw_tokens, small_config
+from tests.error_budget import DOUBLE
 
 TINY = DecoderConfig.modern(vocab=40, dim=32, layers=2, heads=4, ff_dim=32, mixer=ExpireSpanConfig(max_span=30, ramp=4))
 
@@ -53,7 +54,7 @@ def test_a_hybrid_streams_what_it_computes_whole(partner):
         for piece in x.split([1, 9, 20, 30], 1):
             y, state, aux = model(piece, state)
             parts.append(y)
-        torch.testing.assert_close(torch.cat(parts, 1), model(x)[0], rtol=0, atol=1e-11)
+        torch.testing.assert_close(torch.cat(parts, 1), model(x)[0], rtol=0, atol=DOUBLE)
     assert aux.live.shape == (4,)
 
 
@@ -103,6 +104,6 @@ def test_an_agent_rolls_out_in_eval_mode_with_states_that_learning_starts_from()
             steps.append(h)
     assert float(aux.live.max()) < 15, "nothing was deleted"
     h, _, aux = backbone.train()(x[:, 20:], start)
-    torch.testing.assert_close(h, torch.cat(steps, 1), rtol=0, atol=1e-11)
+    torch.testing.assert_close(h, torch.cat(steps, 1), rtol=0, atol=DOUBLE)
     (h.square().mean() + aux.loss).backward()
     assert all(float(block.mixer.span_predictor.weight.grad.abs().sum()) > 0 for block in backbone.layers())

@@ -9,6 +9,7 @@ from expire_span.models.kit import fla
 from expire_span.models.systems.gated_deltanet import DeltaShape, GatedDeltaNetConfig
 from expire_span.models.systems.gated_deltanet.layer import GatedDeltaNet
 from expire_span.models.systems.gated_deltanet.rule import chunked_delta_rule, recurrent_delta_rule
+from tests.error_budget import DOUBLE
 
 
 def draw_inputs(count: int, dtype=torch.float64, device="cpu", heads=2, key=6, value=10) -> list[torch.Tensor]:
@@ -34,7 +35,7 @@ def test_chunks_give_the_definition_and_its_gradients(count, chunk):
     want = recurrent_delta_rule(*inputs)
     got = chunked_delta_rule(*inputs, chunk)
     for a, b in zip([*got, *gradients(*got, inputs)], [*want, *gradients(*want, inputs)]):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+        torch.testing.assert_close(a, b, rtol=0, atol=DOUBLE)
 
 
 def test_a_written_value_is_read_back_and_replaced():

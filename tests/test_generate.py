@@ -11,6 +11,7 @@ import torch
 from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.generate import PROMPT_BLOCK, Sampling, generate_bytes, generate_tokens, narrow, read_prompt
 from expire_span.models.decoder import Decoder
+from tests.error_budget import reordered
 from tests.tiny import MIXER, MODEL
 
 CONFIG = DecoderConfig.modern(**MODEL, mixer=ExpireSpanConfig(**MIXER))
@@ -51,7 +52,8 @@ def test_prompt_is_read_in_blocks(decoder):
     prompt = torch.randint(256, (1, PROMPT_BLOCK + 37))
     with torch.no_grad():
         whole = decoder(prompt)[0][:, -1]
-    torch.testing.assert_close(read_prompt(decoder, prompt)[0], whole, rtol=1e-4, atol=1e-4)
+    budget = reordered(PROMPT_BLOCK + 37, depth=13)  # logits of about 1, two layers and a head
+    torch.testing.assert_close(read_prompt(decoder, prompt)[0], whole, rtol=budget, atol=budget)
 
 
 def test_endless_generation_goes_on(decoder):

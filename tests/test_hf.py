@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.hf import ExpiringCache, RetrofitConfig, retrofit  # noqa: E402
+from tests.error_budget import reordered  # noqa: E402
 
 from .hf_models import FAMILIES, forgetful, tiny, tokens  # noqa: E402
 
@@ -154,7 +155,8 @@ def test_gradient_checkpointing_changes_no_gradient():
         handle.predictors.zero_grad()
     for plain, saved in zip(*gradients):
         assert plain.abs().max() > 0
-        assert torch.allclose(plain, saved, rtol=1e-4, atol=1e-7)
+        # Gradients of 120 tokens, through two layers forwards and backwards.
+        assert (plain - saved).abs().max() <= reordered(120, depth=26, size=float(plain.abs().max()))
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])

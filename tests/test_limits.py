@@ -13,6 +13,7 @@ from expire_span.models.mixer import build_mixer
 from expire_span.models.systems import mixer_config
 from expire_span.models.systems.compressive.layer import Compressive
 from expire_span.models.systems.expire_span import HeadReach
+from tests.error_budget import DOUBLE
 
 BASE = DecoderConfig.modern(vocab=30, dim=32, layers=2, heads=4, kv_heads=2, ff_dim=48)
 
@@ -75,8 +76,8 @@ def test_what_holds_everything_equals_full_attention(name, positions):
         for block in other.blocks:
             block.mixer.gate.weight.data.zero_()
             block.mixer.gate.bias.data.fill_(50.0)
-    torch.testing.assert_close(outputs(other), outputs(full), rtol=0, atol=1e-10)
-    torch.testing.assert_close(outputs(other, 13), outputs(full), rtol=0, atol=1e-10)
+    torch.testing.assert_close(outputs(other), outputs(full), rtol=0, atol=DOUBLE)
+    torch.testing.assert_close(outputs(other, 13), outputs(full), rtol=0, atol=DOUBLE)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
@@ -91,14 +92,14 @@ def test_windows_agree(positions):
         "compressive": {"window": 5, "compressed": 4, "rate": 1},
     }.items():
         other = same_weights(fixed, decoder(kind, positions, **fields))
-        torch.testing.assert_close(outputs(other), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(outputs(other), want, rtol=0, atol=DOUBLE)
     assert (want - outputs(same_weights(fixed, decoder("full", positions)))).abs().max() > 1e-3
 
 
 def test_adaptive_span_with_ratio_one_and_a_hard_edge_equals_the_fixed_span():
     fixed = decoder("transformer_xl", span=9)
     other = same_weights(fixed, decoder("adaptive_span", max_span=8, ramp=1, initial_span=1.0))
-    torch.testing.assert_close(outputs(other), outputs(fixed), rtol=0, atol=1e-12)
+    torch.testing.assert_close(outputs(other), outputs(fixed), rtol=0, atol=DOUBLE)
 
 
 def test_a_learned_reach_that_all_tokens_share_alike_is_adaptive_span():
@@ -125,7 +126,7 @@ def test_a_learned_reach_that_all_tokens_share_alike_is_adaptive_span():
             getattr(block.mixer.span_predictor, "ratio" if model is adaptive else "reach") for block in model.layers()
         ]
         results.append((logits.detach(), aux.loss.detach(), grads, [p.grad / weight for p in spans]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=DOUBLE)
 
 
 def test_adaptive_span_is_its_formula():
@@ -142,7 +143,7 @@ def test_adaptive_span_is_its_formula():
     weight = mask * (q @ k.transpose(-1, -2) / 8**0.5).exp()
     want = model.join_heads(weight / weight.sum(-1, keepdim=True) @ v)
     out = model(x, model.initial_state(2))
-    torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out.y, want, rtol=0, atol=DOUBLE)
     torch.testing.assert_close(out.aux.loss, torch.full((2,), 20 * 0.45, dtype=torch.float64))
 
 
@@ -194,7 +195,7 @@ def test_compressive_pools_groups_that_left_the_window():
         q = model.norm_and_rotate(model.split_heads(model.query(x)), pos)
         k, v = (part.repeat_interleave(2, 1) for part in (keys, values))
         want = model.join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
-        torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(y, want, rtol=0, atol=DOUBLE)
 
 
 def test_reconstruction_trains_the_pooling_alone_and_vanishes_where_nothing_is_lost():
@@ -229,7 +230,7 @@ def test_reformer_with_one_bucket_equals_full_attention_over_shared_keys(selecti
     model = mixer("reformer", buckets=1, rounds=2, members=40, selection=selection).train(training)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     y = model(x, model.initial_state(2)).y
-    torch.testing.assert_close(y, shared_attention(model, x, alone=True), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y, shared_attention(model, x, alone=True), rtol=0, atol=DOUBLE)
 
 
 @pytest.mark.parametrize("selection", ["recent", "top"])
@@ -238,7 +239,7 @@ def test_routing_with_one_cluster_equals_full_attention_over_shared_keys(selecti
     model = mixer("routing", clusters=1, members=40, window=40, selection=selection).train(training)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     y = model(x, model.initial_state(2)).y
-    torch.testing.assert_close(y, shared_attention(model, x, alone=False), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y, shared_attention(model, x, alone=False), rtol=0, atol=DOUBLE)
 
 
 def test_a_routed_query_reads_the_last_members_of_its_own_cluster():
@@ -252,7 +253,7 @@ def test_a_routed_query_reads_the_last_members_of_its_own_cluster():
     later = same.flip(3).cumsum(3).flip(3)  # members from each one up to the query
     want = model.join_heads(F.scaled_dot_product_attention(q, q, v, attn_mask=same & (later <= 4)))
     out = model(x, model.initial_state(1))
-    torch.testing.assert_close(out.y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out.y, want, rtol=0, atol=DOUBLE)
     assert float(out.aux.live) == pytest.approx(float((same & (later <= 4)).sum(-1).double().mean()))
 
 
@@ -280,4 +281,4 @@ def test_the_published_selection_looks_ahead_in_training_only(kind, selection):
         with torch.no_grad():
             moved = (model(x)[0] - model(other)[0])[:, :30].abs().max()
         assert (moved > 1e-6) == training
-    torch.testing.assert_close(outputs(model, 7), outputs(model), rtol=0, atol=1e-11)
+    torch.testing.assert_close(outputs(model, 7), outputs(model), rtol=0, atol=DOUBLE)

@@ -10,6 +10,7 @@ from expire_span.models.systems.linear.layer import running_attention
 from expire_span.models.systems.performer.layer import draw_features, positive_features
 from expire_span.models.systems.recurrent.gated import GatedCell
 
+from .error_budget import DOUBLE
 from .test_limits import BASE, mixer
 
 
@@ -22,7 +23,7 @@ def test_linear_attention_equals_its_quadratic_form(positions):
     q_turned, k_turned = (model.rotate(part, torch.arange(40)) for part in (q, k))
     normaliser = (q @ k.transpose(-1, -2)).tril().sum(-1, keepdim=True)
     want = model.join_heads((q_turned @ k_turned.transpose(-1, -2)).tril() / normaliser @ v)
-    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=DOUBLE)
 
 
 def test_linear_attention_knows_the_order_of_the_past():
@@ -32,7 +33,7 @@ def test_linear_attention_knows_the_order_of_the_past():
     for positions, blind in (("rotary", False), ("relative", True)):
         model = mixer("linear", replace(BASE, positions=positions))
         last = [model(part, model.initial_state(1)).y[:, -1] for part in (x, turned)]
-        assert torch.allclose(*last, rtol=0, atol=1e-12) == blind
+        assert torch.allclose(*last, rtol=0, atol=DOUBLE) == blind
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -43,8 +44,8 @@ def test_the_chunk_changes_nothing(chunk, turns):
     turned = (torch.randn_like(q), torch.randn_like(k)) if turns else None
     y, after = running_attention(q, k, v, sums, chunk, turned)
     want, last = running_attention(q, k, v, sums, 8, turned)
-    torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
-    torch.testing.assert_close(after, last, rtol=0, atol=1e-12)
+    torch.testing.assert_close(y, want, rtol=0, atol=DOUBLE)
+    torch.testing.assert_close(after, last, rtol=0, atol=DOUBLE)
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=str)
@@ -101,7 +102,7 @@ def test_forgetting_is_its_formula():
             fade[:, :, t, i] = gate[:, :, i + 1 : t + 1].prod(-1)
     weight = (fade * (q @ k.transpose(-1, -2) / 8**0.5).exp()).tril()
     want = model.join_heads(weight / weight.sum(-1, keepdim=True) @ v)
-    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(x, model.initial_state(2)).y, want, rtol=0, atol=DOUBLE)
 
 
 @pytest.mark.parametrize("dtype, gradient", [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
@@ -147,7 +148,7 @@ def test_the_two_grus_differ_where_z_and_r_act():
     assert (ours(x, h)[0] - theirs(x, h[None])[0]).abs().max() > 1e-3, "r acts before U in ours, after it in torch's"
     theirs.bias_ih_l0.data[:3] = 60.0
     ours.input.bias.data[3:6] = 60.0
-    torch.testing.assert_close(ours(x, h)[0], theirs(x, h[None])[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours(x, h)[0], theirs(x, h[None])[0], rtol=0, atol=DOUBLE)
 
 
 def test_a_shut_gate_keeps_a_value_bit_for_bit():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from expire_span.ops import expire_attention
 from expire_span.store import NEVER, ExpiringMemory
+from tests.error_budget import DOUBLE
 
 RAMP = 4.0
 
@@ -63,7 +64,7 @@ def test_deleted_equals_undeleted(seed, per_head):
     stored = [x if per_head else x.transpose(1, 2) for x in (memory["k"], memory["v"])]
     got = expire_attention(q[:, :, -1:], *stored, memory.span, t, memory.pos, ramp=RAMP)
     want = expire_attention(q[:, :, -1:], k, v, spans, t, torch.arange(count), ramp=RAMP, impl="reference")
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, want, rtol=0, atol=DOUBLE)
 
 
 def test_size_and_work_stay_bounded_on_a_long_stream(monkeypatch):

@@ -23,6 +23,7 @@ from expire_span.study.questions.fit import fit, measure
 from expire_span.study.questions.labelling import Labelling, LabellingTask
 from expire_span.study.questions.penalty import PENALTIES, Drop, drop_unread, penalise
 from expire_span.study.questions.study import QuestionsSettings, best_within, penalty_gradients, run_study, summarise
+from tests.error_budget import DOUBLE
 
 LENGTH = 40
 TOKENS = torch.randint(30, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -64,10 +65,10 @@ def test_spans_reach_both_ways_as_the_formula_says():
     dense, mask = dense_both_ways(mixer, x)
     assert 0.2 < (mask == 0).double().mean() < 0.9 and ((mask > 0) & (mask < 1)).any()
     got = mixer(x, mixer.initial_state(2, keep="nothing")).y
-    assert torch.allclose(got, dense, atol=1e-12)
+    assert torch.allclose(got, dense, atol=DOUBLE)
     inputs = [x, *mixer.parameters()]
     for a, b in zip(torch.autograd.grad(got, inputs, direction), torch.autograd.grad(dense, inputs, direction)):
-        assert torch.allclose(a, b, atol=1e-10)
+        assert torch.allclose(a, b, atol=DOUBLE)
     assert (
         float(torch.autograd.grad(dense_both_ways(mixer, x)[0], mixer.span_predictor.bias, direction)[0].abs()) > 1e-3
     )
@@ -101,7 +102,7 @@ def test_endless_spans_and_wide_windows_are_full_attention():
         model.load_state_dict(full.state_dict(), strict=False)
         with torch.no_grad():
             (got, _, aux), (want, _, _) = (m(TOKENS, keep="nothing") for m in (model, full))
-        assert torch.allclose(got, want, atol=1e-12) and aux.live.tolist() == [LENGTH, LENGTH]
+        assert torch.allclose(got, want, atol=DOUBLE) and aux.live.tolist() == [LENGTH, LENGTH]
 
 
 def test_only_the_encoder_looks_ahead():
@@ -187,9 +188,9 @@ def test_without_dropping_it_is_full_attention():
     )  # from the same seed: the mixer in place of another takes over its weights
     with torch.no_grad():
         (got, _, aux), (want, _, also) = (m(TOKENS, keep="nothing") for m in (model, plain))
-        assert torch.allclose(got, want, atol=1e-12) and aux.live.tolist() == also.live.tolist()
+        assert torch.allclose(got, want, atol=DOUBLE) and aux.live.tolist() == also.live.tolist()
         model.layers()[0].mixer.drop = Drop(threshold=0.0)
-        assert torch.allclose(model(TOKENS, keep="nothing")[0], want, atol=1e-12)
+        assert torch.allclose(model(TOKENS, keep="nothing")[0], want, atol=DOUBLE)
 
 
 def test_penalties_are_what_they_say():

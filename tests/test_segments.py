@@ -10,6 +10,7 @@ from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.ops import attend_in_segments, expire_attention
 from expire_span.store import ExpiringMemory
+from tests.error_budget import reordered
 
 from .triton_interpreter import DEVICE, ON_GPU, small_tiles
 
@@ -56,7 +57,8 @@ def test_rows_read_in_place_equal_the_rectangle(per_head, batch, heads, last, qu
             q.double(), k.double(), v.double(), memory.span.double(), pos, memory.pos,
             ramp=RAMP, relative_keys=None if relative is None else relative.double(), impl="reference",
         )  # fmt: skip
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    # Scores sum DIM products, the output 300 weighted values of about 1.
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=reordered(300 + DIM, depth=2))
 
 
 @pytest.mark.parametrize("span_per", ["layer", "kv_head"])
@@ -85,4 +87,5 @@ def test_a_decoder_reads_its_rows_in_place(span_per, monkeypatch):
                 parts.append(torch.cat([logits.flatten(1), aux.live.repeat(3, 1), aux.row_loss.unsqueeze(1)], 1))
         outs[impl] = torch.cat(parts, 1)
     assert called, "no row was read in place"
-    torch.testing.assert_close(outs["triton"], outs["chunked"], rtol=1e-4, atol=1e-4)
+    budget = reordered(124, depth=13)  # two layers of six sums over at most 124 memories, and a head
+    torch.testing.assert_close(outs["triton"], outs["chunked"], rtol=budget, atol=budget)

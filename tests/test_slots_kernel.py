@@ -17,12 +17,13 @@ from expire_span.models.stepping import Stepper
 from expire_span.models.systems.expire_span import HeadReach
 from expire_span.store.slots import FRESH
 from expire_span.stream import Stream
+from tests.error_budget import reordered
 
 from .stream_cases import CASES, build
 from .triton_interpreter import DEVICE, ON_GPU, products, slots
 
-LEAST = 1e-5 if not ON_GPU else 5e-5
-"""Sums of some hundred float32 products in another order."""
+LEAST = reordered(400, depth=13)
+"""Outputs of about 1 after at most two layers of six sums each and a head, over at most 400 memories; 5e-5 on any device."""
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_norm_product_and_activation_are_one_kernel():
         y, h = torch.randn(rows, outputs, device=DEVICE, generator=gen).to(torch.bfloat16), x
         wanted = y.double() + h.double() @ weight.double().T
         found = products.add_linear_(y, h, weight).double()
-        torch.testing.assert_close(found, wanted, rtol=step, atol=1e-4)
+        torch.testing.assert_close(found, wanted, rtol=step, atol=reordered(width, size=float(wanted.abs().max())))
 
 
 def test_products_are_cut_so_that_no_part_of_the_device_is_idle():

@@ -15,6 +15,7 @@ from expire_span.checkpoint import load_decoder
 from expire_span.cli.generate import Generate, _read_prompt
 from expire_span.stream.scoring import score_bytes
 from expire_span.stream.verify import verify
+from tests.error_budget import DOUBLE, reordered
 from tests.stream_cases import build
 from tests.test_cli import call, check_refused, options
 from tests.tiny import spawn
@@ -37,7 +38,7 @@ def test_files_are_scored_in_bounded_memory_and_deletion_is_verified(call, run, 
     with torch.inference_mode():
         decoder = load_decoder(run)
         loss = F.cross_entropy(decoder(tokens[:, :-1])[0][0], tokens[0, 1:])
-    assert found["bits_per_byte"] == pytest.approx(loss.item() / math.log(2), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(loss.item() / math.log(2), rel=reordered(256, depth=13))
     assert found["peak_bytes_per_row"] < 256 * 12 * 2 * 16 * 4 * 2  # less than all keys and values
     check_refused(call("eval", "a", "--file", "absent"), "absent")
     (tmp_path / "one").write_bytes(b"x")
@@ -83,8 +84,8 @@ def test_scores_do_not_depend_on_where_blocks_end(monkeypatch):
     whole = score_bytes(decoder, io.BytesIO(text))
     monkeypatch.setattr("expire_span.stream.scoring.PROMPT_BLOCK", 7)
     pieces = score_bytes(decoder, io.BytesIO(text))
-    assert pieces["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
-    assert pieces["live"] == pytest.approx(whole["live"], rel=1e-4)
+    assert pieces["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=reordered(200, depth=13))
+    assert pieces["live"] == pytest.approx(whole["live"], rel=reordered(200, depth=13))
 
 
 def test_scores_along_a_stream_add_up_and_stay_few(monkeypatch):
@@ -97,6 +98,6 @@ def test_scores_along_a_stream_add_up_and_stay_few(monkeypatch):
     assert 4 <= len(along) <= 8
     assert [part["from"] for part in along] == [0, *(part["to"] for part in along[:-1])] and along[-1]["to"] == 199
     weighed = lambda value: sum((part["to"] - part["from"]) * value(part) for part in along) / 199  # noqa: E731
-    assert weighed(lambda part: part["bits"]) == pytest.approx(found["bits_per_byte"], rel=1e-12)
-    assert weighed(lambda part: part["live"][0]) == pytest.approx(found["live"][0], rel=1e-12)
+    assert weighed(lambda part: part["bits"]) == pytest.approx(found["bits_per_byte"], rel=DOUBLE)
+    assert weighed(lambda part: part["live"][0]) == pytest.approx(found["live"][0], rel=DOUBLE)
     assert along[0]["live"][0] < along[-1]["live"][0], "memory fills at first"

@@ -30,6 +30,7 @@ from expire_span.tasks.text import Text  # noqa: E402
 from expire_span.tasks.tokens import Tokenizer  # noqa: E402
 from expire_span.train import supervised  # noqa: E402
 from expire_span.train.evaluate import evaluate  # noqa: E402
+from tests.error_budget import reordered  # noqa: E402
 from tests.tiny import tiny_config  # noqa: E402
 
 WORDS = "the fox took the grapes, the crow kept the cheese; süß und öde: 日本 🦊\n"
@@ -173,7 +174,7 @@ def test_file_and_split_agree(run, place, tmp_path, capfdbinary):
     (tmp_path / "test.txt").write_bytes(raw)
     result = evaluate(decoder, task, "test", batch=1, block=64)
     code, out, _ = call(capfdbinary, "eval", str(run.path), "--file", str(tmp_path / "test.txt"))
-    assert code == 0 and json.loads(out)["bits_per_byte"] == pytest.approx(result.score, rel=1e-4)
+    assert code == 0 and json.loads(out)["bits_per_byte"] == pytest.approx(result.score, rel=reordered(256, depth=13))
 
 
 def test_a_comparison_knows_its_runs_by_the_tokenizer_that_was_given(run, place):

@@ -16,7 +16,11 @@ from expire_span.tasks.registry import build_task
 from expire_span.train.evaluate import evaluate
 from expire_span.train.optimizers import build_optimizers, rate_factor
 from expire_span.train.supervised import NonFinite, SupervisedLearner, train
+from tests.error_budget import reordered
 from tests.tiny import noisy_config, tiny_config, write_text
+
+SAME = reordered(256, depth=13)
+"""Relative difference of losses whose sums over at most 256 tokens are taken in another order, two layers and a head; 4e-5."""
 
 
 @pytest.fixture
@@ -70,9 +74,9 @@ def test_accumulation_gives_the_whole_batch_result(tmp_path, text, carry):
     split = replace(config, train=replace(config.train, accumulate=4))
     a, b = (metrics(train(c, tmp_path / name, shown=False)) for c, name in ((config, "a"), (split, "b")))
     for x, y in zip(a, b):
-        assert x["loss"] == pytest.approx(y["loss"], rel=1e-5)
-        assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-4)
-        assert x["live"] == pytest.approx(y["live"], rel=1e-5)
+        assert x["loss"] == pytest.approx(y["loss"], rel=SAME)
+        assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=10 * SAME)  # gradients cancel, so less is certain
+        assert x["live"] == pytest.approx(y["live"], rel=SAME)
 
 
 def test_carried_memory_grows_and_block_training_does_not(tmp_path, text):
@@ -172,9 +176,9 @@ def test_evaluation_equals_one_long_pass(tmp_path, text):
     decoder, task = Decoder(config.model), build_task(config.task)
     streamed = evaluate(decoder, task, "valid", batch=1, block=7)
     whole = evaluate(decoder, task, "valid", batch=1, block=4096)
-    assert streamed.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert streamed.live == pytest.approx(whole.live, rel=1e-5)
-    assert streamed.live_share == pytest.approx(whole.live_share, rel=1e-5)
+    assert streamed.loss == pytest.approx(whole.loss, rel=SAME)
+    assert streamed.live == pytest.approx(whole.live, rel=SAME)
+    assert streamed.live_share == pytest.approx(whole.live_share, rel=SAME)
     assert streamed.tokens == whole.tokens == len(task.split("valid")) - 1
     assert decoder.training
 
