@@ -14,6 +14,7 @@ from expire_span.study.leaky import run_leaky, weights_of
 from expire_span.study.tanh_stack import detect
 from expire_span.study.word_rnn import find_stretches
 from expire_span.view.episodes import encode_png
+from expire_span.view.frame import show
 from expire_span.view.trace import Trace
 from tests.browser import Watched, made_trace, write_page
 
@@ -276,6 +277,17 @@ def test_memories_made_by_hand_are_those_of_the_studies(tab, tmp_path):
     before = tab.page.inner_html("#es-study-leaky")
     tab.page.fill("#es-study-ratio", "5")
     assert tab.page.inner_html("#es-study-leaky") != before and "0.97" in tab.text("study-ratio-name")
+
+
+def test_a_notebook_shows_the_page_in_a_frame(tab, tmp_path):
+    (tmp_path / "cell.html").write_text("<!doctype html><meta charset=utf-8>" + show(made_trace(30))._repr_html_())
+    tab.page.goto((tmp_path / "cell.html").as_uri())
+    frame = tab.page.frames[1]
+    frame.wait_for_selector("#es-view[data-ready=yes]")
+    assert frame.is_hidden("#es-link"), "a frame has no address that could be copied"
+    with tab.page.expect_download() as caught:
+        frame.click("#es-export")
+    assert caught.value.suggested_filename == "made.html"
 
 
 def test_a_foreign_trace_is_refused_in_the_page(tab, tmp_path):
