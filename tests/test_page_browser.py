@@ -192,7 +192,8 @@ def test_every_control_is_reached_by_keyboard(tab):
     assert [stop for stop in stops if not stop[1] or not stop[2]] == [], (
         "each has a name, and is seen to have the focus"
     )
-    assert 30 < len(stops) < 60, "a list of tokens is one stop"
+    stops = tab.page.eval_on_selector_all("#es-living button", "nodes => nodes.map((x) => x.tabIndex)")
+    assert stops == [0] + [-1] * (len(stops) - 1) and len(stops) > 1, "a list of tokens is one stop"
     tab.page.focus("#es-living button")
     at = tab.text("at")
     tab.page.keyboard.press("ArrowRight")
