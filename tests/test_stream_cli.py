@@ -50,6 +50,53 @@ def test_files_are_scored_in_bounded_memory_and_deletion_is_verified(call, run, 
     check_refused(call("generate", "a", "--file", "t.bin", "--prompt", "x"), "give --prompt or --file")
 
 
+def test_a_book_is_scored_by_its_characters(call, options, tmp_path):
+    """A run of books reads any book with the alphabet that it learned; rare characters share a token."""
+    for n in range(20):
+        (tmp_path / f"books/{n:02d}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / f"books/{n:02d}.txt").write_text("the quick brown fox é " * (20 + n))
+    small = [
+        "--model.dim",
+        "16",
+        "--model.layers",
+        "1",
+        "--model.heads",
+        "2",
+        "--model.ff-dim",
+        "16",
+        "--train.precision",
+        "fp32",
+    ]
+    small += [
+        "--train.steps",
+        "1",
+        "--train.batch",
+        "2",
+        "--train.block",
+        "32",
+        "--train.eval-block",
+        "32",
+        "--train.compile",
+        "False",
+    ]
+    small += [
+        "--train.eval-batch",
+        "2",
+        "--train.eval-batches",
+        "1",
+        "--train.test-batches",
+        "1",
+        "--train.tracker",
+        "none",
+    ]
+    assert call("train", "books_small", "--name", "b", "--task.path", "books", *small)[0] == 0
+    (tmp_path / "new.txt").write_text("the quick 字 fox é\n" * 9)
+    code, out, err = call("eval", "b", "--file", "new.txt")
+    found = json.loads(out)
+    assert code == 0 and found["characters"] == 18 * 9 and len(found["live"]) == 1, out + err
+    assert 0 < found["bits_per_character"] < 8 and found["along"][-1]["to"] == 18 * 9 - 1
+
+
 def test_an_endless_stream_is_fed_from_stdin_and_ends_cleanly(run):
     process = spawn("generate", str(run), "--prompt", "-", "--max-tokens", "None", text=False, stdin=-1)
     process.stdin.write(b"from a pipe")

@@ -14,15 +14,15 @@ from .parsing import warn
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
     """Print the bits of a file's bytes, tokens or characters, and how many memories lived along it, as JSON."""
     task = run.config.task
-    tokenizer, books = getattr(task, "tokenizer", ""), isinstance(task, BooksTask)
-    if not tokenizer and not books and getattr(run.config.model, "vocab", None) != 256:
+    tokenizer = getattr(task, "tokenizer", "")
+    if not tokenizer and not isinstance(task, BooksTask) and getattr(run.config.model, "vocab", None) != 256:
         raise UserError(f"--file needs a run of text or books, got a run of task {task.kind}")
     from expire_span.checkpoint import load_model
     from expire_span.stream import scoring
     from expire_span.train.devices import check_device
 
     decoder, _ = load_model(run, check_device(device), warn)
-    if books:
+    if isinstance(task, BooksTask):
         from expire_span.tasks.books import Books
 
         found = scoring.score_characters(decoder, Books(task).encode(path))

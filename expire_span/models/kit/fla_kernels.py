@@ -25,9 +25,8 @@ def _load(module: str, name: str) -> Callable[..., Any]:
 @functools.cache
 def _narrow_guard() -> None:
     """Let fla refuse only the keys that are miscompiled: with those Triton versions it refuses keys of every size."""
-    kernels, rule = (
-        importlib.import_module(f"fla.ops.{name}") for name in ("common.chunk_o", "gated_delta_rule.chunk")
-    )
+    kernels: Any = importlib.import_module("fla.ops.common.chunk_o")
+    rule: Any = importlib.import_module("fla.ops.gated_delta_rule.chunk")
     refuses = kernels.chunk_bwd_dqkwg
 
     def allow_sound_tiles(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
@@ -39,7 +38,7 @@ def _narrow_guard() -> None:
             kernels.TRITON_ABOVE_3_7_1 = known
 
     if hasattr(kernels, "TRITON_ABOVE_3_7_1"):
-        rule.chunk_bwd_dqkwg = allow_sound_tiles  # type: ignore[attr-defined]
+        rule.chunk_bwd_dqkwg = allow_sound_tiles
 
 
 @torch.compiler.disable()
