@@ -33,9 +33,11 @@ def agent_corridor() -> AgentRunConfig:
     """Corridor Medium by reinforcement: remember a colour for up to 60 steps, and little else; minutes on a CPU."""
     base = agent_corridor_tiny()
     mixer = replace(base.model.mixer, max_span=96, ramp=16)
-    budget = BudgetConfig(live=16, initial_weight=2e-5, gain=0.05, max_weight=2e-4, start_loss=0.1, patience_loss=0.1)
-    train = replace(base.train, steps=250, window=48, budget=budget, goal=0.98)
-    train = replace(train, eval_episodes=480, test_episodes=3200)
+    # A window is longer than the cue must live: where they are shorter, the step at the door sends no gradient back to the
+    # span of a cue that lies in an earlier window, and pressure alone decides how long it lives.
+    budget = BudgetConfig(live=17, initial_weight=2e-5, max_weight=4e-5, start_loss=0.05, patience_loss=0.05)
+    train = replace(base.train, steps=160, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
+    train = replace(train, goal=0.97, eval_every=20, eval_episodes=960, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
     )
@@ -53,7 +55,7 @@ def agent_corridor_hard() -> AgentRunConfig:
     mixer = replace(base.model.mixer, max_span=512, ramp=16)
     model = replace(base.model, dim=128, layers=2, ff_dim=256, mixer=mixer)
     budget = replace(base.train.budget, live=40, start_loss=0.08, patience_loss=0.1)
-    train = replace(base.train, steps=3000, envs=1024, window=64, epochs=4, minibatches=4, lr=1e-3, budget=budget)
+    train = replace(base.train, steps=3000, envs=256, window=256, epochs=4, minibatches=4, lr=1e-3, budget=budget)
     train = replace(train, eval_every=20, eval_episodes=1024, test_episodes=8500, goal=0.97)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Hard-v0"), model=model, train=train)
 
@@ -63,8 +65,9 @@ def agent_portal() -> AgentRunConfig:
     # What a door does shows one step later, so memories of neighbouring steps must be told apart: rotary positions.
     base = agent_corridor_hard()
     model = replace(base.model, positions="rotary", mixer=replace(base.model.mixer, max_span=640, initial_span=0.9))
-    budget = replace(base.train.budget, live=80, start_loss=0.05, patience_loss=0.08)
-    train = replace(base.train, steps=200, envs=256, imitate=100, budget=budget, test_episodes=2048, eval_episodes=512)
+    budget = replace(base.train.budget, live=80, start_loss=0.05, patience_loss=0.08, max_weight=2e-4)
+    train = replace(base.train, steps=120, envs=256, window=64, imitate=60, decay_share=0.5, budget=budget)
+    train = replace(train, test_episodes=2048, eval_episodes=512)
     return replace(base, task=EnvTask(env="ExpireSpan/Portal-Medium-v0"), model=model, train=train)
 
 
