@@ -36,7 +36,7 @@ def agent_corridor() -> AgentRunConfig:
     # A window is longer than the cue must live: where they are shorter, the step at the door sends no gradient back to the
     # span of a cue that lies in an earlier window, and pressure alone decides how long it lives.
     budget = BudgetConfig(live=17, initial_weight=2e-5, max_weight=4e-5, start_loss=0.05, patience_loss=0.05)
-    train = replace(base.train, steps=160, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
+    train = replace(base.train, steps=130, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
     train = replace(train, goal=0.97, eval_every=20, eval_episodes=960, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
