@@ -109,17 +109,10 @@ def show(value: Any) -> str:
 
 def _settings_hint(members: tuple[Any, ...], value: Any) -> str:
     """What to write instead, where settings belong and a word or a class was given."""
-    classes: dict[Any, Any] = {
-        getattr(member, "kind", None): member for member in members if dataclasses.is_dataclass(member)
-    }
-    found = (
-        value
-        if any(value is cls for cls in classes.values())
-        else classes.get(value)
-        if isinstance(value, str)
-        else None
-    )
-    some = found or next(iter(classes.values()), None)
+    classes: list[Any] = [member for member in members if dataclasses.is_dataclass(member)]
+    named = [cls for cls in classes if value is cls or (isinstance(value, str) and value == getattr(cls, "kind", None))]
+    found = next(iter(named), None)
+    some = found or next(iter(classes), None)
     if some is None:
         return ""
     return f"; give {some.__module__}.{some.__name__}(...)" + ("" if found or len(classes) == 1 else ", for example")

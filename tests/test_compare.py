@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from expire_span.compare import plan, worker
+from expire_span.compare import conduct, plan, worker
 from expire_span.compare.budgets import default_memories, has_knob, learns_spans, with_budget
 from expire_span.compare.conduct import Pace
 from expire_span.compare.matched import count_parameters, match_parameters
@@ -139,6 +141,24 @@ def test_time_left():
     pace = Pace(total=4, finished=[10.0], done=1)
     assert pace.left(elapsed=5, share=0.25) == pytest.approx(15 + 2 * 15)
     assert Pace(total=4).left(elapsed=5, share=0.0) is None
+
+
+def test_all_that_a_failed_system_said_is_kept(tmp_path, monkeypatch):
+    """Its reason is the line that names the error, whatever advice follows; a later success removes the file."""
+    comparison, log = SimpleNamespace(path=tmp_path), tmp_path / "a.error.txt"
+    display = SimpleNamespace(bar=None)
+
+    def run(code: str) -> str | None:
+        start = lambda folder, name, said: subprocess.Popen([sys.executable, "-c", code], stderr=said)  # noqa: E731
+        monkeypatch.setattr(conduct, "_start", start)
+        return conduct._run_child(comparison, "a", Pace(1), display)  # type: ignore[arg-type]
+
+    advice = "try again with\\nmore words"
+    found = run(f"class OddError(Exception): pass\nraise OddError('no room\\n\\n{advice}')")
+    assert found == f"OddError: no room; all it said is in {log}" and "Traceback" in log.read_text()
+    assert run("import sys; sys.exit('one sentence')") == "one sentence" and not log.exists()
+    log.write_text("old")
+    assert run("pass") is None and not log.exists()
 
 
 def test_seconds_become_steps(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from expire_span.files import write_atomic
 from expire_span.runs import RunError
 from expire_span.train.progress import show_time
 
@@ -138,6 +139,8 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
                 raise
             advice = "the same command goes on from here"
             raise Stopped(f"stopped during {name}, {pace.done} of {pace.total} systems finished; {advice}") from error
+        log = comparison.path / f"{name}.error.txt"
+        log.unlink(missing_ok=True)  # what an earlier try said
         if child.returncode == 0:
             return None
         said.seek(0)
@@ -146,8 +149,7 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
             return describe_end(child.returncode)
         if "\n" not in words:
             return words
-        log = comparison.path / f"{name}.error.txt"
-        log.write_text(words + "\n")
+        write_atomic(log, f"{words}\n".encode())
         return f"{find_reason(words)}; all it said is in {log}"
 
 
