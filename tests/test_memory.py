@@ -1,5 +1,7 @@
 """ExpiringMemory: what is alive stays and in order, what is dead goes, rows never wait for each other."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -341,3 +343,28 @@ def test_what_a_store_accepts_the_operator_accepts():
     x = torch.ones(1, 1, 3, 4)
     y = expire_attention(x[:, :, :1], x, x, memory.span, torch.tensor([2]), memory.pos, ramp=7.3)
     assert not y.any() and memory.live(2).tolist() == [0]
+
+
+def test_a_block_that_is_long_beside_what_is_stored_is_copied_once():
+    """It joins rows of unequal length in one rectangle, which the next `expire` compacts; one by one gives the same."""
+    g = torch.Generator().manual_seed(5)
+    scale = torch.tensor([8.0, 200.0])
+    spans, x = torch.rand(2, 400, generator=g) * scale[:, None], torch.randn(2, 400, 3, generator=g)
+
+    def feed(memory: ExpiringMemory, cuts: list[int]) -> ExpiringMemory:
+        for start, stop in pairwise(cuts):
+            part = x[:, start:stop].to(torch.bfloat16 if start == 0 else torch.float32)
+            memory = memory.append(torch.arange(start, stop), spans[:, start:stop], k=part).expire(stop)
+        return memory
+
+    before = feed(ExpiringMemory.empty(2, ramp=4), [0, 100])
+    assert before.segments is not None
+    kept = {name: before[name].clone() for name in before.slots}
+    joined = before.append(torch.arange(100, 400), spans[:, 100:], k=x[:, 100:])
+    assert joined.segments is None and joined.used == joined.capacity == before.used + 300
+    assert joined["k"].dtype == torch.bfloat16, "a store keeps the dtype that it began with"
+    long, short = joined.expire(400).compact(), feed(before, [100, *range(101, 401)]).compact()
+    assert long.used == short.used < 200
+    for name in long.slots:
+        assert torch.equal(long[name], short[name]), name
+    assert all(torch.equal(before[name], old) for name, old in kept.items()), "the older version stays valid"

@@ -81,11 +81,25 @@ class Layout(ABC):
         """The same memories as a rectangle, for operations on whole rows."""
 
     def append(self, new: dict[str, Tensor], count: int) -> Layout:
+        if count > max(self.used // 2, LEAST_SPARE):
+            return self._joined(new, count)
         fits = self.tail[0] == self.used and self.used + count <= self.capacity
         layout = self if set(new) == set(self.buffers) and fits else self.with_room(new, count)
         layout.write(new, self.used, count)
         layout.tail[0] = self.used + count
         return replace(layout, used=self.used + count)
+
+    def _joined(self, new: dict[str, Tensor], count: int) -> Rectangle:
+        """A rectangle of what is stored and a block that is long beside it, without spare slots.
+
+        The next `expire` compacts it, so every memory is copied once, and the block can be read without gathering it.
+        """
+        dim, buffers = len(self.rows), {}
+        for name, x in new.items():
+            old = self.read(name) if self.used else x.detach().narrow(dim, 0, 0)
+            buffers[name] = torch.cat([old, x.detach().to(old.dtype)], dim)
+        used = self.used + count
+        return Rectangle(self.rows, buffers, used, self.packed, [used])
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Layout:
         return replace(self, buffers={name: fn(x) for name, x in self.buffers.items()}, tail=[self.used])
