@@ -3,11 +3,15 @@
 Everything is imported inside `main`, so that Ctrl-C while modules are loading is answered with a sentence as well.
 """
 
+import os
 import sys
 
 
 def main() -> int:
     """Run the command line with this process's arguments."""
+    os.environ.setdefault(
+        "PYTHONSAFEPATH", "1"
+    )  # a worker process runs no file of the current folder (Python adds it first)
     try:
         from expire_span.cli import main as run
 

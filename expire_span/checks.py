@@ -18,6 +18,32 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def at_least(settings: Any, least: int, *names: str) -> None:
+    """Refuse settings whose named fields, or any number of a list there, are smaller than `least`; None is no number."""
+    for name in names:
+        given = getattr(settings, name)
+        for value in given if isinstance(given, (tuple, list)) else (given,):
+            require(value is None or value >= least, f"{name} must be at least {least}, got {show(given)}")
+
+
+def above_zero(settings: Any, *names: str) -> None:
+    """Refuse settings whose named fields are zero or negative; None is no number."""
+    for name in names:
+        value = getattr(settings, name)
+        require(value is None or value > 0, f"{name} must be greater than 0, got {value}")
+
+
+def check_seed(seed: int, name: str = "seed") -> None:
+    """Refuse what no random generator can start from."""
+    require(0 <= seed < 2**63, f"{name} must lie between 0 and 2**63 - 1, got {seed}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse an argument that is no whole number of at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(whole, f"{name} must be a whole number of at least {least}, got {show(value)}")
+
+
 def checked(cls: type[T]) -> type[T]:
     """Class decorator below `@dataclass`: values that do not fit their field's type are refused before anything else."""
     own = cls.__dict__.get("__post_init__")

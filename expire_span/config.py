@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from expire_span.checks import checked, describe, fits, members_of, require, show
+from expire_span.checks import check_seed, checked, describe, fits, members_of, require, show
 from expire_span.field_docs import documented
 from expire_span.model_configs import BackboneConfig, DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
@@ -69,7 +69,7 @@ class RunConfig:
     """Seed of weights, data order and noise."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**63, f"seed must lie between 0 and 2**63 - 1, got {self.seed}")
+        check_seed(self.seed)
         for name in ("dim", "ff_dim"):
             value = getattr(self.model, name)
             require(value >= 1, f"model.{name} must be at least 1, got {value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import above_zero, at_least, checked, require
 from expire_span.config import RunConfig
 from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
@@ -127,16 +127,12 @@ class DistillConfig:
             f"budget is a share of the context and must lie in (0, 1], got {share}; budget_tokens takes a number of memories",
         )
         counts = ("context", "block", "batch", "steps", "eval_every", "eval_contexts", "checkpoint_every", "log_every")
-        for name in counts:
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least(self, 1, *counts, "budget_bytes")
+        above_zero(self, "budget_tokens", "seconds", "lr", "bias_lr", "lora_lr", "gain", "initial_weight", "clip")
+        at_least(self, 0, "calibrate", "lora_rank")
         for name in ("anneal", "decay", "budget_from"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
-
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
-        require(self.seconds is None or self.seconds > 0, f"seconds must be greater than 0, got {self.seconds}")
-        require(self.calibrate >= 0, f"calibrate must be 0 or more, got {self.calibrate}")
-        require(self.lora_rank >= 0, f"lora_rank must be 0 or more, got {self.lora_rank}")
-        require(self.lora_lr > 0, f"lora_lr must be greater than 0, got {self.lora_lr}")
 
     @property
     def accumulate(self) -> int:
@@ -205,6 +201,9 @@ class BaseModel:
     """Width of a head."""
     expiry: RetrofitConfig = field(default_factory=RetrofitConfig)
     """How memories expire."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "dim", "ff_dim", "layers", "kv_heads", "head_dim")
 
     @property
     def mixer(self) -> ExpireSpanConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expire_span.checks import check_fields
+from expire_span.checks import check_fields, check_seed
 from expire_span.field_docs import documented
 
 
@@ -33,6 +33,7 @@ class Sampling:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        check_seed(self.seed)
 
 
 def narrow(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("gymnasium")
 
+from expire_span.agent_configs import EnvTask
+from expire_span.errors import RunError
+from expire_span.train.gymnasium_environments import GymnasiumEnvironments
 from tests.test_ddp import call
 
 SMALL = ["--train.steps", "3", "--train.envs", "4", "--train.window", "6", "--train.log-every", "1"]
@@ -30,3 +34,15 @@ def test_two_processes_train_one_agent(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert [line["env_steps"] for line in lines if line["split"] == "train"] == [24, 48, 72]
     assert json.loads((tmp_path / "two" / "result.json").read_text())["episodes"] == 4
+
+
+def test_a_killed_environment_is_told():
+    """Its pipe breaks, which must not be taken for a reader of the output that went away."""
+    environments = GymnasiumEnvironments(EnvTask(env="CartPole-v1", processes=True), 2, torch.device("cpu"), 0)
+    environments.begin(0)
+    for process in environments.vector.processes:
+        process.kill()
+        process.join()
+    with pytest.raises(RunError, match=r"a process of environment CartPole-v1 was killed, .* fewer --train.envs"):
+        environments.step(torch.zeros(2, 1, dtype=torch.int64))
+    environments.vector.close(terminate=True)

@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from expire_span.hf import Sampling, Stream, stream  # noqa: E402
+from expire_span.hf import Sampling, Stream, retrofit, stream  # noqa: E402
 
 from .hf_models import byte_tokenizer, forgetful, tiny, tokens  # noqa: E402
 
@@ -174,6 +174,29 @@ def test_the_server_says_what_is_wrong(client):
     for options, said in (
         (dict(temperature=-1), "temperature must be 0 or more and finite, got -1.0"),
         (dict(n=2), "n must be 1"),
+        (dict(max_tokens=-1), "max_tokens must be a whole number of at least 1, got -1"),
+        (dict(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
+        (dict(seed=-1), "seed must lie between 0 and"),
     ):
         with pytest.raises(openai.BadRequestError, match=said):
-            api.completions.create(model="tiny", prompt="x", max_tokens=2, **options)
+            api.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 2, **options})
+    with pytest.raises(openai.BadRequestError, match=r"a message needs a role and a content, got \{'role': 'user'\}"):
+        api.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=2)
+
+
+def test_counts_that_no_stream_can_have():
+    """Without rows, the engine would wait for ever."""
+    from expire_span.hf.engine import Engine
+
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
+        Engine(handle, None, rows=0)
+    with pytest.raises(ValueError, match="rebase_after must be a whole number of at least 1, got 0"):
+        Stream(handle, rebase_after=0)
+    stream = Stream(handle)
+    with pytest.raises(ValueError, match="count must be a whole number of at least 0, got -1"):
+        next(stream.write(-1))
+    with pytest.raises(ValueError, match="copies must be a whole number of at least 1, got 0"):
+        stream.fork(0)
+    with pytest.raises(ValueError, match="config must be a RetrofitConfig, got 'tight'"):
+        retrofit(tiny(), "tight")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from expire_span.cli import main
 from expire_span.config import DecoderConfig
+from expire_span.errors import RunError
 from expire_span.models.systems.recurrent.gated import GatedCell
 from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
@@ -29,6 +31,7 @@ from expire_span.study.exercise import TASK, Size, first_below, measure, train_s
 from expire_span.study.expire import Model, config_of, kinds_of
 from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
+from expire_span.study.pool import run_jobs
 from expire_span.study.sections.handmade import copy_weights, two_grus
 from expire_span.study.training import finish_run
 from expire_span.tasks.entrances import Series, count_entrances
@@ -380,6 +383,22 @@ def test_killed_work_goes_on(tmp_path):
     assert again.returncode == 0 and f"{len(before)} of 8 cells were finished already" in again.stdout, again.stderr
     assert again.stdout.splitlines()[-1] == str([f"nap-{n}" for n in range(8)])
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Fatal:
+    """A job that kills the process that unpacks it."""
+
+    name: str = "fatal"
+    cost: float = 1.0
+
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+def test_a_killed_worker_is_told(tmp_path):
+    with pytest.raises(RunError, match=r"a process of the study was killed, .* the same command goes on with the rest"):
+        run_jobs(print, [Fatal()], StudyFolder.open(tmp_path, "deaths", {}), 1)
 
 
 def test_the_work_of_a_run_is_told_once(tmp_path):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, options_at_least, parse
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class ChatCommand:
 
 def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
+    options_at_least(command, 1, "max_tokens")
     from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.streams import Stream

@@ -10,7 +10,7 @@ import tyro
 
 from expire_span.errors import UserError
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, options_at_least, parse
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class EvaluateCache:
 
 def run_evaluate_cache(args: list[str]) -> int:
     command = parse(EvaluateCache, args, f"{PROGRAM} evaluate-cache")
+    options_at_least(command, 1, "context", "documents", "chunk")
+    options_at_least(command, 0, "questions")
     methods = [x.strip() for x in command.methods.split(",")]
     budgets = [_share(x) for x in command.budgets.split(",")]
     if "expire" in methods and command.adapter is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.checks import check_seed
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
@@ -68,8 +69,7 @@ def _check(command: Generate) -> None:
         raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
     if not 0 <= command.temperature < float("inf"):
         raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
-    if not 0 <= command.seed < 2**63:
-        raise UserError(f"--seed must lie between 0 and 2**63 - 1, got {command.seed}")
+    check_seed(command.seed, "--seed")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
 

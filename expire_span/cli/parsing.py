@@ -76,6 +76,20 @@ def warn(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
 
 
+def options_at_least(command: Any, least: int, *names: str) -> None:
+    """Refuse options of a command whose numbers are smaller than `least`; None is no number."""
+    for name in names:
+        value = getattr(command, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def check_port(port: int) -> None:
+    """Refuse what is no port that one can listen on."""
+    if not 1 <= port <= 65535:
+        raise UserError(f"--port must lie between 1 and 65535, got {port}")
+
+
 def read_text_option(path: Path) -> bytes:
     """The bytes of the file that --text names."""
     try:

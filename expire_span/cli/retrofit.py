@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from expire_span.checks import check_seed
 from expire_span.errors import UserError
 from expire_span.retrofit_configs import DistillConfig, RetrofitConfig, RetrofitTask
 from expire_span.runs import RunFolder, check_name, check_new
@@ -54,6 +55,7 @@ class VerifyCommand:
 def run_retrofit(args: list[str]) -> int:
     args = _one_budget(args)
     command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
+    check_seed(command.seed, "--seed")
     check_name(command.out.name)
     check_new(command.out)
     if not command.data.exists():

@@ -11,7 +11,7 @@ import tyro
 
 from expire_span.errors import UserError
 
-from .parsing import PROGRAM, parse
+from .parsing import PROGRAM, check_port, options_at_least, parse
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Serve:
 
 def run_serve(args: list[str]) -> int:
     command = parse(Serve, args, f"{PROGRAM} serve")
+    check_port(command.port)
+    options_at_least(command, 1, "rows")
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"serve needs {package}; install it with: pip install 'expire-span[hf,serve]'")

@@ -10,7 +10,7 @@ import tyro
 
 from expire_span.runs import UserError, find_run
 
-from .parsing import PROGRAM, parse, spell_out
+from .parsing import PROGRAM, check_port, parse, spell_out
 from .runs import find_adapter
 
 
@@ -32,8 +32,7 @@ class View:
 
 def run_view(args: list[str]) -> int:
     command = parse(View, spell_out(args, "--no-browser"), f"{PROGRAM} view")
-    if not 1 <= command.port <= 65535:
-        raise UserError(f"--port must lie between 1 and 65535, got {command.port}")
+    check_port(command.port)
     path = None if command.source is None else Path(command.source)
     trace = path if path is not None and path.is_file() else None
     adapter = find_adapter(command.source)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from expire_span.checks import check_count
 from expire_span.sampling import Sampling
 
 from .handle import Retrofit
@@ -46,6 +47,7 @@ class Engine:
     """Runs requests until it is closed; at most `rows` of them at a time."""
 
     def __init__(self, handle: Retrofit, tokenizer: Any, *, rows: int = 8) -> None:
+        check_count("rows", rows)
         self.handle, self.tokenizer, self.rows = handle, tokenizer, rows
         self._waiting: queue.Queue[Request | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-engine")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from expire_span.checks import check_count, show
 from expire_span.retrofit_configs import RetrofitConfig
 
 from .adapter import check_base, load_into, read_head, save_adapter
@@ -35,7 +36,9 @@ HARD_EDGE = 0.5
 
 def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit:
     """Add span predictors to a causal language model. Nothing is changed where this raises."""
-    config = config or RetrofitConfig()
+    config = RetrofitConfig() if config is None else config
+    if not isinstance(config, RetrofitConfig):
+        raise ValueError(f"config must be a RetrofitConfig, got {show(config)}; give RetrofitConfig(...)")
     if getattr(model, "_expire_span_handle", None) is not None:
         raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its handle first")
     return Retrofit(model, find_layers(model), config)
@@ -98,6 +101,7 @@ class Retrofit:
         """Let low-rank additions to the model's linear layers learn too (needs peft); `detach` takes them off again."""
         if self.lora:
             raise ValueError("this model has low-rank additions already; detach it first")
+        check_count("rank", rank)
         self.lora = add_lora(self.model, rank)
         self.lora_rank = rank
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
+from expire_span.checks import check_count, show
 from expire_span.sampling import Sampling
 
 from .engine import Engine, Request
@@ -30,7 +31,9 @@ class _Asked(BaseModel):
     n: int = 1
 
     def request(self, prompt: list[int], default: int) -> Request:
-        limit = self.max_completion_tokens or self.max_tokens or default
+        asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]
+        limit = asked[0] if asked else default
+        check_count("max_tokens", limit)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = self.seed if self.seed is not None else uuid.uuid4().int % 2**31
         return Request(prompt, limit, Sampling(self.temperature, None, self.top_p, seed), stop)
@@ -60,6 +63,9 @@ def build_app(engine: Engine, name: str, *, default_tokens: int = 256) -> FastAP
 
     @app.post("/v1/chat/completions")
     def chat(asked: Chat) -> Any:
+        for said in asked.messages:
+            if not isinstance(said.get("role"), str) or "content" not in said:
+                raise HTTPException(400, f"a message needs a role and a content, got {show(said)}")
         prompt = chat_tokens(engine.tokenizer, asked.messages)
         return _answer(engine, name, asked, prompt, _Words("chat.completion", "chatcmpl"), default_tokens)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from expire_span.checks import check_count
 from expire_span.sampling import Sampling, draw
 
 from .cache import ExpiringCache
@@ -26,6 +27,7 @@ class Stream:
 
     def __init__(self, handle: Retrofit, *, rebase_after: int = REBASE_AFTER, slots: bool | None = None) -> None:
         """slots: whether to write over slots; None does on a GPU, where it is faster."""
+        check_count("rebase_after", rebase_after)
         self.handle, self.model = handle, handle.model
         self.logits: Tensor | None = None
         """Of the token to come, [B, V]."""
@@ -62,6 +64,8 @@ class Stream:
 
     def write(self, count: int | None = None, sampling: Sampling | None = None) -> Iterator[Tensor]:
         """Draw tokens [B] one after another and read each; with no count for ever."""
+        if count is not None:
+            check_count("count", count, least=0)
         sampling = sampling or Sampling()
         generator = torch.Generator(self.device).manual_seed(sampling.seed)
         made = 0
@@ -89,6 +93,7 @@ class Stream:
 
     def fork(self, copies: int = 1) -> Stream:
         """An independent stream that goes on from here, each row `copies` times."""
+        check_count("copies", copies)
         twin = object.__new__(Stream)
         twin.__dict__.update(self.__dict__, _cache=self.cache.fork(copies))
         twin.logits = None if self.logits is None else self.logits.repeat_interleave(copies, 0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from expire_span.checks import check_count
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.ops import spans_of_heads
 from expire_span.ops.live import live_queries, ramp_loss
@@ -107,6 +108,8 @@ class Lifetimes(LifetimeRule, nn.Linear):
     """Learned spans: a linear map of the hidden state, a sigmoid, and max_span."""
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
+        check_count("dim", dim)
+        check_count("kv_heads", kv_heads)
         nn.Linear.__init__(self, dim, num_outputs(kv_heads, settings))
         self._adopt(kv_heads, settings)
         nn.init.zeros_(self.weight)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from expire_span.checks import at_least, checked
+
 from .exercise import SOLVED, TRAINED, Size, measure, train_size
 from .expire import Model, train_model
 from .folder import StudyFolder
@@ -28,6 +30,7 @@ LEAD = (
 
 
 @dataclass(frozen=True)
+@checked
 class EntrancesSettings:
     """Which networks and decoders are trained; saved as the settings of the study folder."""
 
@@ -38,6 +41,9 @@ class EntrancesSettings:
     decoders: tuple[tuple[str, int], ...] = (("expire_span", 2), ("gru", 1))
     """Memory systems of the decoders, and how many seeds of each."""
     decoder_steps: int = 800
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "layers", "units", "seeds", "steps", "decoder_steps")
 
     @classmethod
     def quick(cls, seeds: int = 2) -> EntrancesSettings:

@@ -14,11 +14,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from expire_span.errors import RunError
 
 from .folder import StudyFolder
 
@@ -52,6 +55,11 @@ def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: in
         try:
             futures = {pool.submit(_run_one, work, job, folder): job for job in left}
             _watch(futures, done, len(jobs) - len(left))
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process of the study was killed, as the system does when memory runs out; what is finished stays, and the "
+                f"same command goes on with the rest (--jobs below {processes} needs less memory)"
+            ) from error
         except BaseException:  # Ctrl-C, or a job that failed: do not wait for the others
             for process in list((pool._processes or {}).values()):
                 process.terminate()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from expire_span.checkpoint import load_model
+from expire_span.checks import at_least, checked
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import words
@@ -47,12 +48,16 @@ LEAD = (
 
 
 @dataclass(frozen=True)
+@checked
 class WordSettings:
     """Which word models are trained; saved as the settings of the study folder."""
 
     path: str = ""
     steps: int = 400
     seeds: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "steps", "seeds")
 
     @property
     def jobs(self) -> list[WordModel]:

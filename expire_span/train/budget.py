@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from expire_span.checks import check_count, check_fields
 from expire_span.config import BudgetConfig
 
 LOSS_MEMORY = 20.0
@@ -34,6 +35,11 @@ class BudgetController:
         device: torch.device | str = "cpu",
         loss_memory: float = LOSS_MEMORY,
     ) -> None:
+        check_fields(config)  # outside of a run, nobody else refuses infinities
+        check_count("layers", layers)
+        check_count("bytes_per_memory", bytes_per_memory)
+        if not loss_memory >= 1:
+            raise ValueError(f"loss_memory must be at least 1 step, got {loss_memory}")
         if not config.active:
             raise ValueError(f"a budget needs a target: give live or bytes, got {config.live} and {config.bytes}")
         self.config, self.loss_memory = config, loss_memory

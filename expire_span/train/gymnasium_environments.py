@@ -6,6 +6,8 @@ what a checkpoint holds, and going on replays them. No environment needs to know
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from expire_span.agent_configs import EnvTask, ObservationField
-from expire_span.errors import UserError
+from expire_span.errors import RunError, UserError
 
 from .environments import Environments, to_tensor
 
@@ -93,7 +95,8 @@ class GymnasiumEnvironments(Environments):
 
     def _reset(self, rows: np.ndarray) -> None:
         seeds = [episode_seed(self.seed, self.first + n, int(e)) for n, e in enumerate(self.episodes)]
-        seen, infos = self.vector.reset(seed=seeds, options={"reset_mask": rows})
+        with _told_if_killed(self.task.env):
+            seen, infos = self.vector.reset(seed=seeds, options={"reset_mask": rows})
         self._note(seen, infos, rows)
         self.history = [[] if begun else past for begun, past in zip(rows, self.history)]
 
@@ -108,7 +111,8 @@ class GymnasiumEnvironments(Environments):
     def _advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         chosen = actions.cpu().numpy()
         given = chosen + self.starts
-        seen, reward, terminated, truncated, infos = self.vector.step(given[:, 0] if self.flat else given)
+        with _told_if_killed(self.task.env):
+            seen, reward, terminated, truncated, infos = self.vector.step(given[:, 0] if self.flat else given)
         self._note(seen, infos, np.ones(self.count, bool))
         for past, action in zip(self.history, chosen.tolist()):
             past.append(action)
@@ -119,6 +123,18 @@ class GymnasiumEnvironments(Environments):
 
     def _observe(self) -> dict[str, Tensor]:
         return {name: to_tensor(x, self.device) for name, x in self.seen.items()}
+
+
+@contextlib.contextmanager
+def _told_if_killed(env: str) -> Iterator[None]:
+    """The end of an environment's process, which closes its pipe, as a sentence."""
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise RunError(
+            f"a process of environment {env} was killed, as the system does when memory runs out; "
+            "fewer --train.envs need less of it"
+        ) from error
 
 
 def episode_seed(seed: int, row: int, episode: int) -> int:

@@ -11,16 +11,10 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import at_least, checked, require
 from expire_span.field_docs import documented
 
 Positions = Literal["rotary", "relative", "none"]
-
-
-def at_least(settings: Any, least: int, *names: str) -> None:
-    """Refuse settings whose named fields are smaller than `least`."""
-    for name in names:
-        require(getattr(settings, name) >= least, f"{name} must be at least {least}, got {getattr(settings, name)}")
 
 
 @documented
@@ -73,6 +67,10 @@ class LayerShape(AttentionShape):
 
     depth: int = 0
     """Number of layers below this one; a few systems differ from layer to layer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "depth")
 
 
 @documented

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from expire_span.checks import at_least, checked
 from expire_span.study.folder import StudyFolder
 from expire_span.study.page import write_page
 from expire_span.study.pool import run_jobs
@@ -30,6 +31,7 @@ FEW: dict[Penalty, tuple[float, ...]] = {"none": (0.0,), "unnormalised": (0.01,)
 
 
 @dataclass(frozen=True)
+@checked
 class QuestionsSettings:
     """Which models are trained; saved as the settings of the study folder."""
 
@@ -44,6 +46,10 @@ class QuestionsSettings:
     budgets: tuple[int, ...] = (10, 16)
     everything: bool = True
     """Off: one weight of one penalty, and the task of notes alone."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seeds", "encoder_steps", "span_steps", "attention_steps", "other_steps")
+        at_least(self, 1, "windows", "encoder_budgets", "budgets")
 
     @classmethod
     def quick(cls, seeds: int = 1) -> QuestionsSettings:

@@ -32,8 +32,7 @@ class GatedDeltaNetConfig:
     """The kernels of the fla package on a GPU, or plain PyTorch; auto takes the kernels where they can run."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "value_factor", "conv", "chunk")
-        at_least(self, 1, *(name for name in ("key_dim", "own_heads") if getattr(self, name) is not None))
+        at_least(self, 1, "value_factor", "conv", "chunk", "key_dim", "own_heads")
 
 
 @dataclass(frozen=True)

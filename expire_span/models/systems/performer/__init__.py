@@ -25,6 +25,7 @@ class PerformerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "features", "chunk")
+        at_least(self, 0, "seed")
 
 
 SYSTEM = MemorySystem(

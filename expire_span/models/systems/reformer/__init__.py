@@ -29,6 +29,7 @@ class ReformerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "buckets", "rounds", "members")
+        at_least(self, 0, "seed")
         require(self.buckets == 1 or self.buckets % 2 == 0, f"buckets must be 1 or even, got {self.buckets}")
 
 
