@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -65,9 +66,13 @@ def test_compiled_count_of_compressive_memories(backend):
     torch.testing.assert_close(torch.compile(count, backend=backend)(x), count(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_compiled_spans_and_their_gradients(stop):
+WHOLE_COMPILER = [pytest.param("inductor", stop, marks=pytest.mark.long) for stop in (True, False)]
+
+
+@pytest.mark.parametrize(("backend", "stop"), [("aot_eager", True), *WHOLE_COMPILER])
+def test_compiled_spans_and_their_gradients(backend, stop, monkeypatch):
+    """The short case traces and differentiates as the whole compiler does, but generates no C++, which takes a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     check("expire_span", "cpu", span_per="kv_head", reach=HeadReach(stop_gradient=stop))
 
 

@@ -1,4 +1,4 @@
-"""Two real processes give the single process's result: DDP through accelerate launch, and FSDP."""
+"""Two real processes give the single process's result: DDP, forked and through accelerate launch, and FSDP."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def launcher(kind: str) -> tuple[str, ...]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    if kind == "forked":
+        return ("-m", "tests.forked_processes", port)
     if kind == "fsdp":
         return ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m", "tests.fsdp_child")
     options = ("--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
@@ -58,13 +60,14 @@ def check_same(one: list[dict], two: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    check_two_processes(tmp_path, "ddp", steps=4)
+    """Forked from one process that has loaded the modules; the long twin below launches them as a user does."""
+    check_two_processes(tmp_path, "forked", steps=4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_equal_one_and_resume_exactly(tmp_path, kind):
-    """The short twin trains with DDP alone."""
+    """The short twin above trains with DDP alone, for fewer steps, and does not resume."""
     check_resume_is_exact(kind, check_two_processes(tmp_path, kind, steps=10))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -322,13 +323,14 @@ def test_how_a_worker_ended_is_told():
     assert describe_end(-11) == "its process was killed by SIGSEGV" and describe_end(3).endswith("code 3")
 
 
-def test_a_limit_on_the_size_of_files_is_told(tmp_path):
-    """A real failing write, in a real process: files of more than 30 kB cannot be written."""
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n"
-    code += "from expire_span.__main__ import main; sys.exit(main())"
+def test_a_limit_on_the_size_of_files_is_told(call, tmp_path):
+    """A real failing write: files of more than 30 kB cannot be written."""
     options = as_options(tiny_config(write_text(tmp_path), steps=4), text_small())
-    args = ["train", "text_small", "--runs-dir", str(tmp_path / "runs"), *options]
-    process = spawn(*args, launcher=("-c", code))
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and "cannot write the checkpoint of step 4" in err, err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        code, err = call("train", "text_small", *options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2 and "cannot write the checkpoint of step 4" in err, err
     assert "Traceback" not in err and not list((tmp_path / "runs/text_small/checkpoints").iterdir())

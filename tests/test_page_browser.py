@@ -350,4 +350,37 @@ def test_page_is_saved(tab, browser, tmp_path):
     assert frozen.page.is_hidden("#es-input") and frozen.text("name") == "tiny"
     assert frozen.view("view.timeline.mode") == "2d"
     assert frozen.view("[view.state.cursor, view.state.layer, view.state.layout]") == [17, 0, "birth"], "as it was seen"
+    assert frozen.page.is_hidden("#es-what"), "nothing was compared"
     frozen.close("file:")
+
+
+def test_both_sides_of_a_comparison_are_saved(tab, browser, tmp_path):
+    """And saved once more from the saved page, which cannot ask a model."""
+    read(tab, TEXT)
+    tab.page.fill("#es-limit", "2")
+    tab.press("compare")
+    tab.page.wait_for_selector("#es-verdict:not([hidden])")
+    tab.page.select_option("#es-side-pick", "after")
+    tab.rest()
+    shown = [tab.text(name) for name in ("old", "new", "sums", "after-title", "moved")]
+    spans = tab.view("view.state.trace.lines.slice(1).map((line) => line.spans)")
+    page, address = tab, None
+    for number in (1, 2):
+        with page.page.expect_download() as caught:
+            page.page.click("#es-export")
+        caught.value.save_as(tmp_path / f"{number}.html")
+        if address:
+            page.close("file:")
+        page, address = Watched(browser), (tmp_path / f"{number}.html").as_uri()
+        page.open(address)
+        assert [page.text(name) for name in ("old", "new", "sums", "after-title", "moved")] == shown
+        assert page.page.is_visible("#es-verdict") and page.page.is_hidden("#es-what-ask")
+        assert page.view("view.state.trace.lines.slice(1).map((line) => line.spans)") == spans, (
+            "the side that was shown"
+        )
+        page.page.select_option("#es-side-pick", "before")
+        page.rest()
+        assert page.view("view.state.trace.lines.slice(1).map((line) => line.spans)") != spans
+        page.page.select_option("#es-side-pick", "after")
+        page.rest()
+    page.close("file:")

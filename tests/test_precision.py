@@ -9,13 +9,17 @@ from expire_span.models.systems.forgetting.layer import _key_columns
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "compiled"])
-def compiler(request):
-    """A compiler takes rounding there and back for nothing, unless it is told not to."""
-    return torch.compile if request.param else lambda function: function
+def plain(function):
+    return function
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CASES = [pytest.param(dtype, plain, id=f"plain-{dtype}") for dtype in DTYPES]
+CASES += [pytest.param(torch.bfloat16, torch.compile, id="compiled-torch.bfloat16")]
+CASES += [pytest.param(dtype, torch.compile, id=f"compiled-{dtype}", marks=pytest.mark.long) for dtype in DTYPES[1:]]
+"""A compiler removes rounding to a narrower type and back, unless it is told not to. Compiling a case takes seconds."""
+
+
+@pytest.mark.parametrize(("dtype", "compiler"), CASES)
 def test_parts_add_up(dtype, compiler):
     x = torch.randn(4, 64, dtype=torch.float64 if dtype == torch.float32 else torch.float32)
     for parts, digits in ((1, 7), (2, 15), (3, 20)):
@@ -26,7 +30,7 @@ def test_parts_add_up(dtype, compiler):
     assert float(found[1].abs().max()) > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "compiler"), CASES)
 def test_a_memory_keeps_its_bias_in_a_wider_key(dtype, compiler):
     """To the digits of float32, with its gradient; an empty slot's stays out of sight, but a number."""
     bias = (-20 * torch.rand(2, 3, 50, dtype=torch.float64).cumsum(-1)).requires_grad_()

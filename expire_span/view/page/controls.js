@@ -32,7 +32,7 @@ function connect() {
   on("after", "click", () => { if ((state.page + 1) * WINDOW < state.trace.size) state.page++; soon("tokens"); });
   on("link", "click", copyLink);
   find("link").hidden = location.protocol === "about:";  // a frame within a notebook has no address of its own
-  on("export", "click", () => state.trace ? savePage(pristine, state.trace, toLink(chosen())) : say("there is nothing to save yet"));
+  on("export", "click", saveView);
   on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
   for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
   on("side-pick", "change", () => showSide(find("side-pick").value));

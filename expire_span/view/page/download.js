@@ -91,15 +91,15 @@ async function savePicture(name, as, timeline) {
   saveBlob(blob, `expire-span-${name}.${as}`);
 }
 
-// The page as it came, with the trace inside and nothing to ask: taken from this page's own text.
-async function savePage(pristine, trace, view) {
-  const packed = await packLines(trace.lines), title = escapeText(trace.header.name);
+// The page as it came, with the trace inside and nothing to ask: taken from this page's own text. `after` is the second trace of a comparison.
+async function savePage(pristine, trace, after, view) {
+  const packed = await packLines(trace.lines), changed = after ? await packLines(after.lines) : "", title = escapeText(trace.header.name);
   const rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:";
   const tag = (name, attributes, text) => `<${name}${attributes}>${text}</${name}>`;
   const page = `<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">` +
     `<meta http-equiv="Content-Security-Policy" content="${rules}"><title>${title} · Expire-Span</title>` +
     tag("style", ' id="es-style"', find("style").textContent) + `</head><body>${pristine}` +
-    tag("script", ' type="text/plain" id="es-trace"', packed) + tag("script", ` id="es-script" data-live="" data-view="${escapeText(view)}"`, find("script").textContent) + `</body></html>`;
+    tag("script", ' type="text/plain" id="es-trace"', packed) + tag("script", ' type="text/plain" id="es-trace-after"', changed) + tag("script", ` id="es-script" data-live="" data-view="${escapeText(view)}"`, find("script").textContent) + `</body></html>`;
   saveBlob(new Blob([page], { type: "text/html" }), `${trace.header.name.replace(/[^\w.-]+/g, "_") || "view"}.html`);
 }
 

@@ -114,7 +114,8 @@ function drawRanges() {
   if (!trace.hasSpans) find("intro").textContent = PLAIN_INTRO;
   for (const node of root.querySelectorAll(".es-pieces")) node.textContent = trace.header.task === "env" ? "What it saw" : "Tokens";
   find("limit-box").hidden = find("budget-box").hidden = !trace.hasSpans;
-  find("what").hidden = !info.model || (!info.text && !trace.hasSpans);
+  find("what").hidden = !compared.after && (!info.model || (!info.text && !trace.hasSpans));
+  find("what-ask").hidden = !info.model;  // a saved page shows its comparison, and cannot make another
   const tries = [...(info.text ? ["change a word"] : []), ...(trace.hasSpans ? CUTS : [])].join(", or ");
   find("tries").textContent = `${tries.charAt(0).toUpperCase()}${tries.slice(1)}, and compare.`;
   for (const name of ["stage", "strips", "strips-saves", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
@@ -355,7 +356,7 @@ async function start() {
   connect();
   drawLegend();
   const packed = find("trace").textContent.trim();
-  if (packed) { setTrace(await unpackTrace(packed)); restore(asked); }
+  if (packed) { setTrace(await unpackTrace(packed)); await openComparison(asked); restore(asked); }
   if (!live) { root.dataset.ready = "yes"; return; }
   info = await fetch("api/info").then((answer) => answer.json());
   find("name").textContent = info.name;

@@ -145,6 +145,20 @@ async function compareAsAsked({ limit, budget, other, side }) {
   if (side === "after" && compared.after) showSide("after");
 }
 
+// A saved page holds the reading before the change as its trace, and the reading after it as a second one.
+async function openComparison({ limit, budget, side }) {
+  const packed = find("trace-after")?.textContent.trim();
+  if (!packed) return;
+  compared = { before: state.trace, after: await unpackTrace(packed), cut: { max_span: limit && Number(limit), live: budget && Number(budget) }, asked: { limit, budget } };
+  showSide(side === "after" ? "after" : "before");
+}
+
+function saveView() {
+  if (!state.trace) return say("there is nothing to save yet");
+  const { limit, budget, side } = comparisonAsked();
+  return savePage(pristine, compared.before || state.trace, compared.after, toLink({ ...chosen(), limit, budget, side }));
+}
+
 function write() {
   if (!fits(find("text").value)) return;
   let asked;
