@@ -1,7 +1,8 @@
-"""The README's pictures of the page, from the model that ships: `python -m benchmarks.view_pictures [RUN] [--out docs/img]`.
+"""The docs' pictures of the page: `python -m benchmarks.view_pictures [RUN] [--agent RUN] [--out docs/img]`.
 
 - view.png: the page as it opens, with its own example in the layer that keeps longest
 - view.gif: memories that appear and expire while the model writes on after a shorter beginning
+- view_agent.png, only with --agent: an episode of a trained agent, such as a run of `expire-span train agent_corridor`
 
 Needs Chromium and playwright. Text, seed and steps are fixed, so the same model draws the same pictures again.
 """
@@ -31,6 +32,8 @@ GIF_WIDE, COLOURS = 680, 64
 """Pixels and colours of the animation, which must load at once."""
 LOW = "#es-tokens { height: 8.5rem; } #es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
+EPISODE, CURSOR = 0, 40
+"""Number of the agent's episode, and the step at which it is shown; in a shorter episode, its last step."""
 LAYER = 6
 """Layer of the animation: most of what it writes expires within the picture, and a few words stay."""
 
@@ -55,6 +58,14 @@ def draw_still(tab: Watched, path: Path) -> None:
     """What the page shows now."""
     tab.page.evaluate("document.getElementById('es-tokens').scrollTop = 0")
     picture = Image.open(io.BytesIO(shoot(tab, "choice", "strips", below=200)))
+    picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def draw_agent(tab: Watched, address: str, path: Path, episode: int = EPISODE) -> None:
+    """An episode: what the agent saw at the cursor, the timeline of its memories, and what is alive."""
+    tab.open(f"{address}#episode={episode}&cursor={CURSOR}")
+    tab.rest()
+    picture = Image.open(io.BytesIO(shoot(tab, "life-title", "living-box", below=8)))
     picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
@@ -101,8 +112,20 @@ def sample_of(run: RunFolder) -> str:
     return (own if own.is_file() else SHIPPED / SAMPLE).read_text(encoding="utf-8", errors="replace")
 
 
+def draw_agents_picture(run: RunFolder, folder: Path, episode: int = EPISODE) -> Path:
+    """The picture of an agent, with a server and a browser of its own."""
+    path = folder / "view_agent.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_browser() as browser, serving(Source(run)) as (port, _):
+        tab = Watched(browser, color_scheme="light")
+        tab.page.set_viewport_size({"width": WIDE, "height": 860})
+        draw_agent(tab, f"http://127.0.0.1:{port}/", path, episode)
+        tab.close(f"http://127.0.0.1:{port}/")
+    return path
+
+
 def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Path]:
-    """Both pictures, with a server and a browser of their own."""
+    """Both pictures of a model of text, with a server and a browser of their own."""
     paths = [folder / "view.png", folder / "view.gif"]
     folder.mkdir(parents=True, exist_ok=True)
     text = sample_of(run)
@@ -119,9 +142,14 @@ def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", default=SHIPPED.name, help="name or folder of a run of bytes")
+    parser.add_argument("--agent", help="name or folder of an agent's run; without it view_agent.png is left as it is")
+    parser.add_argument("--episode", type=int, default=EPISODE, help="number of the agent's episode")
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
     args = parser.parse_args()
-    for path in draw_pictures(find_run(args.run, Path("runs")), args.out):
+    paths = draw_pictures(find_run(args.run, Path("runs")), args.out)
+    if args.agent:
+        paths.append(draw_agents_picture(find_run(args.agent, Path("runs")), args.out, args.episode))
+    for path in paths:
         print(f"{path}, {path.stat().st_size:,} bytes")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,3 +144,14 @@ def test_a_twins_run_is_traced_with_its_pictures(tmp_path):
     trace = Trace.of(open_reader(run).trace_sample())
     assert all(decode(step["image"]).shape == (80, 80, 3) for step in trace.steps)
     assert [step for step in trace.steps if "answer" in step], "the doors are asked about"
+
+
+def test_every_picture_of_the_page_in_the_docs_has_a_command_that_draws_it(run, tmp_path):
+    """Drawn here: the agent's. The other two are drawn in test_page_browser.py."""
+    pytest.importorskip("playwright")
+    from benchmarks import view_pictures
+
+    shown = {path.name for path in (Path(__file__).parent.parent / "docs" / "img").glob("view*")}
+    assert shown == set(re.findall(r"view\w*\.(?:png|gif)", view_pictures.__doc__ or ""))
+    with Image.open(view_pictures.draw_agents_picture(run, tmp_path, episode=2)) as picture:
+        assert picture.width == view_pictures.WIDE and len(picture.convert("RGB").getcolors(10_000) or []) > 20
