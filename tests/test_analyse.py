@@ -15,6 +15,7 @@ from expire_span.cli import main
 from expire_span.models.systems import mixer_config
 from expire_span.runs import RunFolder, UserError
 from expire_span.train.supervised import train
+from tests.error_budget import reordered
 from tests.tiny import tiny_config
 
 TEXT = "== History ==\nThe Nile flows. In 1922 Howard saw Egypt and Cairo again.\nCHAPTER II\n"
@@ -64,14 +65,16 @@ def test_the_longest_lived_class_is_found():
 
 def test_reading_in_blocks_costs_what_reading_whole_does(run):
     model = TextModel.open(run, 200)
+    model.decoder.double()
+    rounding = reordered(1, size=16)  # what is read is kept as float32: bits of letters, below 16
     whole = model.read(model.tokens)
     blocks = replace(model, block=7).read(model.tokens)
     assert whole.text == model.text and len(whole.bits) == len(whole.text)
-    np.testing.assert_allclose(blocks.bits, whole.bits, atol=1e-4)
-    np.testing.assert_allclose(blocks.spans[2], whole.spans[2], atol=1e-3)
+    np.testing.assert_allclose(blocks.bits, whole.bits, rtol=0, atol=rounding)
+    np.testing.assert_allclose(blocks.spans[2], whole.spans[2], rtol=reordered(1), atol=0)
     logits = model.decoder(model.tokens.unsqueeze(0))[0][0].detach()
     want = torch.nn.functional.cross_entropy(logits[:-1], model.tokens[1:]) / np.log(2)
-    assert whole.bits[1:].mean() == pytest.approx(float(want), rel=1e-4) and whole.bits[0] == 0
+    assert whole.bits[1:].mean() == pytest.approx(float(want), abs=rounding) and whole.bits[0] == 0
 
 
 def test_a_cut_below_every_span_costs_something_and_one_above_nothing(run):

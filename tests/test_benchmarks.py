@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.error_budget import DOUBLE
+
 
 def test_attention_smoke(tmp_path: Path) -> None:
     from benchmarks import attention, plots
@@ -49,7 +51,7 @@ def test_flex_computes_expiring_attention_over_the_right_blocks(length: int) -> 
     from benchmarks.systems import Flex, expiry_blocks, reference
     from benchmarks.workloads import Workload
 
-    x = Workload(2, 2, length, 32, 0.01, 5.0).tensors("cpu", torch.float32)
+    x = Workload(2, 2, length, 32, 0.01, 5.0).tensors("cpu", torch.float64)
     x["span"][0, :128] = 2.0 * length  # a block all of whose memories live on
     got = expiry_blocks(x["span"])
     want = create_block_mask(got.mask_mod, 2, 1, length, length, device="cpu")
@@ -58,7 +60,7 @@ def test_flex_computes_expiring_attention_over_the_right_blocks(length: int) -> 
     assert got.full_kv_num_blocks.sum() > 0
     assert torch.equal(got.full_kv_num_blocks, want.full_kv_num_blocks)
     with torch.no_grad():
-        torch.testing.assert_close(Flex(compiled=False).prepare(x)(x), reference(x), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(Flex(compiled=False).prepare(x)(x), reference(x), atol=DOUBLE, rtol=0)
 
 
 def test_living_pairs_are_counted_exactly() -> None:
@@ -147,6 +149,7 @@ def test_training_fills_the_memory_before_it_times() -> None:
         bench.step()
         assert bench.live is not None
         seen.append(bench.live.mean().item())
+    # Full is what a timing needs: a mean over tokens and layers that no longer grows, though the weights go on learning.
     assert seen[bench.case.fill - 1 :] == pytest.approx([seen[-1]] * 4, rel=1e-3)
 
 

@@ -11,6 +11,7 @@ from expire_span.hf.predictors import build_predictor, with_plain_states
 from expire_span.ops import expire_attention
 from expire_span.retrofit_configs import DistillConfig
 from expire_span.train.distiller import Distiller
+from tests.error_budget import reordered
 
 from .hf_models import tiny, tokens
 
@@ -25,26 +26,30 @@ def test_lost_attention_is_what_later_queries_pay():
     causal = torch.ones(300, 300, dtype=torch.bool).tril()
     weights = scores.masked_fill(~causal, -torch.inf).softmax(-1).sum(2)  # [B, Hkv, T, S]
     place, checked = torch.arange(300), 0
+    # A sum over 300 queries of 2 heads, after a softmax, after products; at most all that a memory is paid.
+    rounding = reordered(600, depth=3, size=float(weights.sum(2).max()))
     for n, age in enumerate(ages.tolist()):
         late = place.unsqueeze(1) > place + age
         want = (weights * late).sum(2)
         ends = (place + age + 1) % BIN == 0
         checked += int(ends.sum())
-        assert (got[..., n] - want)[..., ends].abs().max() < 1e-4
+        assert (got[..., n] - want)[..., ends].abs().max() < rounding
         assert (got[..., n] - want).abs().max() <= (weights.unflatten(2, (-1, 1)).sum(3)).amax() * BIN
-    assert checked > 60 and bool((got[..., :-1] >= got[..., 1:] - 1e-4).all()) and not got[..., -1].any()
+    assert checked > 60 and bool((got[..., :-1] >= got[..., 1:] - rounding).all()) and not got[..., -1].any()
 
 
 def test_between_ages_the_loss_is_a_line_with_its_gradient():
-    ages = ages_of(64)
-    lost = torch.linspace(1, 0, len(ages)).expand(2, 1, -1)
-    span = torch.tensor([[float(ages[2])], [float(ages[3] * ages[4]) ** 0.5]], requires_grad=True)
+    ages = ages_of(64).double()
+    lost = torch.linspace(1, 0, len(ages), dtype=torch.float64).expand(2, 1, -1)
+    span = torch.stack([ages[2], (ages[3] * ages[4]).sqrt()]).unsqueeze(1).requires_grad_()
     found = interpolate(lost, ages, span)
     step = 1 / (len(ages) - 1)
-    assert torch.allclose(found.flatten(), torch.tensor([1 - 2 * step, 1 - 3.5 * step]), atol=1e-5)
+    want = torch.tensor([1 - 2 * step, 1 - 3.5 * step], dtype=torch.float64)
+    rounding = reordered(1, depth=4)  # the ages are float32 numbers, each the one before times a ratio
+    assert torch.allclose(found.flatten(), want, rtol=0, atol=rounding)
     found.sum().backward()
     slope = -step / (span.detach() * torch.log(ages[1] / ages[0]))
-    assert torch.allclose(span.grad, slope, rtol=1e-4)
+    assert torch.allclose(span.grad, slope, rtol=rounding, atol=0)
 
 
 def test_standardised_states_change_no_span():

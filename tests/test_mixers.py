@@ -13,6 +13,7 @@ from expire_span.models.mixer import Mixer, MixerAux, MixerOutput
 from expire_span.models.systems import SYSTEMS, mixer_config
 from expire_span.models.systems.expire_span import HeadReach
 from expire_span.testing import CHECKS, KEEPS, applies, draw_tokens, small_config
+from tests.error_budget import DOUBLE
 
 
 def _expire(preset: str, initial_memories: int = 0, **fields) -> DecoderConfig:
@@ -152,7 +153,7 @@ def test_rebase_changes_nothing(expiring):
     with torch.no_grad():
         _, state = stream(decoder, x, 40)
         moved = [b.mixer.rebase(s, 97) for b, s in zip(decoder.blocks, state)]
-        torch.testing.assert_close(read(decoder, y, moved)[0], read(decoder, y, state)[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(read(decoder, y, moved)[0], read(decoder, y, state)[0], rtol=0, atol=DOUBLE)
 
 
 def test_layer_drop_passes_hidden_states_through_and_spans_still_age():

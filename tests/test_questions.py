@@ -194,14 +194,14 @@ def test_without_dropping_it_is_full_attention():
 
 
 def test_penalties_are_what_they_say():
-    scores = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(0)).masked_fill(
+    scores = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).masked_fill(
         torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf
     )
     weight = torch.softmax(scores, -1)
     rows = [torch.distributions.Categorical(row[: t + 1]).entropy() for head in weight[0] for t, row in enumerate(head)]
-    assert float(PENALTIES["entropy"](weight, scores)) == pytest.approx(float(torch.stack(rows).mean()), rel=1e-5)
-    assert float(PENALTIES["l1"](weight, scores)) == pytest.approx(1)
-    assert float(PENALTIES["unnormalised"](weight, scores)) == pytest.approx(float(scores.exp().sum() / 10), rel=1e-5)
+    assert float(PENALTIES["entropy"](weight, scores)) == pytest.approx(float(torch.stack(rows).mean()), rel=DOUBLE)
+    assert float(PENALTIES["l1"](weight, scores)) == pytest.approx(1, rel=DOUBLE)
+    assert float(PENALTIES["unnormalised"](weight, scores)) == pytest.approx(float(scores.exp().sum() / 10), rel=DOUBLE)
     spread_out, piled = torch.eye(5).expand(1, 1, 5, 5), F.one_hot(torch.zeros(5, dtype=torch.long), 5).float()
     columns = PENALTIES["columns"]
     assert float(columns(spread_out, scores)) > float(columns(piled.expand(1, 1, 5, 5), scores))
@@ -222,6 +222,7 @@ def test_the_cache_keeps_what_was_read_and_loses_what_will_be():
     weight = torch.softmax(scores, -1)
     past, held = drop_unread(scores, weight, Drop(keep=1, grace=2))
     assert past[0, 0, -1, 3] == 0 and past[0, 0, -2, 1] > 0.5
+    # About one kept and two in their grace; how the first steps count is a matter of definition, hence the tenth.
     assert float(held) == pytest.approx((1 + 2 + 10 * 3) / 12, abs=0.1)
     future, _ = drop_unread(scores, weight, Drop(keep=2, grace=2, hindsight=True))
     assert future[0, 0, -1, 3] > 0.9
