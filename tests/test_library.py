@@ -63,12 +63,19 @@ def test_public_names_have_their_real_types(tmp_path):
     """Pyright on a user's file; the short twin above reads the imports."""
     names = sorted(set(expire_span.__all__) - {"__version__"})
     lines = ["import expire_span", *(f"reveal_type(expire_span.{name})" for name in names)]
+    calls = [
+        f"{name}.__call__" for name in ("Backbone", "Decoder", "Encoder", "ExpireSpan", "Mixer")
+    ]  # what a call returns
+    lines += [f"reveal_type(expire_span.{call})" for call in calls]
     (tmp_path / "user.py").write_text("\n".join(lines))
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"]}}')
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "user.py"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
     types = [line.split("Type of", 1)[1] for line in said.splitlines() if "Type of" in line]
-    assert len(types) == len(names) and not [line for line in types if 'Any"' in line or "Unknown" in line], said
+    assert len(types) == len(names) + len(calls) and all("-> " in line for line in types[len(names) :])
+    assert not [line for line in types if "-> Any" in line] and not [
+        line for line in types if 'Any"' in line or "Unknown" in line
+    ], said
 
 
 def test_a_quick_study_says_so(capsys, tmp_path):

@@ -222,8 +222,7 @@ def test_the_cache_keeps_what_was_read_and_loses_what_will_be():
     weight = torch.softmax(scores, -1)
     past, held = drop_unread(scores, weight, Drop(keep=1, grace=2))
     assert past[0, 0, -1, 3] == 0 and past[0, 0, -2, 1] > 0.5
-    # About one kept and two in their grace; how the first steps count is a matter of definition, hence the tenth.
-    assert float(held) == pytest.approx((1 + 2 + 10 * 3) / 12, abs=0.1)
+    assert float(held) == pytest.approx((1 + 2 + 10 * 3) / 12, rel=DOUBLE)
     future, _ = drop_unread(scores, weight, Drop(keep=2, grace=2, hindsight=True))
     assert future[0, 0, -1, 3] > 0.9
     for rule in (Drop(keep=3, grace=2), Drop(threshold=0.05, grace=2), Drop(threshold=10.0, grace=3)):

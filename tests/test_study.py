@@ -210,7 +210,7 @@ def test_networks_are_stacks_of_the_posts_unit():
 def test_a_network_does_not_hang_on_those_beside_it():
     both, alone = (train_size(Size(1, 4, seeds=n, steps=6, batch=8)) for n in (2, 1))
     assert np.allclose(both["curve"][-1][1][0], alone["curve"][-1][1][0])
-    # A share of right counts, in which rounding may turn a few of 512 series; the network beside it differs by far more.
+    # A share of wrong counts, in which rounding may turn a few; the network beside it differs by 0.02.
     assert both["lengths"]["20"]["all"][0] == pytest.approx(alone["lengths"]["20"]["all"][0], abs=0.01)
     assert both["lengths"]["20"]["all"][0] != both["lengths"]["20"]["all"][1]
 

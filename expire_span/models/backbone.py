@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +190,12 @@ class Backbone(nn.Module):
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
         return [block.reset_rows(part, fresh) for block, part in zip(self.layers(), state)]
+
+    if TYPE_CHECKING:  # torch's modules return Any when called; editors should see the real type
+
+        def __call__(
+            self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
+        ) -> BackboneOutput: ...
 
     def forward(
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"

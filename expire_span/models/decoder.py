@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,12 @@ class Decoder(nn.Module):
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
         return self.backbone.reset_rows(state, fresh)
+
+    if TYPE_CHECKING:  # torch's modules return Any when called; editors should see the real type
+
+        def __call__(
+            self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
+        ) -> DecoderOutput: ...
 
     def forward(
         self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"

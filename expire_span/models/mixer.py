@@ -10,7 +10,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,10 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def mix(self, x: Tensor, state: Any) -> MixerOutput:
         """The output y to be added to the residual stream x [B, T, C], the state after the block, and the report."""
+
+    if TYPE_CHECKING:  # torch's modules return Any when called; editors should see the real type
+
+        def __call__(self, x: Tensor, state: Any = None) -> MixerOutput: ...
 
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""

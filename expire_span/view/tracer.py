@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -144,5 +144,5 @@ class Tracer(TokenTracer):
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
         logits, self.state, aux = self.decoder(self._row(tokens), self.state)
-        spans = [spans_by_head(layer.span) for layer in aux.layers] if self.log.spans else None
+        spans = [spans_by_head(cast(Tensor, layer.span)) for layer in aux.layers] if self.log.spans else None
         return logits[0], spans, aux
