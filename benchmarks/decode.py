@@ -171,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, default=None, help="a trained run folder; it reads --text")
     parser.add_argument("--text", default=None, help="a file whose bytes the streams read, instead of random ones")
     parser.add_argument("--tune", action="store_true", help="try other tiles of the kernels first")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU; with more than one, the wall clock is read")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine: tests the benchmark itself")
     args = parser.parse_args(argv)
     whole = Deadline(args.seconds or (130.0 if args.quick else 900.0))
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
                 run_gpu(result, whole, args)
             else:
                 config, fill, rounds = (smoke_config(), 40, 2) if args.smoke else (cpu_config(), 1200, 12)
-                torch.set_num_threads(1)
+                torch.set_num_threads(args.threads)
                 result["cpu"] = guarded(result["errors"], "cpu", lambda: compare_on_cpu(config, fill, rounds), whole)
     finally:
         prompt = result["prompts"][0] if result["prompts"] else None

@@ -36,7 +36,7 @@ def agent_corridor() -> AgentRunConfig:
     # A window is longer than the cue must live: where they are shorter, the step at the door sends no gradient back to the
     # span of a cue that lies in an earlier window, and pressure alone decides how long it lives.
     budget = BudgetConfig(live=17, initial_weight=2e-5, max_weight=4e-5, start_loss=0.05, patience_loss=0.05)
-    train = replace(base.train, steps=130, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
+    train = replace(base.train, steps=150, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
     train = replace(train, goal=0.97, eval_every=20, eval_episodes=960, test_episodes=3200)
     return replace(
         base, task=EnvTask(env="ExpireSpan/Corridor-Medium-v0"), model=replace(base.model, mixer=mixer), train=train
@@ -66,7 +66,7 @@ def agent_corridor_hard() -> AgentRunConfig:
     model = replace(base.model, layers=2, mixer=mixer)
     budget = replace(base.train.budget, live=40, start_loss=0.08, patience_loss=0.1)
     train = replace(base.train, steps=60, imitate=60, envs=32, window=256, epochs=4, minibatches=4, lr=5e-4)
-    train = replace(train, budget=budget, eval_every=10, eval_episodes=512, test_episodes=8500, goal=0.97)
+    train = replace(train, budget=budget, eval_every=10, eval_episodes=512, test_episodes=4096, goal=0.97)
     return replace(base, task=EnvTask(env="ExpireSpan/Corridor-Hard-v0"), model=model, train=train)
 
 

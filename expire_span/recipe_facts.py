@@ -57,7 +57,9 @@ FACTS: dict[str, RecipeFacts] = {
     "agent_corridor_tiny": RecipeFacts("tiny", CPU, "1 min", "99.9% or more of 1,024 episodes, three seeds"),
     "agent_corridor": RecipeFacts("tiny", CPU, "5 min", "94 to 100% in every band, 20 to 21 alive at 51 to 60"),
     "agent_corridor_window": RecipeFacts("tiny", CPU, "4 min", "chance beyond 20 steps (in windows of 48)"),
-    "agent_corridor_lesson": RecipeFacts("tiny", CPU, "4 min", "100% of 512 episodes, the lesson before agent_corridor_hard"),
+    "agent_corridor_lesson": RecipeFacts(
+        "tiny", CPU, "4 min", "100% of 512 episodes, the lesson before agent_corridor_hard"
+    ),
     "agent_corridor_hard": RecipeFacts("small", CPU, "20 min", NOT_RUN),
     "agent_portal": RecipeFacts("small", GPU, "7 min", "99.9%, as many steps as an explorer with perfect memory"),
     "agent_repeat_first": RecipeFacts("tiny", CPU, "5 min", "return 0.973"),

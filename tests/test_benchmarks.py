@@ -52,6 +52,7 @@ def test_flex_computes_expiring_attention_over_the_right_blocks(length: int) -> 
     from benchmarks.workloads import Workload
 
     x = Workload(2, 2, length, 32, 0.01, 5.0).tensors("cpu", torch.float64)
+    x["span"] = x["span"].double()
     x["span"][0, :128] = 2.0 * length  # a block all of whose memories live on
     got = expiry_blocks(x["span"])
     want = create_block_mask(got.mask_mod, 2, 1, length, length, device="cpu")

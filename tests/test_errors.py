@@ -20,6 +20,7 @@ from expire_span import checkpoint, files, runs
 from expire_span.cli import main
 from expire_span.compare.conduct import _start, describe_end
 from expire_span.errors import RunError, StorageError, UserError, explain
+from expire_span.models.decoder import Decoder
 from expire_span.recipes import recall, text_small
 from expire_span.runs import RunFolder, find_run
 from expire_span.train import supervised
@@ -138,6 +139,41 @@ def test_a_full_disk_in_resume_and_report(call, tmp_path, monkeypatch):
         (run.path / "result.json").rename(tmp_path / "result.json")
         check_refused(call("resume", "a"), "cannot write", "the disk is full", "expire-span resume")
     (tmp_path / "result.json").rename(run.path / "result.json")
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+
+
+def test_a_full_disk_leaves_no_half_of_what_a_command_writes(call, tmp_path, monkeypatch):
+    make_run(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("memories that expire " * 20)
+    before = {p for p in tmp_path.rglob("*") if p.is_file()}
+    commands = [
+        ("trace", "a", "--text", text, "--out", "a.trace"),
+        ("figure", "timeline", "a", "--out", "a.png"),
+        ("analyse", "a"),
+        ("data", "collision", "--frames", "400", "--to", "frames"),
+    ]
+
+    def full(path, data):
+        path.write_bytes(data[: len(data) // 2])
+        raise FULL
+
+    monkeypatch.setattr(files, "write_synced", full)
+    for command in commands:
+        check_refused(call(*command), "the disk is full")
+        assert {p for p in tmp_path.rglob("*") if p.is_file()} == before, command
+
+
+def test_ctrl_c_in_eval_is_a_sentence(call, tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+
+    def stop(*_args, **_options):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Decoder, "forward", stop)
+    code, err = call("eval", "a")
+    assert code == 130 and err.strip() == "expire-span: stopped"
     assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
 
 

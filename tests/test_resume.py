@@ -175,6 +175,25 @@ def test_signal_in_this_process_is_answered_between_steps(tmp_path, monkeypatch,
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000007"]
 
 
+def test_a_signal_while_a_checkpoint_is_written_waits_for_it(config, tmp_path, monkeypatch):
+    real, calls = checkpoint.write_synced, []
+
+    def write(path, data):
+        calls.append(path)
+        if len(calls) == 2:  # in the middle of the first checkpoint
+            os.kill(os.getpid(), signal.SIGINT)
+        real(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_synced", write)
+        with pytest.raises(Interrupted, match="and saved"):
+            train(config, tmp_path / "a", shown=False)
+    folder = tmp_path / "a" / "checkpoints"
+    assert folder.is_dir() and not [p for p in folder.iterdir() if p.name.startswith(".")]
+    run = resume(RunFolder.open(tmp_path / "a"), shown=False)
+    assert finished(run) == _unbroken(config, tmp_path)
+
+
 def test_finished_run_is_not_resumed(tmp_path):
     run = train(tiny_config(write_text(tmp_path), steps=2), tmp_path / "a", shown=False)
     with pytest.raises(UserError, match="is finished"):

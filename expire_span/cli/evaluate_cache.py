@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from expire_span.errors import UserError
+from expire_span.files import write_atomic
 
 from .parsing import PROGRAM, options_at_least, parse
 
@@ -135,4 +137,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points), marker="o", label=name)
     axes.set(xlabel="peak bytes, share of the full cache", ylabel="perplexity", xscale="log", yscale="log")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_atomic(path, picture.getvalue())

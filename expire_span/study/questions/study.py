@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from expire_span.checks import at_least, checked
+from expire_span.files import write_atomic
 from expire_span.study.folder import StudyFolder
 from expire_span.study.page import write_page
 from expire_span.study.pool import run_jobs
@@ -98,7 +100,9 @@ def run_study(settings: QuestionsSettings, out: Path, processes: int) -> tuple[P
     folder.write_result(result)
     title, lead, sections, pictures = draw_all(result)
     for name, figure in pictures.items():
-        figure.savefig(folder.path / f"{name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+        write_atomic(folder.path / f"{name}.png", picture.getvalue())
     facts = collect_facts(result)
     write_page(folder.path / "report.html", title=title, lead=lead, facts=facts, sections=sections)
     return folder.path, result
