@@ -8,9 +8,11 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +131,28 @@ def test_killed_then_resumed(unbroken):
     goes_on_as_if_nothing_had_happened(unbroken, "killed")
 
 
-@pytest.mark.slow
+def test_ctrl_c_ends_the_worker_and_says_how_to_go_on(tmp_path, monkeypatch):
+    workers = []
+
+    def start(*_):
+        waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]  # a worker ends when its input is closed
+        workers.append(subprocess.Popen(waits, stdin=subprocess.PIPE))
+        return workers[0]
+
+    def watch(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conduct, "_start", start)
+    monkeypatch.setattr(conduct, "_watch", watch)
+    comparison = SimpleNamespace(path=tmp_path, runs=["gru-seed0"], run_of=lambda _name: None)
+    with pytest.raises(
+        conduct.Stopped, match="stopped during gru-seed0, 0 of 1 systems finished; the same command goes on"
+    ):
+        conduct.conduct(comparison, str)  # type: ignore[arg-type]
+    assert workers[0].poll() is not None, "the worker must not go on alone"
+
+
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     code, err, first = interrupt(tmp_path, "asked", "gru_torch-seed0", signal.SIGINT)
