@@ -9,9 +9,8 @@ import sys
 
 def main() -> int:
     """Run the command line with this process's arguments."""
-    os.environ.setdefault(
-        "PYTHONSAFEPATH", "1"
-    )  # a worker process runs no file of the current folder (Python adds it first)
+    # Python looks for modules in the current folder first; worker processes must run no file that lies there.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         from expire_span.cli import main as run
 

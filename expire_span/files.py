@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import stat
@@ -59,6 +60,13 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
     sync_folder(path.parent)
+
+
+def write_picture(path: Path, figure: Any, **options: Any) -> None:
+    """Write a matplotlib figure as PNG, whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", **options)
+    write_atomic(path, drawn.getvalue())
 
 
 def check_output(path: Path) -> None:

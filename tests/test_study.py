@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +16,6 @@ from hypothesis import strategies as st
 
 from expire_span.cli import main
 from expire_span.config import DecoderConfig
-from expire_span.errors import RunError
 from expire_span.models.systems.recurrent.gated import GatedCell
 from expire_span.runs import RunFolder, UserError
 from expire_span.study import counter, entrances, gating, leaky, sensitivity, tanh_stack, word_rnn
@@ -31,13 +24,11 @@ from expire_span.study.exercise import TASK, Size, first_below, measure, train_s
 from expire_span.study.expire import Model, config_of, kinds_of
 from expire_span.study.folder import StudyFolder
 from expire_span.study.networks import Networks
-from expire_span.study.pool import run_jobs
 from expire_span.study.sections.handmade import copy_weights, two_grus
 from expire_span.study.training import finish_run
 from expire_span.tasks.entrances import Series, count_entrances
 from expire_span.view.report import write_report
 from tests.error_budget import DOUBLE
-from tests.tiny import ROOT
 
 SERIES = st.lists(st.floats(-3, 3) | st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=60)
 
@@ -342,64 +333,6 @@ def test_a_short_text_is_refused(tmp_path, monkeypatch, capsys, count, words):
     (tmp_path / "short.txt").write_text("word " * count)
     assert main(["study", "word-rnn", "--path", "short.txt"]) == 2
     assert words in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["short.txt"]
-
-
-KILLED = """
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from expire_span.study.folder import StudyFolder
-from expire_span.study.pool import run_jobs
-
-@dataclass(frozen=True)
-class Nap:
-    name: str
-    cost: float = 1.0
-
-def work(nap, folder, tick):
-    time.sleep(0.2)
-    tick(nap.cost)
-    return {"seconds": 0.2}
-
-if __name__ == "__main__":
-    folder = StudyFolder.open(Path("out"), "naps", {})
-    print(sorted(run_jobs(work, [Nap(f"nap-{n}") for n in range(8)], folder, 2)))
-"""
-
-
-@pytest.mark.slow
-def test_killed_work_goes_on(tmp_path):
-    """Two processes work; the parent is killed; its workers end too; the same command then runs only what is missing."""
-    (tmp_path / "go.py").write_text(KILLED)
-    command, environment = [sys.executable, "go.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    limit = time.monotonic() + 120
-    while not list(tmp_path.glob("out/cells/*.json")) and time.monotonic() < limit:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)  # the pipe closes when the last worker has gone
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/cells/*.json")}
-    assert 1 <= len(before) < 8
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and f"{len(before)} of 8 cells were finished already" in again.stdout, again.stderr
-    assert again.stdout.splitlines()[-1] == str([f"nap-{n}" for n in range(8)])
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-
-
-@dataclasses.dataclass(frozen=True)
-class Fatal:
-    """A job that kills the process that unpacks it."""
-
-    name: str = "fatal"
-    cost: float = 1.0
-
-    def __reduce__(self):
-        return signal.raise_signal, (signal.SIGKILL,)
-
-
-def test_a_killed_worker_is_told(tmp_path):
-    with pytest.raises(RunError, match=r"a process of the study was killed, .* the same command goes on with the rest"):
-        run_jobs(print, [Fatal()], StudyFolder.open(tmp_path, "deaths", {}), 1)
 
 
 def test_the_work_of_a_run_is_told_once(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from expire_span.errors import UserError
-from expire_span.files import write_atomic
+from expire_span.files import write_picture
 
 from .parsing import PROGRAM, options_at_least, parse
 
@@ -137,6 +136,4 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points), marker="o", label=name)
     axes.set(xlabel="peak bytes, share of the full cache", ylabel="perplexity", xscale="log", yscale="log")
     axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_atomic(path, picture.getvalue())
+    write_picture(path, figure, dpi=150)

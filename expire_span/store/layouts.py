@@ -6,7 +6,8 @@ reading gathers a rectangle. `compact` deletes the dead and chooses the layout: 
 than a quarter padding.
 
 Appending writes into spare slots of buffers that several versions of a store share. Only the newest version, whose `used`
-equals the shared `tail`, may write in place; an older version copies the buffers first.
+equals the shared `tail`, may write in place; an older version copies the buffers first. A block that is long beside what is
+stored makes a new rectangle instead, which the next compaction takes apart.
 """
 
 from __future__ import annotations

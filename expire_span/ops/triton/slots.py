@@ -210,7 +210,7 @@ def square_relu_(x: Tensor) -> Tensor:
 
 
 def choose_warps(head_dim: int) -> int:
-    """Warps of a program. With many programs, one warp each is 4% faster than two: its sums need no shared memory."""
+    """Warps of a program. For heads of 64 dimensions at batch 256 a step took 4% less with one than with two (H200)."""
     return _tiles.warps or (1 if head_dim <= 64 else 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from expire_span.checks import at_least, checked
-from expire_span.files import write_atomic
+from expire_span.files import write_picture
 from expire_span.study.folder import StudyFolder
 from expire_span.study.page import write_page
 from expire_span.study.pool import run_jobs
@@ -100,9 +99,7 @@ def run_study(settings: QuestionsSettings, out: Path, processes: int) -> tuple[P
     folder.write_result(result)
     title, lead, sections, pictures = draw_all(result)
     for name, figure in pictures.items():
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-        write_atomic(folder.path / f"{name}.png", picture.getvalue())
+        write_picture(folder.path / f"{name}.png", figure, dpi=110, bbox_inches="tight", metadata={"Software": None})
     facts = collect_facts(result)
     write_page(folder.path / "report.html", title=title, lead=lead, facts=facts, sections=sections)
     return folder.path, result
