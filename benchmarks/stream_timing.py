@@ -281,20 +281,14 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
 
 
 SLOT_TILES: tuple[dict[str, Any], ...] = (
-    dict(slots=64, warps=2),
-    dict(slots=64, warps=1),
-    dict(slots=32, warps=1),
-    dict(slots=32, warps=2),
-    dict(slots=16, warps=1, apart=True),
-    dict(slots=32, warps=1, apart=True),
-    dict(slots=32, warps=2, apart=True),
-    dict(slots=64, warps=2, apart=True),
-    dict(slots=64, warps=2, skip_dead=True),
-    dict(slots=32, warps=1, skip_dead=True),
-    dict(slots=32, warps=1, apart=True, skip_dead=True),
-    dict(slots=64, warps=2, programs=4096),
-    dict(slots=32, warps=1, apart=True, programs=4096),
-    dict(slots=32, warps=1, apart=True, programs=8192),
+    {},
+    *(dict(programs=programs) for programs in (264, 528, 2112, 4224, 8448)),
+    *(dict(slots=32, programs=programs) for programs in (1056, 2112, 4224)),
+    dict(warps=2),
+    dict(warps=2, programs=2112),
+    dict(slots=32, apart=True),
+    dict(slots=32, apart=True, programs=4224),
+    dict(slots=32, skip_dead=True),
 )
 PRODUCT_TILES = {
     1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),
@@ -320,11 +314,11 @@ def where_time_goes(stream: Stream, steps: int = 64) -> dict[str, float]:
 
 
 def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
-    """Time of a step with other tiles of the kernels, at the smallest and the largest batch."""
-    from expire_span.ops.triton import products, slots
+    """Time of a step with other tiles of the kernels, at every batch."""
+    from expire_span.ops.triton import products, slot_tiles
 
     found: dict[str, Any] = {}
-    for rows in (1, 256):
+    for rows in (1, 16, 256):
         stream = filled_stream(decoder, source, rows, fill)
 
         def measure(name: str, rows: int = rows, stream: Stream = stream) -> None:
@@ -338,10 +332,10 @@ def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
 
         found[f"batch {rows}, kernels"] = where_time_goes(stream)
         for tiles in SLOT_TILES:
-            slots.override(slots.Tiles(**tiles))
+            slot_tiles.override(slot_tiles.Tiles(**tiles))
             measure("slots " + " ".join(f"{name}={value}" for name, value in tiles.items()))
-        slots.override(slots.Tiles())
-        for tiles in PRODUCT_TILES[rows]:
+        slot_tiles.override(slot_tiles.Tiles())
+        for tiles in PRODUCT_TILES.get(rows, ()):
             products.override(products.Tiles(*tiles))
             measure(f"products {tiles}")
         products.override(None)

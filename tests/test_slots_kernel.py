@@ -20,7 +20,7 @@ from expire_span.stream import Stream
 from tests.error_budget import reordered
 
 from .stream_cases import CASES, build
-from .triton_interpreter import DEVICE, ON_GPU, products, slots
+from .triton_interpreter import DEVICE, ON_GPU, products, slot_tiles, slots
 
 LEAST = reordered(400, depth=13)
 """Outputs of about 1 after at most two layers of six sums each and a head, over at most 400 memories; 5e-5 on any device."""
@@ -50,29 +50,31 @@ def advance(decoder: Decoder, rows: int, steps: int) -> Stepper:
     return stepper
 
 
-def fused(layer: SlotStep, h: torch.Tensor, splits: int) -> torch.Tensor:
+def fused(layer: SlotStep, h: torch.Tensor, programs: int) -> torch.Tensor:
+    """One step, with so many programs for the first head, one fewer for the second, .., at least one."""
+    division = slot_tiles.divide([max(programs - n, 1) for n in range(layer.kv_heads)], layer.group, DEVICE)
     r, shared = layer.rules, dict(group=layer.group, fresh=FRESH, scale=layer.scale, qk_norm=layer.normed)
     weight = layer.weight[: (layer.heads + 2 * layer.kv_heads) * layer.head_dim]
     angles = (layer.clock.cos, layer.clock.sin) if layer.turned else None
     return slots.triton_step(
-        h @ weight.T, h, layer.form, slots.Fields(*layer.fields), layer.clock.on_device, ramp=r.ramp,
-        angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps,
-        splits=splits, **shared,
+        h @ weight.T, h, layer.form, slots.Fields(*layer.fields), layer.clock.on_device, division,
+        ramp=r.ramp, angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps,
+        **shared,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name, splits, tiles",
+    "name, programs, tiles",
     [
-        *((name, splits, {}) for name, splits in zip(CASES, [1, 3] * 4)),
+        *((name, programs, {}) for name, programs in zip(CASES, [1, 3] * 4)),
         ("layer spans", 3, dict(apart=True)),
         ("paper preset", 3, dict(skip_dead=True)),
         ("spans below zero", 1, dict(slots=32, apart=True, skip_dead=True)),
     ],
 )
 @torch.inference_mode()
-def test_the_fused_step_equals_the_plain_one(name, splits, tiles, monkeypatch):
-    monkeypatch.setattr(slots, "_tiles", slots.Tiles(**tiles))
+def test_the_fused_step_equals_the_plain_one(name, programs, tiles, monkeypatch):
+    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.Tiles(**tiles))
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: False)
     stepper = advance(build(name).to(DEVICE), 2, FRESH + 40)
     layer = stepper.slot_layers[0]
@@ -82,7 +84,7 @@ def test_the_fused_step_equals_the_plain_one(name, splits, tiles, monkeypatch):
     after = {k: x.clone() for k, x in layer.slots.tensors().items()}
     for key, x in layer.slots.tensors().items():
         x.copy_(before[key])
-    found = fused(layer, h, splits)
+    found = fused(layer, h, programs)
     torch.testing.assert_close(found, wanted, rtol=0, atol=LEAST)
     for key, x in layer.slots.tensors().items():
         torch.testing.assert_close(x, after[key], rtol=1e-5, atol=LEAST, msg=f"{name} {key}")
@@ -93,7 +95,8 @@ def test_the_fused_step_equals_the_plain_one(name, splits, tiles, monkeypatch):
 def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
     """Heads of unequal capacity, growth, compaction, a row that comes later: all that a GPU does, but for recording it."""
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: True)
-    monkeypatch.setattr(slots, "MOST_SPLITS", 1)  # the interpreter takes its time for each
+    # The interpreter takes its time for each program: the long head has two at the end, all others one.
+    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.Tiles(programs=6))
     reach = HeadReach(learned=True, own_heads=1, spread=16.0)
     mixer = ExpireSpanConfig(max_span=400, ramp=6, initial_span=0.2, span_per="kv_head", reach=reach)
     decoder = build(DecoderConfig.modern(dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)).to(DEVICE)
@@ -113,6 +116,23 @@ def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
     wanted, logits = decoder(tokens)[0], torch.stack(found, 1)
     torch.testing.assert_close(logits[0], wanted[0, 150:], rtol=0, atol=LEAST)
     torch.testing.assert_close(logits[1, 2:], wanted[1, 152:], rtol=0, atol=LEAST)
+
+
+def test_long_heads_are_read_by_more_programs_and_every_tile_by_one():
+    count = slot_tiles.count_programs
+    assert count([192] * 8, 1) == [3] * 8  # few rows: a tile for each program
+    assert count([192] * 7 + [4000], 16) == [2] * 7 + [32]  # 16 x 84 tiles, two for each of at most 1,056 programs
+    assert count([192] * 8, 256) == [1] * 8  # the rows fill the device: no head needs a second kernel
+    assert count([192] * 7 + [4000], 256) == [1] * 7 + [3]
+    assert count([10**6], 1) == [slot_tiles.MOST_PROGRAMS]
+    division = slot_tiles.divide([1, 3, 2], 2, "cpu")
+    heads, firsts, steps = division.programs.unbind(1)
+    assert heads.tolist() == [2, 2, 2, 3, 3, 3, 4, 4, 5, 5, 0, 1]  # the longest first
+    for head in range(6):
+        mine = heads == head
+        assert firsts[mine].tolist() == list(range(int(mine.sum()))) and (steps[mine] == mine.sum()).all()
+    assert division.joins.tolist() == [[2, 0, 3], [3, 3, 3], [4, 6, 2], [5, 8, 2]] and division.most == 3
+    assert slot_tiles.divide([1, 1], 1, "cpu").joins.shape == (0, 3)
 
 
 def test_squared_relu():
@@ -172,13 +192,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from expire_span.ops.triton import products, slots
 
-POINTERS = {"counts": "i32", "bounds": "i32", "column": "i32"}
+POINTERS = dict.fromkeys("counts bounds column programs joins".split(), "i32")
 POINTERS |= dict.fromkeys("weight bias low room cos sin pos edge parts peaks totals".split(), "fp32")
 FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps", "hidden_eps", "eps")
-SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, SPLITS_PAD=8, BLOCK=1024)
+SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, MOST=64, BLOCK=1024)
 SIZES |= dict(STAGES=1, SKIP_DEAD=False, APART=False)
-MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, SPLITS=8, MIN_AGE=0, WINDOW=0, EPS=0.0)
-PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, SPLITS=1, MIN_AGE=1, WINDOW=256, EPS=1e-8)
+MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, MIN_AGE=0, WINDOW=0, EPS=0.0)
+PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, MIN_AGE=1, WINDOW=256, EPS=1e-8)
 
 def compile(kernel, fixed, dtype):
     pointers = POINTERS | dict.fromkeys("proj hidden relative k v y x".split(), dtype)
@@ -191,7 +211,7 @@ def compile(kernel, fixed, dtype):
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
     assert made.asm["cubin"] and made.metadata.shared < 227 * 1024, made.metadata.shared
 
-for kernel in (slots._step, slots._join_splits, slots._square_relu):
+for kernel in (slots._step, slots._join, slots._square_relu):
     compile(kernel, SIZES | MODERN, "bf16")
 compile(slots._step, SIZES | PAPER | dict(STAGES=3), "fp32")
 compile(slots._step, SIZES | MODERN | dict(SKIP_DEAD=True, APART=True), "bf16")

@@ -64,7 +64,7 @@ if ON_GPU:
 else:
     _define_interpreted()
 
-from expire_span.ops.triton import launch, layout, lists, products, slots, tuning  # noqa: E402
+from expire_span.ops.triton import launch, layout, lists, products, slot_tiles, slots, tuning  # noqa: E402
 
 __all__ = [
     "DEVICE",
@@ -75,6 +75,7 @@ __all__ = [
     "layout",
     "lists",
     "products",
+    "slot_tiles",
     "slots",
     "small_tiles",
     "tuning",

@@ -91,22 +91,22 @@ class LayerSlots(SlotStep):
         return y.view(len(query), 1, query.shape[1], -1)
 
     def _attend_fused(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        from expire_span.ops.triton.slots import Fields, choose_splits, triton_step
+        from expire_span.ops.triton.slots import Fields, triton_step
 
-        heads = query.shape[1]
+        group = query.shape[1] // self.kv_heads
         return triton_step(
             torch.cat([x.flatten(1).to(query.dtype) for x in (query, key, value)], 1),
             hidden.contiguous(),
             self.form,
             Fields(*self.fields),
             self.clock.on_device,
-            group=heads // self.kv_heads,
+            self.division(group),
+            group=group,
             fresh=FRESH,
             ramp=self.rules.ramp,
             scale=scale,
             include_self=True,
             qk_norm=False,
-            splits=choose_splits(self.slots.rows * heads, FRESH + max(self.slots.capacity)),
         )
 
     def _attend_plainly(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:

@@ -111,6 +111,8 @@ def slot_rules(mixer: Mixer) -> SlotRules | None:
 class SlotStep:
     """One layer of attention over slots."""
 
+    _division: tuple[Any, Any] = (None, None)
+
     def __init__(self, mixer: AttentionMixer, rules: SlotRules, clock: Clock, norm: nn.Module) -> None:
         self.mixer, self.rules, self.clock, self.norm = mixer, rules, clock, norm
         shape, weight = mixer.shape, mixer.query.weight
@@ -222,7 +224,7 @@ class SlotStep:
         return add_linear(x, y, self.out, self.folded)
 
     def _fused_step(self, x: Tensor) -> Tensor:
-        from expire_span.ops.triton.slots import Fields, choose_splits, triton_step
+        from expire_span.ops.triton.slots import Fields, triton_step
 
         if self.folded:
             norm: Any = self.norm
@@ -230,13 +232,14 @@ class SlotStep:
         else:
             hidden = self.norm(x)
             proj, eps = F.linear(hidden, self.weight), None
-        r, s = self.rules, self.slots
+        r = self.rules
         return triton_step(
             proj,
             hidden,
             self.form,
             Fields(*self.fields),
             self.clock.on_device,
+            self.division(self.group),
             group=self.group,
             fresh=FRESH,
             ramp=r.ramp,
@@ -247,8 +250,18 @@ class SlotStep:
             angles=(self.clock.cos, self.clock.sin) if self.turned else None,
             relative_keys=self.relative,
             normalizer_eps=r.normalizer_eps,
-            splits=choose_splits(s.rows * self.heads, FRESH + max(s.capacity)),
         )
+
+    def division(self, group: int) -> Any:
+        """How the kernel's programs divide the slots among them; made again when the slots or the tiles have changed."""
+        from expire_span.ops.triton.slot_tiles import count_programs, divide, tiles
+
+        s = self.slots
+        made_for = (s.rows, s.capacity, group, tiles())
+        if self._division[0] != made_for:
+            programs = count_programs([FRESH + size for size in s.capacity], s.rows * group)
+            self._division = made_for, divide(programs, group, s.k.device)
+        return self._division[1]
 
     def _plain_step(self, h: Tensor) -> Tensor:
         column, proj = self.clock.column, F.linear(h, self.weight)

@@ -1,9 +1,9 @@
 """One decoding step over slots (store/slots.py) as one kernel: from projections to the attention's output.
 
-One program serves a query head of a row. It normalises and rotates the query and the new key, predicts the new memory's span,
+The first program of a query head of a row normalises and rotates the query and the new key, predicts the new memory's span,
 appends it to the fresh slots, and attends to what lives. How many slots there are to read, and which fresh slot is next, are
-numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. With few rows, the tiles of slots of
-one head are distributed over several programs, and a second kernel adds their partial sums.
+numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. Further programs of the same head
+share its tiles of slots (slot_tiles.py says how many there are), and a second kernel adds their partial sums.
 
 The slot that is written is never read in the same launch: programs take the new memory from its projections.
 """
@@ -22,34 +22,7 @@ from expire_span.ops.slots import SpanForm
 from .forward import LOG2E
 from .launch import run_kernel
 from .layout import power_of_2
-
-MOST_SPLITS = 16
-
-
-class Tiles(NamedTuple):
-    """How a step is cut into programs."""
-
-    slots: int = 64
-    """Slots that a program reads at once."""
-    warps: int | None = None
-    """Warps of a program; None takes one for heads of up to 64 dimensions, and two for wider ones."""
-    stages: int = 1
-    """Pipeline depth: how many loads of a program are in flight at once."""
-    programs: int = 264
-    """Programs that fill a GPU, two for each multiprocessor of a large one: heads are split while there are fewer."""
-    skip_dead: bool = False
-    """Whether a program waits for the edges of slots before it reads their keys and values, and leaves out the dead."""
-    apart: bool = False
-    """Whether each slot of a tile keeps its own maximum and sums, joined once at the end, so that tiles need no exchange."""
-
-
-_tiles = Tiles()
-
-
-def override(tiles: Tiles) -> None:
-    """Use other tiles (benchmarks)."""
-    global _tiles
-    _tiles = tiles
+from .slot_tiles import Division, tiles
 
 
 class Fields(NamedTuple):
@@ -84,15 +57,19 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 
 @triton.jit
 def _step(
-    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, parts, peaks, totals,
-    width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
+    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, programs, parts, peaks,
+    totals, width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
+    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    split, row = tl.program_id(0), tl.program_id(1)
+    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, first, step = (
+        tl.load(programs + 3 * program),
+        tl.load(programs + 3 * program + 1),
+        tl.load(programs + 3 * program + 2),
+    )
     heads = kv_heads * group
-    b, head = (row // heads).to(tl.int64), row % heads
     h = head // group
     d, c = tl.arange(0, D_PAD), tl.arange(0, C_PAD)
     inside = d < D
@@ -111,7 +88,7 @@ def _step(
         acc = tl.zeros([D_PAD], tl.float32)
         total = 0.0
         peak = float("-inf")
-    for tile in tl.range(split, tl.cdiv(end, BLOCK_N), SPLITS, num_stages=STAGES):
+    for tile in tl.range(first, tl.cdiv(end, BLOCK_N), step, num_stages=STAGES):
         i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (i < end) & ((i >= FRESH) | (i < now))
         age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
@@ -144,7 +121,7 @@ def _step(
         total = tl.sum(total * rise, 0)
         acc = tl.sum(acc * rise[:, None], 0)
         peak = best
-    if split == 0:
+    if first == 0:
         k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
         state = tl.load(hidden + b * hidden_b + c, mask=c < width, other=0.0).to(tl.float32)
@@ -169,31 +146,32 @@ def _step(
             total = total * fade + p + EPS * e
             acc = acc * fade + p * v_new
             peak = new_peak
-    if SPLITS == 1:
+    if step == 1:
         acc = acc / tl.where(total > 0, total, 1.0)
-        tl.store(y + row.to(tl.int64) * D + d, acc.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + (b * heads + head) * D + d, acc.to(y.dtype.element_ty), mask=inside)
     else:
-        out = row.to(tl.int64) * SPLITS + split
+        out = b * tl.num_programs(1) + program
         tl.store(parts + out * D_PAD + d, acc)
         tl.store(peaks + out, peak)
         tl.store(totals + out, total)
 
 
 @triton.jit
-def _join_splits(
-    parts, peaks, totals, y, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    d, n = tl.arange(0, D_PAD), tl.arange(0, SPLITS_PAD)
-    there = n < SPLITS
-    peak = tl.load(peaks + row * SPLITS + n, mask=there, other=float("-inf"))
+def _join(
+    parts, peaks, totals, joins, y, heads, parts_b, D: tl.constexpr, D_PAD: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    """Add the partial sums of one query head that has several programs."""
+    b, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, first, count = tl.load(joins + 3 * which), tl.load(joins + 3 * which + 1), tl.load(joins + 3 * which + 2)
+    d, n = tl.arange(0, D_PAD), tl.arange(0, MOST)
+    there, at = n < count, b * parts_b + first + n
+    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
     best = tl.max(peak, 0)
     rise = tl.math.exp2(peak - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(rise * tl.load(totals + row * SPLITS + n, mask=there, other=0.0), 0)
-    at = (row * SPLITS + n)[:, None] * D_PAD + d[None, :]
-    acc = tl.sum(rise[:, None] * tl.load(parts + at, mask=there[:, None], other=0.0), 0)
-    acc = acc / tl.where(total > 0, total, 1.0)
-    tl.store(y + row * D + d, acc.to(y.dtype.element_ty), mask=d < D)
+    total = tl.sum(rise * tl.load(totals + at, mask=there, other=0.0), 0)
+    acc = tl.load(parts + at[:, None] * D_PAD + d[None, :], mask=there[:, None], other=0.0)
+    acc = tl.sum(rise[:, None] * acc, 0) / tl.where(total > 0, total, 1.0)
+    tl.store(y + (b * heads + head) * D + d, acc.to(y.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -211,18 +189,13 @@ def square_relu_(x: Tensor) -> Tensor:
 
 def choose_warps(head_dim: int) -> int:
     """Warps of a program. For heads of 64 dimensions at batch 256 a step took 4% less with one than with two (H200)."""
-    return _tiles.warps or (1 if head_dim <= 64 else 2)
-
-
-def choose_splits(rows: int, longest: int) -> int:
-    """Programs for each of `rows` query heads, of which the longest has so many slots."""
-    return max(1, min(_tiles.programs // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
+    return tiles().warps or (1 if head_dim <= 64 else 2)
 
 
 def triton_step(
-    proj: Tensor, hidden: Tensor, form: SpanForm, fields: Fields, column: Tensor, *, group: int, fresh: int, ramp: float,
-    scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
-    angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, splits: int = 1,
+    proj: Tensor, hidden: Tensor, form: SpanForm, fields: Fields, column: Tensor, division: Division, *, group: int, fresh: int,
+    ramp: float, scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
+    angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
@@ -231,25 +204,26 @@ def triton_step(
     column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
     """
     batch, kv_heads = fields.counts.shape
-    dim, width = fields.k.shape[-1], hidden.shape[1]
-    rows = batch * kv_heads * group
-    y = torch.empty(batch, kv_heads * group * dim, dtype=proj.dtype, device=proj.device)
+    dim, width, chosen = fields.k.shape[-1], hidden.shape[1], tiles()
+    heads, programs, joins = kv_heads * group, len(division.programs), len(division.joins)
+    y = torch.empty(batch, heads * dim, dtype=proj.dtype, device=proj.device)
     padded, cos, sin = power_of_2(dim), *(angles or (fields.pos, fields.pos))
     parts = peaks = totals = fields.pos
-    if splits > 1:
-        parts = torch.empty(rows, splits, padded, dtype=torch.float32, device=proj.device)
-        peaks, totals = (torch.empty(rows, splits, dtype=torch.float32, device=proj.device) for _ in range(2))
+    if joins:
+        parts = torch.empty(batch, programs, padded, dtype=torch.float32, device=proj.device)
+        peaks, totals = (torch.empty(batch, programs, dtype=torch.float32, device=proj.device) for _ in range(2))
     relative = fields.k if relative_keys is None else relative_keys
     run_kernel(
-        _step, (splits, rows),
-        proj, hidden, *form, cos, sin, relative, *fields, column, y, parts, peaks, totals, width, fields.k.shape[1], kv_heads,
-        group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp, torch.finfo(torch.float32).eps,
-        hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None, ROTARY=angles is not None,
-        MIN_AGE=0 if include_self else 1, WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
-        C_PAD=power_of_2(width), BLOCK_N=_tiles.slots, SPLITS=splits, STAGES=_tiles.stages, SKIP_DEAD=_tiles.skip_dead,
-        APART=_tiles.apart, num_warps=choose_warps(dim),
+        _step, (batch, programs),
+        proj, hidden, *form, cos, sin, relative, *fields, column, y, division.programs, parts, peaks, totals, width,
+        fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp,
+        torch.finfo(torch.float32).eps, hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None,
+        ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
+        WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
+        C_PAD=power_of_2(width), BLOCK_N=chosen.slots, STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, APART=chosen.apart,
+        num_warps=choose_warps(dim),
     )  # fmt: skip
-    if splits > 1:
-        constants = dict(D=dim, D_PAD=padded, SPLITS=splits, SPLITS_PAD=power_of_2(splits), num_warps=2)
-        run_kernel(_join_splits, (rows,), parts, peaks, totals, y, **constants)
+    if joins:
+        sizes = dict(D=dim, D_PAD=padded, MOST=power_of_2(division.most), num_warps=2)
+        run_kernel(_join, (batch, joins), parts, peaks, totals, division.joins, y, heads, programs, **sizes)
     return y

@@ -1,0 +1,79 @@
+"""How a decoding step over slots is cut into programs.
+
+A program reads some of the tiles of one query head of one row. Heads of one layer may hold 20 memories or 3,000, and a launch
+takes as long as its longest program: so a head is read by as many programs as its capacity asks for, and the partial sums of
+those that have several are added by a second kernel. The capacities are known to the host, and the division changes only when
+slots grow; how many of its slots a head uses is read on the device, and its programs take every n-th tile of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_PROGRAMS = 64
+"""Programs of one head of one row, at most: the second kernel reads all of their sums at once."""
+
+
+class Tiles(NamedTuple):
+    """How a step is cut into programs."""
+
+    slots: int = 64
+    """Slots that a program reads at once."""
+    warps: int | None = None
+    """Warps of a program; None takes one for heads of up to 64 dimensions, and two for wider ones."""
+    stages: int = 1
+    """Pipeline depth: how many loads of a program are in flight at once."""
+    programs: int = 1056
+    """Programs that a GPU runs at once, eight for each multiprocessor of a large one: tiles are distributed over so many."""
+    skip_dead: bool = False
+    """Whether a program waits for the edges of slots before it reads their keys and values, and leaves out the dead."""
+    apart: bool = False
+    """Whether each slot of a tile keeps its own maximum and sums, joined once at the end, so that tiles need no exchange."""
+
+
+_tiles = Tiles()
+
+
+def tiles() -> Tiles:
+    """The tiles in use."""
+    return _tiles
+
+
+def override(tiles: Tiles) -> None:
+    """Use other tiles (benchmarks)."""
+    global _tiles
+    _tiles = tiles
+
+
+class Division(NamedTuple):
+    """The programs of one row, the same for every row."""
+
+    programs: Tensor
+    """[programs, 3] int32: the query head, the first tile, and the step from tile to tile, which is the head's number of programs."""
+    joins: Tensor
+    """[heads with several programs, 3] int32: the query head, its first program, the number of its programs."""
+    most: int
+    """Programs of one head, at most."""
+
+
+def count_programs(slots: Sequence[int], copies: int) -> list[int]:
+    """Programs of each head, of which `slots` gives the slots; a layer has so many `copies`, one a row and query head."""
+    chosen = tiles()
+    lengths = [-(-n // chosen.slots) for n in slots]
+    each = max(1, -(-copies * sum(lengths) // chosen.programs))  # tiles of a program, so that all programs run at once
+    return [min(-(-n // each), MOST_PROGRAMS) for n in lengths]
+
+
+def divide(programs: Sequence[int], group: int, device: torch.device | str) -> Division:
+    """The programs of key/value heads that have so many each, for `group` query heads of each; the longest work comes first."""
+    heads = sorted(range(len(programs) * group), key=lambda head: -programs[head // group])
+    counts = [programs[head // group] for head in heads]
+    firsts = [sum(counts[:n]) for n in range(len(counts))]
+    items = [(head, n, count) for head, count in zip(heads, counts) for n in range(count)]
+    joins = [(head, first, count) for head, first, count in zip(heads, firsts, counts) if count > 1]
+    both = (torch.tensor(x, dtype=torch.int32).view(-1, 3).to(device) for x in (items, joins))
+    return Division(*both, most=max(counts))
