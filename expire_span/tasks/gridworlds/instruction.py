@@ -21,6 +21,8 @@ START, PLACE_ORDER, TIME, CHANGE_TIME, CHANGE, PAIR, SECOND_PAIR, TALK, FILL = r
 """Purposes of draws."""
 NUM_OBJECTS = len(sentences.OBJECTS)
 NEVER = 1 << 40
+MOST_PLACES = 64
+"""No world has more places."""
 STAYS, CANCELLED, REPLACED = range(3)
 """What becomes of an instruction."""
 
@@ -73,6 +75,9 @@ class Instruction(Engine):
         self.moves = constant([[self._move(p, action) for action in range(4)] for p in range(config.size**2)]).reshape(
             -1
         )
+        places = range(config.size**2)
+        self.costs = constant([[self._steps_between(p, goal) * MOST_PLACES + goal for goal in places] for p in places])
+        self.costs = self.costs.reshape(-1)
         self.views = self._draw_views()
         self._build_speech()
 
@@ -83,6 +88,10 @@ class Instruction(Engine):
         x = min(max(x + (action == RIGHT) - (action == LEFT), 0), size - 1)
         y = min(max(y + (action == DOWN) - (action == UP), 0), size - 1)
         return y * size + x
+
+    def _steps_between(self, place: int, goal: int) -> int:
+        (y, x), (to_y, to_x) = divmod(place, self.config.size), divmod(goal, self.config.size)
+        return abs(y - to_y) + abs(x - to_x)
 
     def _build_speech(self) -> None:
         """Tables of what may be said when, and of the words that say it."""
@@ -167,25 +176,22 @@ class Instruction(Engine):
         clock, place = start * 0 + self.config.talk, start
         done_at = goals * 0
         for _ in range(self.config.instructions):
-            chosen = self._nearest(place, goals, open_)  # [n, M], one True a row, or none
-            any_left = chosen.any(-1)
-            goal = (chosen * goals).sum(-1)
-            clock = where(any_left, clock + self._distance(place, goal) + 1, clock)
+            chosen, least = self._nearest(place, goals, open_)
+            any_left = least < NEVER
+            clock = where(any_left, clock + least // MOST_PLACES + 1, clock)
             done_at = where(chosen, clock[:, None] - 1, done_at)
-            place = where(any_left, goal, place)
+            place = where(any_left, least % MOST_PLACES, place)
             open_ = open_ & ~chosen
         return done_at, clock
 
-    def _distance(self, place: Array, goal: Array) -> Array:
-        size = self.config.size
-        return abs(place // size - goal // size) + abs(place % size - goal % size)
+    def _nearest(self, place: Array, goals: Array, open_: Array) -> tuple[Array, Array]:
+        """The open instruction whose place is nearest; of equally near ones the smallest place.
 
-    def _nearest(self, place: Array, goals: Array, open_: Array) -> Array:
-        """[n, M]: True at the open instruction whose place is nearest; of equally near ones the smallest place."""
-        cost = self._distance(place[:, None], goals) * 64 + goals
-        cost = self.arrays.where(open_, cost, NEVER)
+        [n, M], True at it; and [n], its number of steps * MOST_PLACES + its place, or NEVER where none is open.
+        """
+        cost = self.arrays.where(open_, self.costs[place[:, None] * self.config.size**2 + goals], NEVER)
         least = cost.min(-1) if self.arrays.is_numpy else cost.amin(-1)
-        return open_ & (cost == least[:, None])
+        return open_ & (cost == least[:, None]), least
 
     # Steps
 
@@ -261,8 +267,8 @@ class Instruction(Engine):
 
     def optimal_action(self) -> Array:
         where, open_ = self.arrays.where, self.still_open()
-        goal = (self._nearest(self.place, self.goal, open_) * self.goal).sum(-1)
-        move = self.move_towards(goal)
+        least = self._nearest(self.place, self.goal, open_)[1]
+        move = self.move_towards(where(least < NEVER, least % MOST_PLACES, 0))
         here = (self.goal == self.place[:, None]) & open_
         act = 4 + (here * self.final_act).sum(-1)
         return where(self.listening, LEFT, where(here.any(-1), act, move))
