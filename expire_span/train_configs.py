@@ -31,6 +31,9 @@ class BudgetConfig:
     """Wait with any span loss for so many steps: spans shrink to what was needed so far, which early on may be too little."""
     patience_loss: float | None = None
     """Let the weight shrink while the running task loss is above this, so that pressure never undoes the task; None is off."""
+    rest: bool = False
+    """Take the span loss away altogether while the target is met or patience_loss is exceeded. Adam's steps are hardly shorter
+    under a small weight, so that spans which no task loss holds up would go on falling."""
 
     def __post_init__(self) -> None:
         check_fields(self, finite=False)  # a run refuses infinities and NaN, and says in which part they are

@@ -111,3 +111,16 @@ def test_pressure_waits_for_so_many_steps():
     assert float(controller.weight) > 0
     with pytest.raises(ValueError, match="wait must be 0 or more, got -1"):
         BudgetConfig(live=4, wait=-1)
+
+
+def test_at_rest_nothing_presses_while_the_target_is_met_or_the_task_suffers():
+    """A small weight would not do: divided by the root of its own square, as Adam does, a small gradient is as large as any."""
+    controller = build(rest=True, patience_loss=0.2)
+    assert feed(controller, 80.0, 0.1, 100) > 0
+    assert feed(controller, 49.0, 0.1, 100) == 0
+    assert feed(controller, 80.0, 0.1, 100) > 0
+    assert feed(controller, 80.0, 0.3, 100) == 0
+    other = build(rest=True, patience_loss=0.2)
+    other.load_state_dict(controller.state_dict())
+    assert float(other.weight) == 0
+    assert feed(build(), 10.0, 0.1, 100) > 0

@@ -47,30 +47,35 @@ class BudgetController:
         self._low = math.log(config.initial_weight * FLOOR_SHARE)
         self._high = math.log(config.max_weight)
         started = 0.0 if config.start_loss is not None or config.wait else 1.0
-        start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started, 0.0]
-        # log weight, discounted loss sum, discounted step count, whether pressure has started, steps so far
+        start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started, 0.0, 0.0, 0.0]
+        # log weight, discounted loss sum, discounted step count, whether pressure has started, steps so far, discounted sum of
+        # live memories, whether it rests
         self._state = torch.tensor(start, dtype=torch.float64, device=device)
 
     @property
     def weight(self) -> Tensor:
         """The span loss weight of the coming step (scalar); zero until the wait is over and start_loss has been reached."""
-        return (self._state[0].exp() * self._state[3]).float()
+        return (self._state[0].exp() * self._state[3] * (1 - self._state[6])).float()
 
     @torch.no_grad()
     def update(self, live: Tensor, loss: Tensor) -> None:
         """Take in one step's mean live memories per query and layer, and its task loss."""
-        log_weight, total, count, started, steps = self._state.unbind()
+        log_weight, total, count, started, steps, lived, resting = self._state.unbind()
         keep = 1 - 1 / self.loss_memory
-        total, count = total * keep + loss.double(), count * keep + 1
+        total, count, lived = total * keep + loss.double(), count * keep + 1, lived * keep + live.double()
         running = total / count
         steps = steps + 1
         limit = math.inf if self.config.start_loss is None else self.config.start_loss
         started = torch.maximum(started, ((running < limit) & (steps >= self.config.wait)).double())
         error = (live.double().clamp_min(1e-9) / self.target).log().clamp(-LARGEST_ERROR, LARGEST_ERROR)
+        met = lived / count <= self.target
         if self.config.patience_loss is not None:
-            error = torch.where(running > self.config.patience_loss, error.clamp_max(-1), error)
+            suffers = running > self.config.patience_loss
+            error, met = torch.where(suffers, error.clamp_max(-1), error), met | suffers
+        if self.config.rest:
+            resting = met.double()
         log_weight = (log_weight + self.config.gain * error * started).clamp(self._low, self._high)
-        self._state = torch.stack([log_weight, total, count, started, steps])
+        self._state = torch.stack([log_weight, total, count, started, steps, lived, resting])
 
     def start_from(self, weight: float) -> None:
         """Go on from another weight of the span loss."""
@@ -83,5 +88,5 @@ class BudgetController:
         saved = [
             *state["state"],
             *([0.0] * (len(self._state) - len(state["state"]))),
-        ]  # older states have no step count
+        ]  # older states have fewer numbers
         self._state = torch.tensor(saved, dtype=torch.float64, device=self._state.device)
