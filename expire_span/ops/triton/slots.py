@@ -1,11 +1,11 @@
 """One decoding step over slots (store/slots.py) as one kernel: from projections to the attention's output.
 
-One program serves a query head of a row. It normalises and rotates the query and the new key, predicts the new memory's span,
-appends it to the fresh slots, and attends to what lives. How many slots there are to read, and which fresh slot is next, are
-numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. With few rows, the tiles of slots of
-one head are distributed over several programs, and a second kernel adds their partial sums.
+There is one program for each query head of each row. It normalises and rotates the query and the new key, predicts the new memory's
+span, appends the memory to the fresh slots, and attends to the living memories. The number of slots to read and the next fresh slot
+are numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. With few rows, the tiles of slots
+of one head are distributed over several programs, and a second kernel adds their partial sums.
 
-The slot that is written is never read in the same launch: programs take the new memory from its projections.
+The slot that is written is never read in the same launch: programs compute the new memory from its projections.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Tiles(NamedTuple):
     stages: int = 1
     """Pipeline depth: how many loads of a program are in flight at once."""
     programs: int = 264
-    """Programs that fill a GPU, two for each multiprocessor of a large one: heads are split while there are fewer."""
+    """Number of programs that fill a GPU, two per multiprocessor of a large one; heads are split while there are fewer."""
     skip_dead: bool = False
-    """Whether a program waits for the edges of slots before it reads their keys and values, and leaves out the dead."""
+    """Whether a program first reads the edges of a tile's slots, and then only the keys and values of living ones."""
     apart: bool = False
-    """Whether each slot of a tile keeps its own maximum and sums, joined once at the end, so that tiles need no exchange."""
+    """Whether each slot of a tile has a maximum and sums of its own, combined once at the end: threads then need no exchange per
+    tile."""
 
 
 _tiles = Tiles()
@@ -215,7 +216,7 @@ def choose_warps(head_dim: int) -> int:
 
 
 def choose_splits(rows: int, longest: int) -> int:
-    """Programs for each of `rows` query heads, of which the longest has so many slots."""
+    """Number of programs per query head, given the number of query heads of all rows and the slots of the longest head."""
     return max(1, min(_tiles.programs // rows, triton.cdiv(longest, _tiles.slots), MOST_SPLITS))
 
 
@@ -226,9 +227,9 @@ def triton_step(
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
-    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: what spans are predicted from.
-    With `hidden_eps` hidden states are taken before their RMS norm, whose gain the form's weight then contains.
-    column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
+    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: the hidden states from which spans
+    are predicted; with `hidden_eps` they come before their RMS norm, and form.weight must contain the norm's gain.
+    column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines [fresh, D].
     """
     batch, kv_heads = fields.counts.shape
     dim, width = fields.k.shape[-1], hidden.shape[1]
