@@ -130,9 +130,8 @@ class SlotStep:
             parts.append(self.form.weight)
         self.weight = torch.cat([x.detach() for x in parts])
         self.out = mixer.out.weight.detach()
-        if (
-            self.folded
-        ):  # the kernel gets hidden states before the norm, so the norm's gain is multiplied into the predictor
+        # The kernel gets hidden states before the norm, so the norm's gain is multiplied into the predictor.
+        if self.folded:
             assert isinstance(norm, nn.RMSNorm)
             self.form = self.form._replace(weight=self.form.weight * norm.weight.detach().float())
         self.turned, self.normed = shape.positions == "rotary", shape.qk_norm

@@ -80,9 +80,8 @@ def expire_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
-    if (
-        transform is not None and chosen != "reference"
-    ):  # the fast implementations have gradients, and no more than these
+    # The fast implementations define first derivatives only, none of torch.func's transforms.
+    if transform is not None and chosen != "reference":
         raise ValueError(f"under {transform} the operator needs impl='reference', got impl={impl!r}")
     if q.shape[0] == 0 or q.shape[2] == 0:
         return q.clone()  # no rows or no queries: y is empty like q

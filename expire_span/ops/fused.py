@@ -81,9 +81,8 @@ def ramp_gradient(
     if not len(columns):
         return None
     begin, end = int(columns[0]), int(columns[-1]) + 1
-    if (
-        2 * len(columns) >= end - begin
-    ):  # most columns between the first and the last are needed: take views of all of them
+    # If most columns between the first and the last are needed, views of all of them are cheaper than a copy.
+    if 2 * len(columns) >= end - begin:
         columns = slice(begin, end)
     k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
     size = mask.shape[3]

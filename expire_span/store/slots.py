@@ -170,9 +170,8 @@ class Slots:
         before = torch.nn.functional.pad(upto, (1, 0))[:, self._first - FRESH]  # living in the heads before the slot's
         target = self._first + (upto - before - 1)
         fits = alive & (target < self._end)
-        target = torch.where(
-            fits, target, self.total
-        )  # `total` is one slot too far: what is written there is discarded
+        # `total` is one slot too far: what is written there is discarded.
+        target = torch.where(fits, target, self.total)
         source = torch.zeros(self.rows, self.total + 1, dtype=torch.int64, device=alive.device)
         source = source.scatter_(1, target, self._index.expand_as(target))[:, : self.total]
         counts = (upto - before)[:, self._last]

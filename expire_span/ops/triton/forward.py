@@ -214,10 +214,8 @@ def _forward(
     MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    qt, bh = (
-        tl.num_programs(0) - 1 - tl.program_id(0),
-        tl.program_id(1).to(tl.int64),
-    )  # last tiles first: they have most work
+    # The last query tiles run first, since they read the most memories.
+    qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
     row = b * heads + tl.minimum(h // group, heads - 1)

@@ -248,9 +248,8 @@ def _gather(
         fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding does not make a tile need the mask
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
         plain = tl.max(first, 0)
-        if (
-            WINDOW > 0
-        ):  # a tile with a memory of age WINDOW or less must be among the masked ones, where the table is read
+        # A tile with a memory of age WINDOW or less must be among the masked ones, where the table is read.
+        if WINDOW > 0:
             youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
             plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)

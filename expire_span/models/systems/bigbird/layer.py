@@ -57,9 +57,8 @@ class BigBird(AttentionMixer):
         size, count, heads = self.settings.block, q.shape[2], q.shape[1]
         phase = (now - start) % size  # [B]: place of the first query in its block
         blocks = -(-(count + size - 1) // size)
-        own = ((now - start) // size).unsqueeze(1) + torch.arange(
-            blocks, device=q.device
-        )  # [B, N]: number of each block
+        # [B, N]: number of each block.
+        own = ((now - start) // size).unsqueeze(1) + torch.arange(blocks, device=q.device)
         index, places, seen = self._find_pairs(own, (now + count - start)[:, None, None])
         slots = (places + (start - base)[:, None, None]).clamp(0, k.shape[2] - 1).flatten(1)
         keys, values = (self._gather(x, slots, blocks, heads) for x in (k, v))

@@ -51,9 +51,8 @@ class Compressive(AttentionMixer):
         m = self.settings
         self.window, self.rate, self.compressed = m.window, m.rate, m.compressed
         self.raw = m.rate * -(-(m.window + m.rate - 1) // m.rate)  # raw slots before the current group
-        self.pooled = (
-            m.compressed + self.raw // m.rate
-        )  # a group is pooled early, and read once its tokens leave the window
+        # A group is pooled as soon as it is complete, but read only once its tokens have left the window.
+        self.pooled = m.compressed + self.raw // m.rate
         self.pooling, self.reconstruction = m.pooling, m.reconstruction
         self.pool = ConvPool(self.shape.dim, m.rate) if m.pooling == "conv" else None
 

@@ -100,9 +100,8 @@ class GatedDeltaNet(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.fading.weight.dtype)
             step = -(self.fading(x) + self.step_bias)
-            log_gate = self.log_fading.exp() * F.logsigmoid(
-                step
-            )  # -softplus(-step); compilers know logsigmoid's strides
+            # logsigmoid(step) is -softplus(-step); torch.compile knows the strides of its result.
+            log_gate = self.log_fading.exp() * F.logsigmoid(step)
             return log_gate, self.strength(x).sigmoid()
 
     def _apply_rule(self, q, k, v, log_gate, strength, matrix: Tensor) -> tuple[Tensor, Tensor]:
