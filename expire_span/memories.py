@@ -1,7 +1,7 @@
-"""What each memory system keeps and what it costs: the rows of `expire-span memories` and of docs/memories.md.
+"""What each memory system keeps and what it costs: the table of `expire-span memories` and of docs/memories.md.
 
-Standard library only. Bytes are those of one row of a batch, over all layers; stores that grow hold up to half as much again as
-spare room.
+This module needs the standard library only. Bytes are those of one row of a batch, summed over all layers. They count the slots
+in use: a store that grows allocates up to half as much again as spare slots.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ STEPS = (1_000, 16_000, 1_000_000)
 
 
 def _sizes(model: BackboneConfig, element: int = 4) -> list[StateSize]:
-    """One for each layer of a model."""
+    """One `StateSize` for each layer of a model; `element` is the number of bytes of one number in the state."""
     return [StateSize(model.shape(n), settings, element) for n, settings in enumerate(model.mixers)]
 
 
 def state_bytes(model: BackboneConfig, steps: int, element: int = 4) -> int:
-    """Bytes that one row of a model holds after so many steps, over all layers."""
+    """Bytes that one row of a model's state holds after `steps` steps, over all layers."""
     return sum(find(size.settings.kind).held(size, steps) for size in _sizes(model, element))
 
 
 def receptive_field_of(model: BackboneConfig) -> int | None:
-    """The most steps back that can matter to a model's output: what its layers read adds up. None: no limit.
+    """The most steps back from which a token can affect the model's output: the sum of its layers' receptive fields.
 
-    A layer without pairs of tokens (a recurrent one) carries anything that it was given, so it has no limit.
+    None means no limit. A recurrent layer has none, since its state can carry information over any number of steps.
     """
     fields = [find(size.settings.kind).receptive_field(size) for size in _sizes(model)]
     return None if None in fields else sum(field for field in fields if field is not None)
 
 
 def find_limits(config: RunConfig) -> list[str]:
-    """What a memory system cannot do on a task, whatever it learns, in a sentence each."""
+    """Sentences that say what this run's memory system cannot do on its task, whatever it learns; an empty list if nothing."""
     kind, field, needs = (
         config.model.mixer.kind,
         receptive_field_of(config.model),
@@ -54,7 +54,7 @@ def find_limits(config: RunConfig) -> list[str]:
 
 
 def describe(kind: str) -> dict[str, Any]:
-    """One system as plain values."""
+    """One memory system's declaration as a dictionary of strings and flags, for `expire-span memories --json`."""
     m = find(kind)
     told = {"kind": kind, "rule": m.rule, "state": m.state, "cost": m.cost, "streaming": m.streaming}
     return told | {"training_sees_more": m.training, "bounded": m.bounded}

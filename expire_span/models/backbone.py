@@ -25,7 +25,7 @@ from .mixer import Keep, Mixer, MixerAux, build_mixer, check_start
 
 @dataclass
 class BackboneAux:
-    """What the blocks report, layer by layer."""
+    """What the blocks report beside their output; `layers` holds one report per block."""
 
     hidden: Tensor
     """The last block's output [B, T, C]. Only its shape and device are used, to build a zero loss where no layer has one."""
@@ -44,7 +44,7 @@ class BackboneAux:
 
     @property
     def live(self) -> Tensor:
-        """Mean live memories per query, one number per layer, [layers]."""
+        """Mean number of living memories per query, one number for each layer that reports it, [layers]."""
         return torch.stack([aux.live for aux in self.layers if aux.live is not None])
 
     @property
@@ -53,7 +53,7 @@ class BackboneAux:
 
 
 class BackboneOutput(NamedTuple):
-    """What a backbone returns; it unpacks as `h, state, aux`."""
+    """What a backbone returns; it unpacks as `h, state, aux`: h [B, T, C], one state per block, and the report."""
 
     h: Tensor
     state: list[Any]
@@ -71,7 +71,7 @@ class SwiGLU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps around the non-linearity; biases only in the paper's ReLU form."""
+    """Two linear maps with a non-linearity between them; they have biases only with `activation="relu"`, as in the paper."""
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
@@ -116,16 +116,18 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def _empty(self) -> Tensor:
-        """The mixer's input for a hidden state of zeros, [C]: the norm may add a bias."""
+        """What the mixer reads for a hidden state of zeros, [C]. It is not zero where the norm before it adds a bias."""
         zero = self.ff.down.weight.new_zeros(self.ff.down.out_features)
         return self.norm1(zero) if self.pre_norm else zero
 
     def forward(
         self, x: Tensor, state: Any, used: Tensor | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> tuple[Tensor, Any, MixerAux]:
-        """`used` is None, or a 0/1 scalar: whether LayerDrop lets this block take part.
+        """x [B, T, C] -> (output [B, T, C], state after the block, report).
 
-        A state of None starts here, and `fresh` rows are emptied here, so that all use of weights lies within forward.
+        used: None, or a scalar 0 or 1 with which LayerDrop skips or keeps this block. fresh [B] (bool): rows whose memory is
+        emptied first. keep: what a state of None begins to keep. States start and are reset in here, not by the caller, since
+        both may use weights, and wrappers such as FSDP gather weights only during forward.
         """
         if state is None:
             state = self.initial_state(x.shape[0], keep)
@@ -159,7 +161,7 @@ class Backbone(nn.Module):
         self._scale_outputs()
 
     def _scale_outputs(self) -> None:
-        """With pre-norm, scale output projections down with depth, so that the residual stream starts at the same size."""
+        """With pre-norm, divide output projections by sqrt(2 layers), so that depth does not change the residual's scale."""
         if self.config.norm != "pre":
             return
         with torch.no_grad():
@@ -168,14 +170,14 @@ class Backbone(nn.Module):
                 block.ff.down.weight.div_(math.sqrt(2 * self.config.layers))
 
     def layers(self) -> list[Block]:
-        """The blocks, typed."""
+        """The blocks as a list of `Block`, for type checkers; `blocks` is an `nn.ModuleList`."""
         return cast(list[Block], list(self.blocks))
 
     def compile_blocks(self, *, carry: bool) -> None:
-        """Compile block by block: all blocks share one graph, so it costs the compile time of a single layer.
+        """Compile each block on its own: blocks of the same shape share one graph, so only one layer has to be compiled.
 
-        Whole blocks are compiled for sequences without carried memory, and for carried memories whose shapes stay the same. The
-        states of other systems change their shapes from block to block: there only the feed-forward parts are compiled.
+        carry: whether training carries memory from block to block. Without it, or where the carried state keeps its shapes,
+        whole blocks are compiled. Other systems' states change their shapes: there only the feed-forward parts are compiled.
         """
         for block in self.layers():
             if carry and not block.mixer.steadiness().shapes:
@@ -200,7 +202,7 @@ class Backbone(nn.Module):
     def forward(
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> BackboneOutput:
-        """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
+        """x [B, T, C]. fresh [B] (bool): rows whose memory is emptied first. keep: what a state of None begins to keep."""
         _check_fresh(fresh, x.shape[0])
         if state is None:
             check_start(x.shape[0], keep)
@@ -218,7 +220,7 @@ class Backbone(nn.Module):
         return BackboneOutput(self.norm(h), states, BackboneAux(h.detach(), auxes))
 
     def _draw_layers(self, h: Tensor) -> list[Tensor | None]:
-        """LayerDrop: which blocks take part in this training forward."""
+        """LayerDrop: for each block a scalar 0 or 1 that says whether it runs in this training step, else None."""
         if not self.training or self.config.layer_drop == 0:
             return [None] * len(self.blocks)
         used = (torch.rand(len(self.blocks), device=h.device) >= self.config.layer_drop).to(h.dtype)

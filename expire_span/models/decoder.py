@@ -14,7 +14,7 @@ from .backbone import Backbone, BackboneAux, Block, check_config
 from .mixer import Keep
 
 DecoderAux = BackboneAux
-"""What a decoder reports: the report of its backbone, under the name that users of 0.1 import."""
+"""The report of the decoder's backbone, under the name it had in 0.1."""
 
 
 class DecoderOutput(NamedTuple):
@@ -26,7 +26,7 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """`logits, state, aux = decoder(tokens, state)` with logits [B, T, V]; a state of None starts fresh."""
+    """`logits, state, aux = decoder(tokens, state)`: tokens [B, T], logits [B, T, V]; a state of None starts fresh."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
         return self.backbone.blocks
 
     def layers(self) -> list[Block]:
-        """The blocks, typed."""
+        """The blocks as a list of `Block`, for type checkers; `blocks` is an `nn.ModuleList`."""
         return self.backbone.layers()
 
     def compile_blocks(self, *, carry: bool) -> None:
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> DecoderOutput:
-        """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
+        """tokens [B, T]. fresh [B] (bool): rows whose memory is emptied first. keep: what a state of None begins to keep."""
         h, after, aux = self.backbone(self._embed(tokens), state, fresh=fresh, keep=keep)
         return DecoderOutput(self.head(h), after, aux)
 
@@ -93,7 +93,7 @@ def check_tokens(tokens: Tensor) -> Tensor:
 
 
 def upgrade_name(name: str) -> str:
-    """A weight's name as it is today: checkpoints of 0.1 name the blocks without `backbone.`"""
+    """The current name of a weight: checkpoints of 0.1 name the blocks' weights without the prefix `backbone.`"""
     return re.sub(r"^((?:decoder\.)?)(blocks\.|norm\.|relative_keys)", r"\1backbone.\2", name)
 
 

@@ -1,7 +1,7 @@
-"""The encoder: tokens in, one prediction for each token out, read from both sides.
+"""The encoder: a bidirectional model that gives one prediction for each token.
 
-Token i is seen by query t, before it or after it, with the weight `clamp(1 + (span_i - |t - i|) / ramp, 0, 1)`: its age is its
-distance. Systems that run on the expiring-attention operator can read both ways; those that are built for streams cannot.
+Query t sees token i, before it or after it, with the mask `clamp(1 + (span_i - |t - i|) / ramp, 0, 1)`: the age of a memory is
+its distance. Only systems that run on the expiring-attention operator can read in both directions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mixer import Keep
 
 
 class Encoder(Decoder):
-    """`logits, _, aux = encoder(tokens)`: embedding, backbone whose layers look both ways, head. It carries no memory."""
+    """`logits, _, aux = encoder(tokens)`: embedding, bidirectional backbone, head. It carries no memory between calls."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

@@ -26,23 +26,25 @@ from .kit.fused_logits import Logits, ValuesAndLogits
 from .kit.precision import storage_dtype
 
 LEAST_SHARE = 1e-5
-"""The smallest initial span of a head, as a share of max_span above its shortest span."""
+"""Least amount, as a share of max_span, by which a head's initial span exceeds its shortest span: a sigmoid is never 0."""
 REACH_RATE = 50.0
-"""How fast a learned reach moves: an update of its parameter by 0.003 changes it by 15%."""
+"""Scale of a learned reach's parameter: changing the parameter by 0.003 changes the reach by about 15%."""
 MOST_LOGIT = 30.0
-"""Limit of what a token's hidden state can add to the logit of its span; it allows any span in any head."""
+"""Limit on what a token's hidden state can add to the logit of its span. It is so wide that every span stays possible."""
 
 
 class LifetimeRule(nn.Module):
-    """Spans [B, P, S] for hidden states [B, S, C]. With P < kv_heads, the last row of spans is shared by all further heads."""
+    """Maps hidden states [B, S, C] to spans [B, P, S] in steps. P is 1 where all key/value heads share their spans, or the
+    number of heads, or between: then the first P - 1 heads have spans of their own, and all further heads share the last row.
+    """
 
     kv_heads: int
     ramp: float
     include_self: bool = True
     causal: bool = True
-    """Off, a memory is alive within its span on either side."""
+    """False for encoders: the age of a memory is then its distance, before or after the query."""
     reports_spans: bool = True
-    """Whether spans are worth reporting; off where nothing ever expires."""
+    """Whether `MixerAux.span` is filled; False where nothing ever expires."""
 
     @property
     def per_head(self) -> bool:
@@ -50,7 +52,7 @@ class LifetimeRule(nn.Module):
         return False
 
     def with_values(self, h: Tensor, value: nn.Linear) -> tuple[Tensor, Tensor]:
-        """The values' projection of h [B, S, C], and spans [B, P, S]."""
+        """For hidden states h [B, S, C], the product value(h) and the spans [B, P, S]."""
         return value(h), self(h)
 
     def by_head(self, h: Tensor) -> Tensor:
@@ -58,11 +60,12 @@ class LifetimeRule(nn.Module):
         return spans_of_heads(self(h), self.kv_heads)
 
     def span_form(self, dim: int) -> SpanForm | None:
-        """The rule for hidden states of `dim` numbers as a `SpanForm`, or None where it has none."""
+        """This rule for hidden states of width `dim` as the `SpanForm` that decoding over slots needs; None if it has no such
+        form."""
         return None
 
     def limit_noisily(self, span: Tensor) -> Tensor:
-        """Spans as attention sees them in this forward pass; deletion always uses those that `forward` gave."""
+        """Spans that attention uses in this forward pass. Deletion always uses the unlimited ones that `forward` gave."""
         return span
 
     def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
@@ -82,7 +85,7 @@ class LifetimeRule(nn.Module):
         return self.mean_over_heads(alive.sum(-1)).mean() / count
 
     def mean_over_heads(self, x: Tensor) -> Tensor:
-        """The mean over heads [B] of one number per row of spans [B, P]; the last row stands for all heads that share it."""
+        """Average x [B, P], one number per row of spans, over heads: [B]. The last row counts for all heads that share it."""
         rows, heads = x.shape[1], self.kv_heads
         if rows in (1, heads):
             return x.mean(1)
@@ -105,7 +108,7 @@ class ConstantLifetimes(LifetimeRule):
 
 
 class Lifetimes(LifetimeRule, nn.Linear):
-    """Learned spans: a linear map of the hidden state, a sigmoid, and max_span."""
+    """Learned spans: max_span times the sigmoid of a linear map of the hidden state (from min_span up, where that is set)."""
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
         check_count("dim", dim)
@@ -135,7 +138,7 @@ class Lifetimes(LifetimeRule, nn.Linear):
             return self._spans(F.linear(h, self._scaled_weight().to(h.dtype)))
 
     def with_values(self, h: Tensor, value: nn.Linear) -> tuple[Tensor, Tensor]:
-        """In compiled code both come with one gradient, which saves a pass over the hidden states."""
+        """In compiled code, the gradients of both to h are one matrix product, which saves a pass over the hidden states."""
         if not torch.compiler.is_compiling():
             return value(h), self(h)
         h = h.to(storage_dtype(h))
@@ -179,10 +182,10 @@ class ReachLifetimes(Lifetimes):
 
         e_i = L sigmoid(w . h_i / tau + logit(z / L))
 
-    This is the bias of `Lifetimes` in steps. Without w it is Adaptive-Span: a head closes, and opens again, by a few updates
-    of one number, where the bias itself would take a thousand. The parameter is `reach` in z = shortest + ramp (e^(50 reach)
-    - 1): a logarithmic scale, since an update that suits a head of thousands of steps would be far too large for a head of
-    ten.
+    So z replaces the bias of `Lifetimes` by a number in steps. The heads beyond `own_heads` have no w and give every token the
+    span z, as in Adaptive-Span. A head can close and open again within a few updates of this one number, where the bias itself
+    would take a thousand. The learned parameter is `reach` in z = shortest + ramp (e^(50 reach) - 1). This is a logarithmic
+    scale, since an update that suits a head of thousands of steps would be far too large for a head of ten.
     """
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
@@ -209,9 +212,8 @@ class ReachLifetimes(Lifetimes):
         room = self.max_span - self.min_span
         ratio = (own / room).clamp_max(1.0)
         odds = torch.exp(-product.clamp(-MOST_LOGIT, MOST_LOGIT)).transpose(1, 2)
-        of_tokens = self.min_span + room * ratio / (
-            ratio + (1 - ratio) * odds
-        )  # a ratio of 0, without a logit, works too
+        # sigmoid(product + logit(ratio)), written so that a ratio of 0, whose logit is infinite, gives 0 without NaN.
+        of_tokens = self.min_span + room * ratio / (ratio + (1 - ratio) * odds)
         of_heads = (self.shortest_shared + shared).clamp_max(self.max_span)
         return torch.cat([of_tokens, of_heads.expand(len(product), -1, product.shape[1])], 1)
 
@@ -228,9 +230,9 @@ class ReachLifetimes(Lifetimes):
 
 
 def live_both_ways(span: Tensor, pos: Tensor, first: int, last: int, *, ramp: float) -> Tensor:
-    """For how many of the queries first..last, on either side, each memory is alive. span, pos [.., S] -> [.., S].
+    """For how many of the queries first..last each memory is alive in an encoder. span, pos [.., S] -> [.., S].
 
-    Queries before a memory are counted by mirroring all positions.
+    Queries before a memory are counted by the causal function with all positions negated.
     """
     after = live_queries(span, pos, first, last, ramp=ramp, include_self=True)
     before = live_queries(span, -pos, -last, -first, ramp=ramp, include_self=False)
@@ -238,7 +240,7 @@ def live_both_ways(span: Tensor, pos: Tensor, first: int, last: int, *, ramp: fl
 
 
 def build_lifetimes(dim: int, kv_heads: int, settings: ExpireSpanConfig) -> Lifetimes:
-    """The learned rule that settings ask for."""
+    """The learned rule that the settings select."""
     return (ReachLifetimes if settings.reach.learned else Lifetimes)(dim, kv_heads, settings)
 
 
@@ -249,12 +251,13 @@ def num_own_heads(kv_heads: int, settings: ExpireSpanConfig) -> int:
 
 
 def num_outputs(kv_heads: int, settings: ExpireSpanConfig) -> int:
-    """Rows of spans that a predictor gives: one for the layer; or one for each head with own spans, and one for all others."""
+    """Number P of rows of spans that a predictor gives: 1 with span_per=layer; else one for each head with spans of its own,
+    and one more for all other heads together."""
     return 1 if settings.span_per == "layer" else min(num_own_heads(kv_heads, settings) + 1, kv_heads)
 
 
 def initial_shares(outputs: int, settings: ExpireSpanConfig) -> list[float]:
-    """The share of max_span that each head starts with: from the first to the last in equal ratios, longest first."""
+    """The share of max_span that each row of spans starts with: a geometric sequence around initial_span, longest first."""
     places = [n / (outputs - 1) - 0.5 if outputs > 1 else 0.0 for n in range(outputs)]
     return [settings.initial_span * settings.reach.spread**-place for place in places]
 

@@ -20,12 +20,12 @@ from expire_span.models import systems
 from expire_span.models.systems import LayerShape
 
 Keep = Literal["hidden", "kv", "nothing"]
-"""What a state holds of the past: hidden states (learning: keys, values and spans are recomputed in every block), keys
-and values (serving: they are computed once), or nothing (sequences that stand alone)."""
+"""What a state holds of the past. "hidden": hidden states, for training; keys, values and spans are recomputed from them in
+every block. "kv": keys and values, for serving; they are computed once. "nothing": every call is a sequence of its own."""
 
 
 def check_start(batch: int, keep: str) -> None:
-    """Refuse what no state can begin with."""
+    """Raise ValueError unless these are a number of rows and a `Keep` that a state can begin with."""
     if not isinstance(batch, int) or batch < 0:
         raise ValueError(f"a state needs a whole number of rows, 0 or more, got {batch!r}")
     if keep not in get_args(Keep):
@@ -82,15 +82,15 @@ class Steadiness:
     """Guarantees about a layer's training passes, read by the code that compiles them or records them as CUDA graphs."""
 
     shapes: bool = False
-    """The state that learning carries keeps its shapes for many blocks, so that compiling whole blocks pays."""
+    """The state that training carries keeps its shapes for many blocks, so that compiling whole blocks is worthwhile."""
     alone: bool = False
-    """Without carried memory, the host never waits for the device, so that a pass can be recorded."""
+    """Without carried memory, the host never waits for the device in forward and backward, so that they can be recorded."""
     carried: bool = False
-    """The same with memory from the block before."""
+    """The same holds when memory is carried from the block before."""
 
 
 class Mixer(nn.Module, ABC):
-    """Base of every memory system. Subclasses define the abstract methods and end in the projection `out`.
+    """Base of every memory system. Subclasses define the abstract methods and call their output projection `out`.
 
     `Layer(dim, heads, kv_heads=None, **options)`: options are the fields of the system's settings and of `LayerShape`
     (positions, qk_norm, ...). Settings that are already built are given as `settings=`.
@@ -98,7 +98,7 @@ class Mixer(nn.Module, ABC):
 
     settings_class: ClassVar[type]
     fixed_state: ClassVar[bool] = False
-    """Whether decoding's state is tensors of fixed shapes and nothing else, so that a step can be repeated in place."""
+    """Whether the state for decoding is a dict of tensors of fixed shapes, so that a step can overwrite it in place."""
     out: nn.Linear
 
     def __init__(
@@ -125,11 +125,12 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> Any:
-        """A fresh state for `batch` rows. `empty` [C] is what a zero hidden state looks like at this layer's input."""
+        """A fresh state for `batch` rows. empty [C]: what this layer reads for a zero hidden state (the norm before it may add
+        a bias); systems that start with stored zero vectors need it. None means zeros."""
 
     @abstractmethod
     def reset_rows(self, state: Any, fresh: Tensor, *, empty: Tensor | None = None) -> Any:
-        """The rows marked in `fresh` [B] (bool) begin again, the others keep their memory."""
+        """The state with the rows marked in `fresh` [B] (bool) emptied; the other rows keep their memory."""
 
     @abstractmethod
     def mix(self, x: Tensor, state: Any) -> MixerOutput:
@@ -161,7 +162,7 @@ class Mixer(nn.Module, ABC):
 
 
 def build_mixer(shape: LayerShape, settings: Any, relative_keys: nn.Parameter | None = None) -> Mixer:
-    """The layer that settings ask for."""
+    """The layer of the memory system to which these settings belong."""
     module, name = systems.find(settings.kind).layer.split(":")
     layer = getattr(importlib.import_module(module), name)
     return layer(**asdict(shape), settings=settings, relative_keys=relative_keys)

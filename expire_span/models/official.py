@@ -42,7 +42,7 @@ _MASK = "attn.attn.mask_causal"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the tensors of a checkpoint say about the model; None where they do not say it."""
+    """The settings that follow from the shapes of a checkpoint's tensors; `life` is None where they do not determine it."""
 
     layers: int
     heads: int
@@ -58,7 +58,7 @@ def clean(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_settings(state_dict: Mapping[str, Tensor]) -> Settings:
-    """Read off the tensors what they tell: layers, heads, block, norm, and the longest life where the mask is there."""
+    """Derive layers, heads, block and norm from the shapes of the tensors, and the longest life if the mask buffer is there."""
     theirs = clean(state_dict)
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in theirs) if found]
     wanted = ("in_emb.weight", f"layers.0.{_KEY_PE}", "layers.0.attn.proj_query.weight", "layers.0.ff.fc1.weight")

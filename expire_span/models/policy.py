@@ -20,9 +20,10 @@ from .mixer import Keep
 Observation = dict[str, Tensor]
 """The fields of an observation by name, each [B, T, *shape]."""
 BLANK = ((0, 1, 2), (0, 5), (0,))
-"""Of MiniGrid's encoding: types of cells without an object (unseen, empty, wall), no colour and grey, and no state."""
+"""For each channel of a cell in MiniGrid's encoding (type, colour, state), the values of cells without an object: the types
+unseen, empty and wall; no colour and grey; no state."""
 CELL_VALUES = 64
-"""Values that a type, colour or state of a grid's cell can have; larger ones are read as the largest."""
+"""Number of embeddings for a cell's type, colour and state each; larger values use the last one."""
 SMALL = 0.01
 """Scale of the action head's initial weights, so that all actions are about equally likely at first."""
 
@@ -41,7 +42,7 @@ class Choices:
         return torch.stack([part.argmax(-1) for part in self.parts], -1)
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Of actions [.., K], summed over the choices: [..]."""
+        """Log probability of actions [.., K], summed over the K choices: [..]."""
         picked = [part.gather(-1, a.unsqueeze(-1)).squeeze(-1) for part, a in zip(self.parts, actions.unbind(-1))]
         return torch.stack(picked).sum(0)
 
@@ -84,7 +85,7 @@ class Policy(nn.Module):
             self.action_head.bias.zero_()
 
     def layers(self) -> list[Block]:
-        """The blocks, typed."""
+        """The blocks as a list of `Block`, for type checkers."""
         return self.backbone.layers()
 
     def initial_state(self, batch: int, keep: Keep = "hidden") -> list[Any]:
@@ -102,20 +103,21 @@ class Policy(nn.Module):
         fresh: Tensor | None = None,
         keep: Keep = "hidden",
     ) -> PolicyOutput:
-        """`fresh` [B] (bool) marks rows whose memory is emptied first; `keep` says what a state of None begins to keep."""
+        """observation: fields [B, T, *shape]. fresh [B] (bool): rows whose memory is emptied first. keep: what a state of None
+        begins to keep."""
         return self.read(self.encoder(observation), state, fresh=fresh, keep=keep)
 
     def read(
         self, x: Tensor, state: list[Any] | None = None, *, fresh: Tensor | None = None, keep: Keep = "hidden"
     ) -> PolicyOutput:
-        """The same for observations that the encoder has read, x [B, T, C]."""
+        """The same, given the observation encoder's output x [B, T, C]."""
         h, after, aux = self.backbone(x, state, fresh=fresh, keep=keep)
         choices = Choices(self.action_head(h), self.config.actions)
         return PolicyOutput(choices, self.value_head(h).squeeze(-1), after, aux)
 
 
 class ObservationEncoder(nn.Module):
-    """Each field becomes a vector of the model's width; their sum passes a non-linearity and a linear map."""
+    """Maps each field to a vector of width C, adds them up, and applies a non-linearity and a linear map: [B, T, C]."""
 
     def __init__(self, fields: Sequence[ObservationField], dim: int, cell_dim: int = 16) -> None:
         super().__init__()
@@ -148,7 +150,8 @@ class NumbersPart(nn.Module):
 
 
 class ChoicesPart(nn.Module):
-    """Integers [B, T, *shape]: an embedding for every value, common to all places (words) or one for each place (choices)."""
+    """Integers [B, T, *shape]: an embedding for every value. Words share one table at all places, choices have one per
+    place."""
 
     offsets: Tensor
 
@@ -168,14 +171,14 @@ class ChoicesPart(nn.Module):
 
 
 class GridPart(nn.Module):
-    """Cells [B, T, V, W, 3] in MiniGrid's encoding: type, colour and state each have an embedding, which a cell adds up."""
+    """Cells [B, T, V, W, 3] in MiniGrid's encoding: a cell is the sum of the embeddings of its type, colour and state."""
 
     def __init__(self, field: ObservationField, dim: int, cell_dim: int) -> None:
         super().__init__()
         self.embed = nn.ModuleList(nn.Embedding(CELL_VALUES, cell_dim) for _ in range(3))
         self.map = nn.Linear(field.places // 3 * cell_dim, dim)
-        # Most cells hold nothing. Were they embedded at random, all observations would be nearly the same large vector, in
-        # which neither attention nor spans soon tell one from another; so they start at zero, and what is seen stands out.
+        # Most cells hold nothing. With random embeddings for them, all observations would start as nearly the same large
+        # vector, and attention and spans would take long to tell them apart. So these embeddings start at zero.
         with torch.no_grad():
             for embed, blank in zip(self.embed, BLANK):
                 embed.weight[list(blank)] = 0.0  # type: ignore[index, operator]

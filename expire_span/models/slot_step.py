@@ -1,6 +1,7 @@
 """Decoding over slots: one layer of attention, one token of every row per step, with the memories changed in place.
 
-On a GPU nothing in a step waits for the device or depends on a number that only the host knows.
+On a GPU, the host waits for nothing during a step, and all numbers that change from step to step lie on the device, so that a
+step can be recorded as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
 
 
 class Memories(NamedTuple):
-    """A layer's memories as `Slots.load` takes them: k, v [n, Hkv, S, D], span and pos [n, 1 or Hkv, S], next position."""
+    """A layer's memories as `Slots.load` takes them: k, v [n, Hkv, S, D], span and pos [n, 1 or Hkv, S], and the position
+    `now` of the next query."""
 
     k: Tensor
     v: Tensor
@@ -34,9 +36,10 @@ class Memories(NamedTuple):
 
 
 class Clock:
-    """The position of a stream, common to all rows: the next fresh slot, on the host and on the device, and its rotary angles.
+    """The position of the next token, common to all rows of a stream, and the rotary angles for it.
 
-    Rows that began at different times can share it, since attention depends on distances only.
+    The position is `epoch` (that of the last compaction) plus `column` (the next fresh slot); both exist on the host and on the
+    device. Rows that began at different times share one clock, since attention depends on distances only.
     """
 
     def __init__(self, device: torch.device, rotary: tuple[int, float] | None, dtype: torch.dtype) -> None:
@@ -56,7 +59,7 @@ class Clock:
         return self.epoch + self.column
 
     def turn_to_epoch(self) -> None:
-        """Compute the angles of all positions up to the next compaction from the epoch on the device."""
+        """Compute the rotary angles of all positions until the next compaction, from the epoch that the device holds."""
         if self.rotary is None:
             return
         cos, sin = rotary_angles(self.epoch_on_device + self._steps, *self.rotary, self.dtype)
@@ -64,7 +67,7 @@ class Clock:
         self.sin.copy_(torch.cat([-sin, sin], 1))  # for x cos + roll(x) sin
 
     def begin_epoch(self) -> None:
-        """The device's part of the work after a compaction."""
+        """After a compaction, start the device's next epoch and compute its angles. The engine updates the host's numbers."""
         self.on_device.zero_()
         self.epoch_on_device += FRESH
         self.turn_to_epoch()
@@ -88,6 +91,7 @@ class SlotRules:
     """The most memories that a row and head can hold."""
     impl: str
     form: SpanForm
+    """How spans follow from hidden states."""
 
 
 def slot_rules(mixer: Mixer) -> SlotRules | None:
@@ -128,20 +132,21 @@ class SlotStep:
             parts.append(self.form.weight)
         self.weight = torch.cat([x.detach() for x in parts])
         self.out = mixer.out.weight.detach()
-        if self.folded:  # the kernel sees what comes before the norm, whose gain is then the predictor's
+        # The kernel gets hidden states before the norm, so the norm's gain is multiplied into the predictor.
+        if self.folded:
             assert isinstance(norm, nn.RMSNorm)
             self.form = self.form._replace(weight=self.form.weight * norm.weight.detach().float())
         self.turned, self.normed = shape.positions == "rotary", shape.qk_norm
         self.relative = None if mixer.relative_keys is None else mixer.relative_keys.detach()
-        self.edge = self.form.low + rules.ramp  # [Hkv]: of a memory whose sigmoid is 0
+        self.edge = self.form.low + rules.ramp  # [Hkv]: span + ramp of the shortest possible span
         self.slots: Slots
         self.most: list[int] = [0] * self.kv_heads
-        """Upper bound of the older slots of each head that are in use at the next compaction."""
+        """For each head, the most older slots that any row had in use after the last compaction."""
 
     # Memory
 
     def allocate(self, rows: int, capacity: list[int] | None = None) -> None:
-        """Empty slots: `capacity` of them for older memories of each head, or the fewest."""
+        """Create empty slots with `capacity` older slots per head; None takes the smallest capacity."""
         capacity = capacity or self.capacity_for([0] * self.kv_heads)
         weight, r = self.mixer.query.weight, self.rules
         self.slots = Slots(
@@ -150,7 +155,7 @@ class SlotStep:
         self._adopt()
 
     def capacity_for(self, needed: list[int]) -> list[int]:
-        """Number of older slots of each head that holds `needed` memories and all memories of the fresh slots."""
+        """Number of older slots per head with room for `needed` memories and for all that the fresh slots can hold."""
         wanted = [choose_capacity(n + FRESH, self.rules.limit) for n in needed]
         return wanted if self.fused else [max(wanted)] * len(wanted)  # plain PyTorch reads a rectangle
 
@@ -165,7 +170,7 @@ class SlotStep:
         return True
 
     def _adopt(self) -> None:
-        """Make the views of the slots that every step uses, once."""
+        """Make the views of the slots that every step uses, after the slots were created or grown."""
         s = self.slots
         self.fields = (s.k, s.v, s.pos, s.edge, s.counts, s.bounds)
         if self.fused:
@@ -177,19 +182,19 @@ class SlotStep:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read no more slots of each head than are in use, as far as the host knows."""
+        """On a CPU, limit what steps read to the older slots that can be in use, by the host's count."""
         if self.fused:
             return
         width = FRESH + max(self.most) if self.slots.k.device.type == "cpu" else self.k.shape[2]
         self.reading = [x.narrow(2, 0, width) for x in (self.k, self.v, self.edges, self.births)]
 
     def note_counts(self, counts: Tensor) -> None:
-        """`counts` [rows, Hkv] on the host, of older slots in use after a compaction."""
+        """Take note of the older slots in use after a compaction: counts [rows, Hkv], on the host."""
         self.most = counts.amax(0).tolist()
         self.refresh()
 
     def memories(self, state: Any) -> Memories:
-        """What a state that read a prompt remembers."""
+        """The memories in a state of this layer (the decoder's, after it has read a prompt), for `load`."""
         if isinstance(self.mixer, WindowMixer):
             ring = state["rings"][0]
             pos = ring["pos"].unsqueeze(1)
@@ -217,7 +222,7 @@ class SlotStep:
     # The step
 
     def add(self, x: Tensor) -> Tensor:
-        """Add to x [B, C], in place, what this layer makes of it; the new memory is stored."""
+        """Store the new memory of x [B, C] and add the layer's output to x, in place."""
         y = self._fused_step(x) if self.fused else self._plain_step(self.norm(x))
         if self.rules.cap is not None:
             self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
@@ -291,7 +296,7 @@ class SlotStep:
             normalizer_eps=self.rules.normalizer_eps,
         )
         if not self.rules.include_self:
-            y = y.nan_to_num_(0.0)  # a query without living memories: softmax over nothing is NaN
+            y = y.nan_to_num_(0.0)  # softmax over no memories is NaN, and such a query's output is defined as zero
             self._store(both, proj[:, inner:end], edge, column)
         return y.flatten(1)
 
@@ -317,7 +322,7 @@ class SlotStep:
 
 
 def folds(norm: nn.Module, weight: Tensor) -> bool:
-    """Whether this norm and a product with weights like these can be one kernel, where the slot kernel runs."""
+    """Whether a kernel exists that fuses this norm with a product with weights like these: RMSNorm in half precision."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     return half and isinstance(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None
 

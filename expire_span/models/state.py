@@ -73,7 +73,7 @@ def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
 
 
 def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
-    """A layer's state as run folders of format 1 hold it, where the carried hidden states lay in the state itself."""
+    """Convert a layer's state of run-folder format 1, where hidden states lay directly in the state, to today's form."""
     if "cache" not in state:
         return state
     names = ("hidden", "pos", "evicted", "living", "block")

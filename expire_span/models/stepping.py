@@ -1,11 +1,12 @@
 """Decoding steps of a whole decoder: one token of every row per step, in fixed shapes and in place.
 
-A `Stepper` holds a decoder's blocks as steps: weights joined where one product can serve several projections, and the memory
-of each layer in buffers that are never replaced while their capacity lasts. On a GPU nothing in a step waits for the device or
-depends on a number that only the host knows, so that all of it can be recorded as one CUDA graph.
+A `Stepper` holds a decoder's blocks in a form made for decoding: the weights of several projections are concatenated into one
+product, and the memory of each layer lies in buffers that are replaced only when their capacity must grow. On a GPU, the host
+waits for nothing during a step, and all numbers that change from step to step lie on the device, so that the whole step can be
+recorded as one CUDA graph.
 
-Layers of expiring attention and of a sliding window keep `Slots`; systems with a `fixed_state` keep that. Other systems
-cannot be stepped, and streams run them through the decoder.
+Layers of expiring attention and of a sliding window keep `Slots`; systems with a `fixed_state` keep that state. A decoder with
+any other layer cannot be stepped (`can_step`), and streams then call the decoder itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from expire_span.models.slot_step import Clock, SlotStep, add_linear, folds, nor
 
 
 class StateStep:
-    """One layer of a system whose state is tensors of fixed shapes, which every step overwrites."""
+    """The step of one layer whose state is a dict of tensors of fixed shapes (`Mixer.fixed_state`), overwritten in place."""
 
     def __init__(self, mixer: Mixer, norm: nn.Module) -> None:
         self.mixer, self.norm = mixer, norm
@@ -44,7 +45,7 @@ class StateStep:
 
 
 class BlockStep:
-    """One block: memory system and feed-forward part."""
+    """The step of one block: memory system and feed-forward part."""
 
     def __init__(self, block: Block, clock: Clock) -> None:
         rules = slot_rules(block.mixer)
@@ -88,7 +89,7 @@ def _square_relu_on_gpu(x: Tensor) -> Tensor:
 
 
 def can_step(decoder: Decoder) -> bool:
-    """Whether every layer's memory has fixed shapes: then a stream can go on in place."""
+    """Whether every layer's memory has fixed shapes, so that a `Stepper` can decode in place."""
     return all(block.mixer.fixed_state or slot_rules(block.mixer) is not None for block in decoder.layers())
 
 
@@ -109,20 +110,20 @@ class Stepper:
         return [step.memory for step in self.blocks if isinstance(step.memory, SlotStep)]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after tokens [B]; the caller keeps the clock."""
+        """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
         x = F.embedding(tokens, self.decoder.embed.weight)
         for step in self.blocks:
             x = step(x)
         return self.decoder.head(self.decoder.backbone.norm(x))
 
     def compact(self) -> None:
-        """Delete the dead in all layers, and begin the next epoch: the part that the device does."""
+        """Delete dead memories in all layers and begin the clock's next epoch. Only work on the device is done here."""
         for layer in self.slot_layers:
             layer.slots.compact()
         self.clock.begin_epoch()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that steps change, by name."""
+        """All tensors that steps change, by name."""
         found: dict[str, Tensor] = {}
         for n, step in enumerate(self.blocks):
             part = step.memory.slots.tensors() if isinstance(step.memory, SlotStep) else step.memory.state

@@ -1,4 +1,4 @@
-"""Which implementation serves a call: "auto" is resolved here and nowhere else."""
+"""The choice of an implementation for a call of the operator: "auto" is resolved here and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Impl = Literal["auto", "reference", "chunked", "triton"]
 TRITON_HEAD_DIMS = (32, 64, 96, 128, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DECODE_QUERIES = 16
-"""Up to this many queries per row without gradient are served by the decode kernel."""
+"""With at most this many queries per row, and without gradients, the decode kernel is used."""
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _warned: set[str] = set()
-"""The reasons for a fallback on a GPU that the user has already been told."""
+"""The reasons for a fallback on a GPU of which the user has already been warned."""
 
 
 def resolve_impl(
@@ -28,9 +28,9 @@ def resolve_impl(
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Impl:
-    """The implementation that "auto" stands for: triton on a GPU that can serve the request, chunked elsewhere.
+    """Resolve "auto": triton on a GPU whose kernels support the call, chunked elsewhere. Any other `impl` is checked.
 
-    A head_dim or dtype that is not given counts as served. A GPU that falls back to chunked warns, once per reason.
+    A head_dim or dtype of None counts as supported. A fallback to chunked on a GPU warns, once per reason.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
@@ -52,13 +52,13 @@ def resolve_impl(
 
 
 def can_attend_in_segments(impl: Impl, device: torch.device, queries: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `attend_in_segments` serves this call: few queries without gradient, on a GPU that the kernels serve."""
+    """Whether `attend_in_segments` can be used: few queries, without gradients, on a GPU whose kernels support the call."""
     few = queries <= DECODE_QUERIES and not torch.is_grad_enabled()
     return few and resolve_impl(impl, device, head_dim=head_dim, dtype=dtype) == "triton"
 
 
 def _triton_obstacle(device: torch.device, causal: bool, head_dim: int | None, dtype: torch.dtype | None) -> str | None:
-    """Why the GPU kernels cannot serve this, or None."""
+    """Why the GPU kernels cannot run here, as the rest of a sentence that begins with "impl='triton'"; None if they can."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, got {device.type}"
     if device.type == "cuda" and _capability(device) < (8, 0):

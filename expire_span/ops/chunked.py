@@ -1,10 +1,12 @@
 """Expiring attention in plain PyTorch over live lists: any device, training and inference.
 
-Queries are processed in chunks, and a chunk attends only to the memories of its live list. Scores are not kept: the backward
-pass recomputes them, so that the memory needed grows linearly with T. With a the softmax over living memories, m the mask and
-eps = normalizer_eps:
+Queries are processed in chunks, and a chunk attends only to the memories of its live list. Scores are not stored: the backward
+pass recomputes them, so that memory use grows linearly with T. With a the softmax over living memories, m the mask, w the
+attention weights, s the scores and eps = normalizer_eps, the forward pass and, for eps = 0, the gradient of the scores are
 
-    w = m a / (sum m a + eps),   dw = dy . v,   ds = w (dw - dy . y)   where eps = 0
+    w = m a / (sum m a + eps),   dw = dy . v,   ds = w (dw - dy . y)
+
+The letters N, K, G, C, R and n in shapes are those of `Problem` and `LiveList`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
 
 _CHUNK, _SHORT_CHUNK, _LONG_CHUNK, _LONG_LIFE = 128, 64, 768, 1024
-"""Queries per chunk; on a CPU the shorter chunk, of which several are computed together, or, with PyTorch's fused attention,
-the longer one where memories live for more than `_LONG_LIFE` steps on average. Long chunks make matrix products more efficient;
-short ones list fewer memories that most of their queries cannot see."""
+"""Queries per chunk on a GPU; on a CPU; on a CPU with PyTorch's fused attention, if memories live for more than `_LONG_LIFE`
+steps on average. Long chunks make matrix products more efficient; short ones list fewer memories that most of their queries
+cannot see. On a CPU several short chunks are computed in one call."""
 
 
 def chunked_attention(
@@ -50,7 +52,7 @@ def chunked_attention(
 
 
 def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
-    """Queries per chunk, by how long memories live. Only the CPU's fused kernel does not store the scores of long chunks."""
+    """Queries per chunk. Long chunks need the CPU's fused kernel (fuses), which does not store their scores."""
     if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
     life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
@@ -96,7 +98,7 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
 
 
 def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
-    """The mask of the entries that need one; and the ages of all entries if there are relative keys, else None."""
+    """The mask [N, 1, 1, C, n - full] of the entries that need one, and, with relative keys, the ages of all entries."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
     q_pos = live.positions(p.q_pos).unsqueeze(2)
     first = 0 if p.relative_keys.shape[0] else live.full
@@ -152,7 +154,7 @@ def _forward_op(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and where the backward pass uses it the logarithm of each query's normaliser [B, Hq, T], else zeros."""
+    """The output, and the logarithm of each query's normaliser [B, Hq, T] (zeros where the backward pass does not use it)."""
     p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logs = torch.zeros(q.shape[:3], dtype=p.q.dtype, device=q.device)
@@ -209,7 +211,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
-    # The gradient of a sum is an expanded scalar with stride 0, for which batched matrix products would run one by one.
+    # dy may be an expanded scalar with stride 0 (the gradient of a sum); batched matrix products are slow on such a tensor.
     dys, ys, logs = (rows_of_queries(x.to(p.q.dtype).contiguous(), kv_heads, parts) for x in (dy, y, logs))
     if p.fuses and p.never_expires:
         whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)
@@ -275,7 +277,10 @@ def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: 
 
 
 def _score_gradient(p: Problem, live: LiveList, c: _Chunk, ds: Tensor) -> Tensor:
-    """Turn ds, which holds dw - delta, into the gradient of the scores in place; return that of the mask, summed over heads."""
+    """Gradients of the scores and the mask. On entry ds holds dw - dy . y; it is overwritten by the gradient of the scores.
+
+    Returns the gradient of the mask, summed over heads, [N, C, n - full].
+    """
     if c.softmax is None:
         ds.mul_(c.weight)
         return ds[..., live.full :].sum((1, 2)) / torch.where(c.mask > 0, c.mask, 1)[:, 0, 0]

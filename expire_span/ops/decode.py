@@ -31,7 +31,8 @@ def decode_attention(
     mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)  # [B, P, T, S]
     if q.device.type != "cpu" or torch.compiler.is_compiling():
         return _attend(q, *without_unseen(k, v, mask), mask, scale)
-    # On the CPU a look at the output costs less than a pass over all memories, few of which ever hold NaN or infinity.
+    # On the CPU, checking the output for NaN costs less than cleaning all memories first, which is needed only if one holds NaN
+    # or infinity.
     y = _attend(q, k, v, mask, scale)
     return y if math.isfinite(y.sum()) else _attend(q, *without_unseen(k, v, mask), mask, scale)
 

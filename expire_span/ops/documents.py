@@ -1,4 +1,4 @@
-"""Packed documents: several texts in one row, none of which sees another."""
+"""Packed documents: several texts in one row, between which there is no attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Documents = Tensor | tuple[Tensor, Tensor]
 Boundaries = Tensor | Sequence[int]
 
 _FAR_APART = 2**40
-"""Steps between two documents once they are moved apart: no memory lives that long."""
+"""Distance in steps between two documents after `move_apart`: longer than any lifetime."""
 
 
 def document_ids(
@@ -33,7 +33,7 @@ def document_ids(
 
 
 def _ids_from_boundaries(cu_seqlens: Tensor, queries: int) -> Tensor:
-    """[0, 3, 7] -> 1 1 1 2 2 2 2."""
+    """Boundaries as document ids: [0, 3, 7] -> 1 1 1 2 2 2 2."""
     index = torch.arange(queries, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous(), index, right=True)
 
@@ -57,13 +57,13 @@ def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -
 def move_apart(
     documents: tuple[Tensor, Tensor], span: Tensor, q_pos: Tensor, k_pos: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Span and positions [B, P, .] with the documents so far apart that each is dead, or unborn, to every other."""
+    """Span and positions [B, P, .] with documents shifted so far apart that no memory is alive for another document's query."""
     q_rank, k_rank = (rank.unsqueeze(1) for rank in _ranks(*documents))
     return span.clamp_max(_FAR_APART / 4), q_pos + q_rank * _FAR_APART, k_pos + k_rank * _FAR_APART
 
 
 def _ranks(q_doc: Tensor, k_doc: Tensor) -> tuple[Tensor, Tensor]:
-    """Document ids numbered by their order in the row: ids may be any integers, and large ones would overflow."""
+    """Renumber document ids 0, 1, 2, .. in each row's order, since any integers are allowed and large ones would overflow."""
     ordered = torch.cat([q_doc, k_doc], 1).sort(1).values
     q_rank, k_rank = (torch.searchsorted(ordered, ids.contiguous()) for ids in (q_doc, k_doc))
     return q_rank, k_rank

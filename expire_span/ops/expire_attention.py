@@ -34,14 +34,14 @@ def expire_attention(
     impl: Impl = "auto",
     check_values: bool | None = None,
 ) -> Tensor:
-    """Attention over memories that expire: memory i is seen by query t with weight `clamp(1 + (span_i - age)/ramp, 0, 1)`.
+    """Attention over memories that expire: query t sees memory i with the mask `clamp(1 + (span_i - age) / ramp, 0, 1)`.
 
     Args:
         q: queries [B, Hq, T, D].
         k, v: memories [B, Hkv, S, D]; Hkv divides Hq. A memory that no query sees may hold any values, NaN included.
-        span: how long each memory has full weight, in steps, >= -ramp (below 0 it is born on its ramp): [B, S], or
-            [B, P, S] with P of 1..Hkv: the first P - 1 key/value heads have spans of their own, and all others share the
-            last. Lifetimes are computed in float32 whatever the dtype of q; in float64 if both are float64.
+        span: for how many steps each memory has full weight, >= -ramp (below 0 it is born on its ramp): [B, S], or [B, P, S]
+            with P in 1..Hkv: the first P - 1 key/value heads have spans of their own, and all others share the last row.
+            Lifetimes are computed in float32 whatever the dtype of q; in float64 if both are float64.
         q_pos: integer positions [T] or [B, T], never decreasing along a row; without q_pos and k_pos, the memories are at
             0..S-1 and the queries at the last T of these positions.
         k_pos: integer positions [S], [B, S] or [B, Hkv, S], never decreasing along a row; gaps are allowed.
@@ -51,12 +51,12 @@ def expire_attention(
         scale: of the scores; 1/sqrt(D) by default.
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores. With
             gradients in triton, memories that live at the same time must have different positions.
-        normalizer_eps: added to the normaliser as a share of the living memories' unmasked sum (the released code's 1e-8).
-        documents: packed documents: integer ids, never decreasing along a row, of the tokens ([T] or [B, T], where S = T), or
-            a pair (of the queries, of the memories). No attention and no lifetime crosses from one to another.
+        normalizer_eps: added to the normaliser, in units of the living memories' sum of exp(score) (the released code: 1e-8).
+        documents: for packed documents, integer ids that never decrease along a row: of the tokens, [T] or [B, T] where S = T,
+            or a pair (ids of the queries, ids of the memories). There is no attention between documents.
         cu_seqlens: the same as boundaries [0, n1, n1 + n2, ..., T], a tensor or a list, the same for all rows.
-        deterministic: gradients that are bitwise equal from run to run on a GPU, at some cost; on where
-            torch.use_deterministic_algorithms is.
+        deterministic: make gradients bitwise equal from run to run on a GPU, at some cost; also switched on by
+            torch.use_deterministic_algorithms.
         impl: "reference" (dense definition), "chunked" (plain PyTorch over live lists), "triton" (GPU), or "auto".
             Second derivatives and transforms of torch.func (vmap, grad, jvp) need "reference".
         check_values: refuse NaN spans, spans below -ramp, decreasing positions and wrong boundaries; by default on the CPU
@@ -80,9 +80,8 @@ def expire_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
-    if (
-        transform is not None and chosen != "reference"
-    ):  # the fast implementations have gradients, and no more than these
+    # The fast implementations define first derivatives only, none of torch.func's transforms.
+    if transform is not None and chosen != "reference":
         raise ValueError(f"under {transform} the operator needs impl='reference', got impl={impl!r}")
     if q.shape[0] == 0 or q.shape[2] == 0:
         return q.clone()  # no rows or no queries: y is empty like q
@@ -97,7 +96,7 @@ def expire_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked call of the operator: positions are int64 and spans have the dtype of lifetimes."""
+    """The checked arguments of a call: positions are int64, spans have the dtype in which lifetimes are computed."""
 
     q: Tensor
     k: Tensor
@@ -119,7 +118,7 @@ class _Call:
 
     @property
     def paper_options(self) -> dict[str, Any]:
-        """The options of the paper's models."""
+        """The two options that only the paper's models use: relative keys and the epsilon of the normaliser."""
         return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
 
     @property
@@ -135,19 +134,19 @@ class _Call:
     def lifetimes_by_head(self) -> tuple[Tensor, Tensor, Tensor]:
         """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head.
 
-        Packed documents are told apart by positions that lie far from each other.
+        With packed documents, the positions of different documents are moved far apart.
         """
         (batch, kv_heads), span, k_pos = self.k.shape[:2], self.span, self.k_pos
         span = span.unsqueeze(1) if span.dim() == 2 else spans_of_heads(span, kv_heads)
         q_pos = self.q_pos.expand(batch, -1).unsqueeze(1)
         k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
-        if span.shape[1] != k_pos.shape[1]:  # one of them is per head: so must both be
+        if span.shape[1] != k_pos.shape[1]:  # one of them is given per head, so the other is expanded
             span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
         return (span, q_pos, k_pos) if self.ids is None else move_apart(self.ids, span, q_pos, k_pos)
 
 
 def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
-    """The kernels take spans and positions in the shapes in which they were given, since making a view costs host time."""
+    """Call the GPU kernels. They take spans and positions in the shapes given, since every view costs host time."""
     from .triton import triton_attention, triton_decode
 
     decodes, span = call.decodes, call.span
@@ -195,10 +194,10 @@ def attend_in_segments(
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
 ) -> Tensor:
-    """The operator for a few queries over a store whose rows lie one after the other in flat buffers, without gradients.
+    """The operator for a few queries over a store in the segment layout (rows one after another in flat buffers); no gradients.
 
-    q [B, Hq, T, D], q_pos [T]; k, v [slots, D] and a row per key/value head, or [slots, Hkv, D] and a row per batch row;
-    span and k_pos [slots]. segments: see `triton_decode`. `can_attend_in_segments` says whether this serves a call.
+    q [B, Hq, T, D], q_pos [T]; k, v [slots, D] if each key/value head is a row of the store, [slots, Hkv, D] if each batch row
+    is; span and k_pos [slots]. segments: see `triton_decode`. `can_attend_in_segments` says whether a call is supported.
     """
     from .triton import triton_decode
 
@@ -215,7 +214,7 @@ def attend_in_segments(
 
 
 def spans_of_heads(span: Tensor, kv_heads: int) -> Tensor:
-    """Spans [B, P, S] with P of 1..Hkv for each head: [B, Hkv, S], or as they are where all heads share one row."""
+    """Expand spans [B, P, S] with P in 1..Hkv to one row per head, [B, Hkv, S]; P = 1, shared by all heads, stays."""
     if span.dim() == 2 or span.shape[1] in (1, kv_heads):
         return span
     shared = span[:, -1:].expand(-1, kv_heads - span.shape[1], -1)

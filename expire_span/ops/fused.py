@@ -1,4 +1,4 @@
-"""PyTorch's fused attention of the CPU over the live list of one chunk, and the gradient of spans, which it does not give.
+"""PyTorch's fused CPU attention over the live list of one chunk, and the gradient of spans, which that kernel does not compute.
 
 The fused kernel keeps a block of scores in the processor's cache. It takes the mask as a term of the scores, log m, and returns
 the logarithm of each query's normaliser, from which any weight can be recomputed: w = exp(score + log m - log total).
@@ -24,12 +24,12 @@ class Forward(NamedTuple):
 
 
 def log_of_mask(mask: Tensor) -> Tensor:
-    """log m, with minus infinity for 0: log(0) itself takes an x86 processor forty times as long as any other logarithm."""
+    """log m, with minus infinity where m is 0. log(0) is not evaluated: on x86 it takes forty times as long as other values."""
     return mask.clamp_min(torch.finfo(mask.dtype).tiny).log_().masked_fill_(mask == 0, -torch.inf)
 
 
 def log_mask(mask: Tensor, live: LiveList, group: int) -> Tensor | None:
-    """log m of all entries [N, 1, G*C, n] from the mask [N, 1, 1, C, n - full]; None where every weight is full."""
+    """log m of all entries [N, 1, G*C, n] from the mask [N, 1, 1, C, n - full]; None if the mask is 1 everywhere."""
     if mask.shape[-1] == 0:
         return None
     whole = F.pad(log_of_mask(mask[:, :, 0]), (live.full, 0))
@@ -81,7 +81,8 @@ def ramp_gradient(
     if not len(columns):
         return None
     begin, end = int(columns[0]), int(columns[-1]) + 1
-    if 2 * len(columns) >= end - begin:  # most of the columns between the first and the last: views, without a copy
+    # If most columns between the first and the last are needed, views of all of them are cheaper than a copy.
+    if 2 * len(columns) >= end - begin:
         columns = slice(begin, end)
     k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
     size = mask.shape[3]

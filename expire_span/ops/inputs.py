@@ -1,7 +1,7 @@
-"""The operator's inputs: what they default to, what is refused, and the dtypes in which lifetimes are computed.
+"""The operator's inputs: their defaults, the checks on them, and the dtype in which lifetimes are computed.
 
-Every error is one sentence with the expected and the given value. Checks of shapes and dtypes always run;
-checks of values wait for the device, so that by default they run on the CPU only.
+Every error is one sentence with the expected and the given value. Checks of shapes and dtypes always run. Checks of values make
+the host wait for the device, so by default they run on the CPU only.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ def transformed(*tensors: Tensor | None) -> str | None:
 
 
 def _function_transform() -> str | None:
-    """The innermost transform of torch.func, as torch's own stack of them has it.
+    """The innermost transform of torch.func that is active, read from torch's own stack of them; None if there is none.
 
-    Torch has no public name for it. A torch without these names still refuses: an autograd.Function that defines no
-    setup_context cannot be transformed.
+    Torch has no public function for this. With a torch version that lacks these names, the call is refused all the same, but by
+    torch: an autograd.Function without setup_context cannot be transformed.
     """
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
     innermost = peek() if peek is not None else None
@@ -166,14 +166,14 @@ def _function_transform() -> str | None:
 
 
 def check_values(span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float) -> None:
-    """NaN spans, spans below -ramp, and positions that fall along a row. Waits for the device."""
+    """Refuse NaN spans, spans below -ramp, and positions that decrease along a row. The host waits for the device."""
     check_spans(span, ramp)
     _check_rising("q_pos", q_pos)
     _check_rising("k_pos", k_pos)
 
 
 def check_spans(span: Tensor, ramp: float) -> None:
-    """NaN, and spans below -ramp: at -ramp a memory is dead at birth, so that a shorter span has no meaning of its own."""
+    """Refuse NaN and spans below -ramp. A memory with span -ramp is dead at birth, so a shorter span would mean nothing."""
     if not span.numel():
         return
     low = span.detach().amin().item()
@@ -196,7 +196,7 @@ def _check_rising(name: str, pos: Tensor) -> None:
 
 
 def check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor, Tensor] | None) -> None:
-    """Refuse two memories at one position: the kernels keep one gradient for each query and each age up to `window`."""
+    """Refuse two memories at one position: the kernels store one gradient per query and age, for ages up to `window`."""
     k_pos = k_pos if k_pos.dim() == 3 else k_pos.unsqueeze(-2)  # [B, P, S] or [1, S]
     early, late = k_pos[..., :-1], k_pos[..., 1:]
     twins = (early == late) & (late >= q_pos.unsqueeze(-2)[..., :1] - window)

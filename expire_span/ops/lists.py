@@ -1,10 +1,10 @@
 """Live lists in plain PyTorch: for each chunk of queries, the indices of the memories that any of them can see.
 
 A memory belongs to the lists of all chunks from the one in which it is born to the one in which its ramp ends. A dead memory
-stays dead, so the list of a chunk is made from the list before: its survivors, then the newly born. The work for all lists is
-therefore proportional to their total length. Short chunks waste less, since fewer of the listed memories are dead for most of
-their queries. Several consecutive chunks can share one `LiveList`, a row for each, so that each short chunk does not need
-calls of its own.
+stays dead, so a chunk's list is made from the list before it: the survivors, followed by the newly born. The work for all lists
+is therefore proportional to their total length. Short chunks waste less work, since fewer of their listed memories are dead for
+most of their queries. Several consecutive chunks can share one `LiveList` with a row for each of them, so that short chunks do
+not need one call of PyTorch each.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ import torch
 from torch import Tensor
 
 _MARGIN = 1e-2
-"""Steps by which lists keep memories longer than needed: rounding must never drop a living one. The mask of a dead one is 0."""
+"""Steps by which lists keep memories too long, so that rounding never drops a living one. A dead one in a list has a mask of
+0."""
 
 
 @dataclass
 class LiveList:
-    """The memories of some chunks. The first `full` of them have full weight for every query of their chunk."""
+    """The memories that R consecutive chunks of C queries can see, for N rows of inputs. There are N x R lists of n entries."""
 
     start: int
     stop: int
-    """The chunks are queries [start, stop)."""
+    """The chunks hold the queries [start, stop)."""
     chunks: int
-    """How many chunks of one size these are: R. Lists have N x R rows, the chunks of a row of inputs one after another."""
+    """Number R of chunks, all of one size. In dimension 0 of `index`, the chunks of one row of inputs follow each other."""
     index: Tensor | None
-    """Indices of memories [N*R, n]; shorter rows are padded with any others, where `valid` is False. None with `window`."""
+    """Indices of memories [N*R, n]. Padding of shorter lists holds any index, with `valid` False. None if `window` is set."""
     window: tuple[int, int] | None
-    """The memories as one range of S, if all rows have the same ones and these are consecutive; one chunk only."""
+    """The range of memories [first, end), used instead of `index` for one chunk whose lists are the same range in all rows."""
     valid: Tensor | None
-    """Which entries are no padding [N*R, n], or None if there is no padding."""
+    """False for padding, [N*R, n]; None if there is no padding."""
     full: int
-    """How many leading entries need no mask."""
+    """Number of leading entries that have full weight for every query of their chunk, and so need no mask."""
 
     @property
     def size(self) -> int:
-        """Queries of a chunk, C."""
+        """Number of queries in a chunk, C."""
         return (self.stop - self.start) // self.chunks
 
     def queries(self, x: Tensor) -> Tensor:
-        """What belongs to the queries, [N, K, G, T, ..] -> [N*R, K, G*C, ..]."""
+        """Take these chunks' part of a tensor with one entry per query: [N, K, G, T, ..] -> [N*R, K, G*C, ..]."""
         x = x[:, :, :, self.start : self.stop]
         if self.chunks == 1:
             return x.flatten(2, 3)
@@ -92,7 +93,7 @@ class LiveList:
 
     @property
     def count(self) -> int:
-        """Entries of a row, n."""
+        """Number of entries in a list, n."""
         return self.window[1] - self.window[0] if self.window is not None else cast(Tensor, self.index).shape[1]
 
     def _states(self, states: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def live_lists(
     chunk: int,
     together: int = 1,
 ) -> Iterator[LiveList]:
-    """The lists of all chunks in order, up to `together` chunks in each. span, k_pos [N, S], q_pos [N, T]."""
+    """The live lists of all chunks, in order; each holds up to `together` chunks. span, k_pos [N, S], q_pos [N, T]."""
     count = q_pos.shape[1]
     if count == 0 or k_pos.shape[1] == 0:
         return
@@ -151,21 +152,21 @@ def live_lists(
 
 
 def _groups(count: int, chunk: int, together: int) -> list[tuple[int, int]]:
-    """Ranges of chunks that share a list; a last chunk that is shorter stands alone."""
+    """Ranges [begin, end) of chunks that share a `LiveList`; a shorter last chunk has one of its own."""
     whole = count // chunk
     groups = [(begin, min(begin + together, whole)) for begin in range(0, whole, together)]
     return groups + ([(whole, whole + 1)] if count % chunk else [])
 
 
 def _first_chunk(k_pos: Tensor, life: Tensor, last: Tensor) -> Tensor:
-    """Encoders see memories that lie ahead: the first chunk whose last query is at most `life` steps before the memory."""
+    """For encoders, where queries also see later memories: the first chunk whose last query is within `life` steps of it."""
     return torch.searchsorted(last.double(), k_pos.double() - life)
 
 
 def _whole_chunks(
     span: Tensor, first: Tensor, last: Tensor, k_pos: Tensor, causal: bool, include_self: bool, dies: Tensor
 ) -> Tensor:
-    """[N, S, 2]: the range of chunks [a, b) in which a memory has full weight for every query; causal only."""
+    """The range of chunks [a, b) in which a memory has full weight for every query, [N, S, 2]; empty for encoders."""
     if not causal:
         return torch.zeros(*k_pos.shape, 2, dtype=torch.int64, device=k_pos.device)
     base = first[:, :1]
@@ -176,7 +177,7 @@ def _whole_chunks(
 
 
 def _sweep(born: Tensor, dies: Tensor, groups: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each group of chunks the survivors of the group before and the newly born, [N, m]."""
+    """For each group of chunks, the survivors of the group before and the newly born: indices and which are valid, [N, m]."""
     rows, chunks = born.shape[0], groups[-1][1]
     ends = torch.searchsorted(born, torch.arange(chunks, device=born.device).expand(rows, -1).contiguous(), right=True)
     edges = torch.cat([ends.new_zeros(rows, 1), ends], 1)
@@ -192,14 +193,14 @@ def _sweep(born: Tensor, dies: Tensor, groups: list[tuple[int, int]]) -> Iterato
 
 
 def _everything(born: Tensor, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Encoders: any memory can enter and leave at any chunk."""
+    """The same for encoders: all memories are candidates for every group."""
     everything = torch.arange(born.shape[1], device=born.device).expand(born.shape[0], -1)
     for _ in range(groups):
         yield everything, torch.ones_like(everything, dtype=torch.bool)
 
 
 def _of_each_chunk(index: Tensor, valid: Tensor, born: Tensor, dies: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a group's memories [N, m] those that each of its chunks sees: [N*R, n]."""
+    """From a group's memories [N, m], select those that each of its chunks sees: [N*R, n]."""
     seen = (born.gather(1, index).unsqueeze(1) <= ids[:, None]) & (dies.gather(1, index).unsqueeze(1) >= ids[:, None])
     seen = seen & valid.unsqueeze(1)  # [N, R, m]
     if len(ids) == 1 and bool(seen.all()):
@@ -218,7 +219,7 @@ def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _arrange(start: int, stop: int, index: Tensor, valid: Tensor, whole: Tensor, ids: Tensor) -> LiveList:
-    """The list of chunks `ids`: memories of full weight first, or a plain range if one chunk's memories are consecutive."""
+    """Build the `LiveList` of the chunks `ids`: memories of full weight first, or a plain range where they are consecutive."""
     if index.shape[1] == 0:
         return LiveList(start, stop, len(ids), index, None, None, 0)
     ranges, chunk = _pick(whole, index), ids.repeat(whole.shape[0]).unsqueeze(1)  # [N*R, n, 2], [N*R, 1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _age_limits(span: Tensor, k_pos: Tensor, first: int, last: int, youngest: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest age that memory i has among the queries first..last."""
+    """Smallest and largest age of each memory among the queries first..last; `youngest` is the smallest age that counts."""
     low = (first - k_pos).clamp_min(youngest).to(span.dtype)
     high = (last - k_pos).to(span.dtype)
     return low, high
@@ -27,8 +27,8 @@ def live_queries(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: fl
 def ramp_loss(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float) -> Tensor:
     """Sum of `(span - age) / ramp` over the pairs on the ramp, for queries first..last; gradient to span. [.., S] -> [..].
 
-    The released code's loss: a memory is charged only while it fades, so its gradient is 1/ramp for every query that sees
-    it on the ramp.
+    This is the released code's loss. A memory contributes only while it is on its ramp, so the gradient of its span is 1/ramp
+    for every query that sees it there.
     """
     low, high = _age_limits(span, k_pos, first, last, 1)
     fixed = span.detach()

@@ -12,14 +12,18 @@ from torch import Tensor
 from .lists import LiveList, live_lists
 
 QUERIES = 768
-"""Queries that one call computes on a CPU: enough that the call overhead is small, few enough that scores stay in its cache."""
+"""Number of queries per call on a CPU: enough that call overhead is small, few enough that their scores stay in the cache."""
 FUSED_FROM = 256
 """The smallest chunk that PyTorch's fused attention computes."""
 
 
 @dataclass
 class Problem:
-    """The inputs laid out for gathering. Each of N rows has one live list, K key/value heads and K x G query heads."""
+    """The operator's inputs, reshaped so that memories with the same span can be gathered together.
+
+    There are N = B x P rows, where P is the number of rows of spans per batch row. Each has one live list, K key/value heads
+    and K x G query heads.
+    """
 
     q: Tensor  # [N, K, G, T, D]
     k: Tensor  # [N, K, S, D]
@@ -35,21 +39,21 @@ class Problem:
     eps: float
     chunk: int
     finite: bool
-    """Whether all keys and values are finite numbers, so that a weight of zero removes any memory."""
+    """Whether all keys and values are finite, so that a weight of zero removes a memory (0 times NaN would be NaN)."""
 
     @property
     def fuses(self) -> bool:
-        """Whether PyTorch's fused attention of the CPU can compute this."""
+        """Whether PyTorch's fused CPU attention can compute this."""
         return self.q.device.type == "cpu" and self.eps == 0 and self.finite and not self.relative_keys.shape[0]
 
     @property
     def fuses_chunks(self) -> bool:
-        """Whether it should compute chunks. Over short lists its small products take twice the time of batched ones."""
+        """Whether it is used for chunks. For short ones it takes twice as long as batched matrix products."""
         return self.fuses and self.chunk >= FUSED_FROM
 
     @property
     def together(self) -> int:
-        """Chunks that are computed in one call."""
+        """Number of chunks that are computed in one call."""
         return max(1, QUERIES // (self.chunk * len(self.span))) if self.q.device.type == "cpu" else 1
 
     @property
@@ -98,7 +102,7 @@ def lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_se
 
 
 def rows_of_queries(x: Tensor, kv_heads: int, parts: int) -> Tensor:
-    """[B, Hq, T, D] -> [N, K, G, T, D] with N = B * parts."""
+    """[B, Hq, T, D] -> [N, K, G, T, D] with N = B * parts, where `parts` is the number of rows of spans per batch row."""
     x = x.unflatten(1, (parts, kv_heads // parts, -1))
     return x.flatten(0, 1)
 

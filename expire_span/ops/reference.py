@@ -6,9 +6,9 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
-`normalizer_eps` times the sum of exp(s) over the living memories, without the mask, is added to the normaliser.
+With `normalizer_eps`, that number times sum_j exp(s_tj) over the living memories is added to the normaliser.
 
-Any float dtype, float64 included; memory grows as T x S.
+It takes any float dtype, float64 included, and its memory use grows as T x S.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
 
 
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
-    """The soft mask m in [0, 1]; gradient only strictly on the ramp. span [.., S], age [.., T, S] -> [.., T, S]."""
+    """The soft mask m in [0, 1]; the span gets a gradient only where 0 < m < 1. span [.., S], age [.., T, S] -> [.., T, S]."""
     span, steps = span.unsqueeze(-2), age.to(span.dtype)
     mask = 1 + (span - steps) / ramp
     on_ramp = (mask > 0) & (mask < 1)
-    # Stores delete where span + ramp <= age. Rounded otherwise, the mask may still be above 0 there, and a query that sees
-    # nothing else would read a memory that a store has deleted.
+    # Stores delete a memory where span + ramp <= age. The clamp below rounds differently and could be above 0 there; a query
+    # that sees nothing else would then read a memory that a store has deleted.
     visible = (age >= 0 if include_self else age > 0) & (span + ramp > steps)
     return torch.where(visible, torch.where(on_ramp, mask, (mask >= 1).to(mask.dtype)), 0)
 

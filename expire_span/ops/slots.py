@@ -1,7 +1,7 @@
-"""Decoding over slots of fixed size (store/slots.py): one query per row and head, in plain PyTorch. Any device.
+"""Decoding over slots (store/slots.py): one query per row and head, in plain PyTorch on any device.
 
-`attend_slots` is the definition; `ops/triton/slots.py` computes the same together with everything around it: normalising and
-rotating the new query and key, predicting the span, appending.
+`attend_slots` is the definition. The kernel of `ops/triton/slots.py` fuses it with the rest of the step: it also normalises and
+rotates the new query and key, predicts the span and appends the memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class SpanForm(NamedTuple):
-    """Spans as low + room x sigmoid(weight . h + bias), one entry per key/value head: how a decoding step computes them."""
+    """Parameters from which a decoding step computes spans, one entry per key/value head: low + room sigmoid(weight . h +
+    bias)."""
 
     weight: Tensor
     """[Hkv, C] in float32; zero where a head gives every token the same span."""
     bias: Tensor
-    """[Hkv]; plus or minus infinity where the sigmoid is to be 1 or 0."""
+    """[Hkv]; plus or minus infinity where the sigmoid must be exactly 1 or 0."""
     low: Tensor
     room: Tensor
 
@@ -47,8 +48,8 @@ def attend_slots(
 ) -> Tensor:
     """y [B, Hq, D] for queries q [B, Hq, D] over slots k, v [B, Hkv, W, D].
 
-    left [B, Hkv, W]: steps that each memory has left, <= 0 for the dead and for empty slots; it may be overwritten. age
-    [B, Hkv, W] is needed with relative_keys [M, D] only.
+    left [B, Hkv, W]: steps that each memory has left, <= 0 for dead memories and empty slots; it may be overwritten.
+    age [B, Hkv, W]: steps since each memory was written; needed only with relative_keys [M, D].
     """
     heads = k.shape[1]
     q = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]: the heads of a group are queries of their key/value head
@@ -78,7 +79,8 @@ def _relative(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
 
 
 def slot_kernel_serves(impl: str, like: Tensor) -> bool:
-    """Whether the fused step runs where a layer with this `impl` and weights like these lies. It takes heads of any size."""
+    """Whether the fused kernel of ops/triton/slots.py runs for a layer with this `impl` and these weights. Any head dim will
+    do."""
     return (
         like.device.type == "cuda" and like.dtype in KERNEL_DTYPES and TRITON_INSTALLED and impl in ("auto", "triton")
     )

@@ -2,12 +2,13 @@
 
 In a **rectangle** all rows have the same number of slots, so reading a field is a view; a row with fewer memories than the
 widest has empty slots in front. In **segments** (segments.py) each row has as many slots as it needs, in flat buffers, and
-reading gathers a rectangle. `compact` deletes the dead and chooses the layout: segments where the rectangle would be more
-than a quarter padding.
+reading gathers a rectangle. `compact` deletes dead memories and chooses the layout: segments where a rectangle would need more
+than `MOST_PADDING` slots per living memory.
 
 Appending writes into spare slots of buffers that several versions of a store share. Only the newest version, whose `used`
-equals the shared `tail`, may write in place; an older version copies the buffers first. A block that is long beside what is
-stored makes a new rectangle instead, which the next compaction takes apart.
+equals the shared `tail`, may write in place; an older version copies the buffers first. A block longer than half of what is
+stored is not written into spare slots: old and new memories are concatenated into a new rectangle, and the next compaction
+chooses the layout again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .rule import NEVER, blank, order_living_last, take_slots, wipe
 from .segments import Segments
 
 LEAST_SPARE = 32
-"""Fewest memories appended between two compactions."""
+"""Least number of spare slots, and so of memories that can be appended between two compactions."""
 MOST_PADDING = 1.25
 """A rectangle may have at most this many slots per living memory; with more padding, segments are used."""
 
@@ -43,18 +44,19 @@ class Layout(ABC):
     """Named buffers with one slot per memory: `pos`, `span` and any further fields."""
 
     rows: tuple[int, ...]
+    """(B,), or (B, Hkv) where each key/value head has memories of its own."""
     buffers: dict[str, Tensor]
     used: int = 0
-    """Number of slots of the widest row in use."""
+    """Number of slots in use in the row that has most of them, empty slots in front included."""
     packed: int = 0
-    """Number of slots in use right after the last compaction."""
+    """Value of `used` right after the last compaction."""
     tail: list[int] = field(default_factory=lambda: [0])
     """Number of slots written in the shared buffers: one mutable number for all layouts that share them."""
 
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Slots of the widest row, free ones included."""
+        """Number of slots that the widest row may use before the buffers must grow."""
 
     @property
     def typical(self) -> int:
@@ -67,11 +69,11 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, new: dict[str, Tensor], used: int, count: int) -> None:
-        """Write `count` memories of every row after its first `used` slots."""
+        """Write `count` new memories per row, in place, behind the `used` slots that are in use."""
 
     @abstractmethod
     def with_room(self, new: dict[str, Tensor], count: int) -> Layout:
-        """A copy with room for `count` more memories of every row. `new` holds them, and so names the fields."""
+        """A copy with spare slots for `count` more memories per row. `new` holds these memories: its keys name the fields."""
 
     @abstractmethod
     def flat_places(self, kept: Tensor) -> Tensor:
@@ -82,6 +84,7 @@ class Layout(ABC):
         """The same memories as a rectangle, for operations on whole rows."""
 
     def append(self, new: dict[str, Tensor], count: int) -> Layout:
+        """The layout with `count` more memories per row, whose fields `new` holds as [*rows, count, ..]."""
         if count > max(self.used // 2, LEAST_SPARE):
             return self._joined(new, count)
         fits = self.tail[0] == self.used and self.used + count <= self.capacity
@@ -91,9 +94,9 @@ class Layout(ABC):
         return replace(layout, used=self.used + count)
 
     def _joined(self, new: dict[str, Tensor], count: int) -> Rectangle:
-        """A rectangle of what is stored and a block that is long beside it, without spare slots.
+        """A new rectangle without spare slots: the stored memories followed by the new block.
 
-        The next `expire` compacts it, so every memory is copied once, and the block can be read without gathering it.
+        For blocks longer than half of what is stored. `expire` compacts after such a block, so spare slots would be of no use.
         """
         dim, buffers = len(self.rows), {}
         for name, x in new.items():
@@ -106,11 +109,14 @@ class Layout(ABC):
         return replace(self, buffers={name: fn(x) for name, x in self.buffers.items()}, tail=[self.used])
 
     def index_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors beside the buffers that locate the rows."""
+        """Tensors that say where each row lies in the buffers; a rectangle needs none."""
         return ()
 
     def compact(self, alive: Tensor, block: int) -> Layout:
-        """Keep the memories marked in `alive` [*rows, used]. The host waits for the device to learn how many there are."""
+        """Keep only the memories marked in `alive` [*rows, used]; the store receives blocks of `block` memories.
+
+        The host waits for the device here, since the number of living memories decides the new size.
+        """
         counts = alive.sum(-1).flatten()
         total, width = torch.stack([counts.sum(), counts.amax()]).tolist() if alive.numel() else (0, 0)
         if len(counts) * width > MOST_PADDING * total:
@@ -160,6 +166,7 @@ class SegmentLayout(Layout):
 
     segments: Segments = field(kw_only=True)
     mean_packed: int = 0
+    """Number of slots of the average row right after the last compaction."""
 
     @property
     def typical(self) -> int:

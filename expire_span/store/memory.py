@@ -1,9 +1,10 @@
 """ExpiringMemory: keys and values (or any named fields) that are deleted for good when their span is over.
 
 A store holds, for each of its rows, memories sorted by birth: a position, a span, and the fields. Rows are independent: each
-keeps its own memories. Appending takes time in proportion to what is appended. Compaction, which removes expired memories by
-copying the living ones, runs only once they could fill half of the slots: its cost is amortised, and what is held stays
-within a constant factor of what lives. rule.py decides which memories are dead, layouts.py how the others are stored.
+keeps its own memories. Appending takes time in proportion to what is appended. Compaction removes expired memories by copying
+the living ones, and runs once about half as many memories were appended as it had kept. So its cost per memory is constant on
+average, and the bytes held stay within a constant factor of the living memories' bytes. rule.py decides which memories are
+dead, layouts.py how the others are stored.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ExpiringMemory(Store):
     # Reading
 
     def __len__(self) -> int:
-        """Slots in use by the widest row, empty ones included."""
+        """Number of slots in use in the widest row, empty ones in front included."""
         return self.layout.used
 
     @property
@@ -72,7 +73,7 @@ class ExpiringMemory(Store):
 
     @property
     def capacity(self) -> int:
-        """Slots of the widest row, free ones included."""
+        """Number of slots that the widest row may use before the buffers must grow."""
         return self.layout.capacity
 
     @property
@@ -98,7 +99,11 @@ class ExpiringMemory(Store):
         return self.layout.read(name)
 
     def row_places(self) -> tuple[Tensor, Tensor, int, int]:
-        """For segments: first slot and number of slots of each row, slots added to each since, slots of the widest row."""
+        """Where the rows of segments lie, for the decode kernel: (starts, counts, added, used).
+
+        starts and counts [rows] are each row's first slot and its number of slots when the segments were laid out; `added` is
+        the number of slots appended to every row since then; `used` is the number of slots of the widest row now.
+        """
         assert self.segments is not None
         return self.segments.starts, self.segments.counts, self.used - self.segments.base, self.used
 
@@ -115,7 +120,8 @@ class ExpiringMemory(Store):
         return steps_left(self.span, self.pos, now, self.ramp)
 
     def live(self, now: int | None = None) -> Tensor:
-        """How many memories of each row are alive for a query at `now`, [*rows]."""
+        """How many memories of each row are alive for a query at `now`, [*rows]; None takes the position of the last
+        `expire`."""
         return (self.remaining(self.now if now is None else now) > 0).sum(-1)
 
     # Changing
@@ -214,7 +220,7 @@ class ExpiringMemory(Store):
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors (of a rectangle, the part in use) and plain numbers; `from_state_dict` restores the same store."""
+        """The store as tensors (of a rectangle, only the slots in use) and plain values; `from_state_dict` restores it."""
         numbers = dict(rows=list(self.rows), ramp=self.ramp, cap=self.cap, used=self.used, packed=self.layout.packed)
         numbers.update(now=self.now, capacity=self.capacity, block=self.block, typical=self.layout.typical)
         segments = None if self.segments is None else dict(vars(self.segments))

@@ -12,22 +12,23 @@ from torch import Tensor
 class Segments:
     """The location of each row in the flat buffers. Every row has free slots after its last memory.
 
-    Slot 0 belongs to no row and stays empty: padding is read from there.
+    Slot 0 belongs to no row and stays empty: reading a rectangle takes its padding from there. A batch row, or one key/value
+    head of it, counts as a row; all rows grow by the same number of slots, one for each token appended.
     """
 
     starts: Tensor
     """First slot of each row, [rows]."""
     counts: Tensor
-    """Slots that each row had in use when the widest row had `base` slots, [rows]."""
+    """Slots in use in each row when these segments were laid out, [rows]."""
     base: int
-    """Slots of the widest row when these segments were laid out."""
+    """Largest of `counts`, known to the host without waiting for the device."""
     total: int
     """Sum of `counts`, known to the host without waiting for the device."""
     room: int
     """Free slots that each row had when these segments were laid out."""
 
     def ends(self, used: int) -> Tensor:
-        """The slot after each row's last one, once the widest row has `used` slots."""
+        """The slot after the last one in use of each row [rows], when the widest row has `used` slots in use."""
         return self.starts + self.counts + (used - self.base)
 
     @classmethod
@@ -37,11 +38,11 @@ class Segments:
 
     @property
     def capacity(self) -> int:
-        """Slots of the flat buffers."""
+        """Total number of slots of the flat buffers."""
         return 1 + self.total + len(self.counts) * self.room
 
     def slots(self) -> Tensor:
-        """Every slot in use, row after row, [total]."""
+        """Index of every slot in use when the segments were laid out, row after row, [total]."""
         device = self.counts.device
         row = torch.repeat_interleave(
             torch.arange(len(self.counts), device=device), self.counts, output_size=self.total
@@ -50,7 +51,8 @@ class Segments:
         return (self.starts - before)[row] + torch.arange(self.total, device=device)
 
     def places(self, used: int) -> Tensor:
-        """The slots of a rectangle [rows, used] in which every row is aligned at its end, flattened; 0 for padding."""
+        """For each place of a rectangle [rows, used], flattened, the slot to read: rows are aligned at their ends, padding is
+        0."""
         slot = torch.arange(-used, 0, device=self.starts.device) + self.ends(used).unsqueeze(1)
         return torch.where(slot >= self.starts.unsqueeze(1), slot, 0).flatten()
 

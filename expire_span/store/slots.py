@@ -1,15 +1,16 @@
 """Slots: keys and values of living memories in buffers of fixed size, changed in place. Streams decode from them.
 
-For every row and key/value head there are `FRESH` slots for what was born since the last compaction, and behind them the
-slots of older memories, `capacity` of them for each head. All rows and heads write the memory of one step into the same fresh
-slot, so that appending is one copy. After `FRESH` steps `compact` moves the living among them to the older ones and deletes the
-dead: tensor operations of fixed shapes that never wait for the device, so that they can be recorded as a CUDA graph.
+Every row and key/value head has `FRESH` fresh slots for the memories born since the last compaction, followed by `capacity`
+older slots for the memories that survived it. One step writes its memory into the same fresh slot of all rows and heads, so
+that appending is one copy; the index of that slot, 0 to `FRESH` - 1, is called the `column`. After `FRESH` steps, `compact`
+deletes the dead memories and moves the living ones to the older slots. It consists of tensor operations of fixed shapes that
+never wait for the device, so that it can be recorded as a CUDA graph. One row in memory:
 
-    head 0: [fresh slots | older memories, counts[0] of capacity[0]], head 1: [fresh slots | ..], ..
+    head 0: [fresh slots | older slots, counts[0] of capacity[0] in use], head 1: [fresh slots | ..], ..
 
-Positions count from the last compaction on (older memories are below 0), so that they stay small for ever, and are exact as
-float32. A memory's `edge` is its span + ramp: it is dead for a query at t once `edge - (t - pos) <= 0`, the rule of rule.py. An
-empty slot has an edge of minus infinity. Slots are in no particular order.
+Positions count from the last compaction (a memory in an older slot has a negative one), so that they never grow large and
+float32 holds them exactly. A memory's `edge` is its span + ramp: it is dead for a query at t once `edge - (t - pos) <= 0`, the
+rule of rule.py. An empty slot has an edge of minus infinity. Older slots are in no particular order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from .rule import NEVER, find_weakest, steps_left
 
 FRESH = 64
-"""Memories that are appended between two compactions."""
+"""Number of steps, and so of memories appended per head, between two compactions."""
 DEAD = float("-inf")
 """The edge of an empty slot."""
 ROUND = 64
@@ -30,13 +31,16 @@ ROUND = 64
 
 
 def choose_capacity(needed: int, limit: int) -> int:
-    """Older slots of a head that may soon have to hold `needed` memories: a quarter more, at most `limit`, rounded up."""
+    """Number of older slots for a head that will need `needed` of them: a quarter more, at most `limit`, rounded up."""
     wanted = min(needed + needed // 4, max(limit, needed))
     return max(ROUND, -(-wanted // ROUND) * ROUND)
 
 
 class Slots:
-    """Memories of `rows` independent rows and len(capacity) heads."""
+    """Memories of `rows` batch rows and len(capacity) key/value heads; `capacity` gives the older slots of each head.
+
+    Fields: k, v [rows, total, D], pos and edge [rows, total], with the slots of all heads one after another.
+    """
 
     def __init__(
         self,
@@ -65,11 +69,9 @@ class Slots:
         self.evicted = torch.zeros(rows, self.heads, dtype=torch.int64, device=device)
         """Living memories that the cap removed, [rows, heads]."""
         self._index_slots(torch.device(device))
-        self.widest = max(self.capacity)
-        """No head of any row has more older slots in use than this, as far as the host knows."""
 
     def _index_slots(self, device: torch.device) -> None:
-        """Tensors that say which head a slot belongs to and where it lies in it."""
+        """Build index tensors that say to which head each slot belongs and where that head's slots begin and end."""
         sizes = torch.tensor([FRESH + size for size in self.capacity])
         starts = torch.tensor(self.starts[:-1])
         self.bounds = torch.tensor(self.starts, dtype=torch.int32, device=device)
@@ -88,7 +90,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Slots of one row."""
+        """Number of slots of one row, over all heads."""
         return self.starts[-1]
 
     @property
@@ -101,7 +103,7 @@ class Slots:
         return sum(x.numel() * x.element_size() for x in (self.k, self.v, self.pos, self.edge, self.counts))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a row remembers, by name."""
+        """All tensors that steps change, by name, with the batch row in dimension 0."""
         return {name: getattr(self, name) for name in ("k", "v", "pos", "edge", "counts", "evicted")}
 
     # Reading
@@ -109,7 +111,8 @@ class Slots:
     def by_head(self, x: Tensor, width: int | None = None) -> Tensor:
         """A field [rows, total, ..] as [rows, heads, width, ..]; a view where all heads have equally many slots.
 
-        Slots beyond a head's last are read as its last, so that only `edge` must be masked there: see `left`.
+        width: slots to read of each head, from its first fresh slot on; None reads all. Where a head has fewer slots than that,
+        its last slot is read again: the caller must treat these copies as dead, as `left` does.
         """
         width = FRESH + max(self.capacity) if width is None else width
         if self.uniform:
@@ -134,7 +137,7 @@ class Slots:
     # Changing
 
     def append(self, k: Tensor, v: Tensor, edge: Tensor, column: int) -> None:
-        """One memory of each row and head: k, v [rows, heads, D] and edges [rows, heads] into the fresh slot `column`."""
+        """Write one memory of each row and head, k, v [rows, heads, D] and edge [rows, heads], into the fresh slot `column`."""
         if self.uniform:
             shape = (self.rows, self.heads, FRESH + self.capacity[0])
             self.k.view(*shape, -1).select(2, column).copy_(k)
@@ -158,7 +161,7 @@ class Slots:
         self.evicted += over
 
     def compact(self) -> None:
-        """Delete what is dead for the query that comes after `FRESH` fresh slots, move the others to the older slots.
+        """Delete what is dead for the next query, once all `FRESH` fresh slots are full, and move the rest to older slots.
 
         Memories that do not fit there are lost, so the caller must grow `capacity` in time: see `Slots.grown`.
         """
@@ -166,9 +169,9 @@ class Slots:
         upto = alive.cumsum(1)
         before = torch.nn.functional.pad(upto, (1, 0))[:, self._first - FRESH]  # living in the heads before the slot's
         target = self._first + (upto - before - 1)
-        target = torch.where(
-            alive & (target < self._end), target, self.total
-        )  # writes to the extra slot behind the last are discarded
+        fits = alive & (target < self._end)
+        # `total` is one slot too far: what is written there is discarded.
+        target = torch.where(fits, target, self.total)
         source = torch.zeros(self.rows, self.total + 1, dtype=torch.int64, device=alive.device)
         source = source.scatter_(1, target, self._index.expand_as(target))[:, : self.total]
         counts = (upto - before)[:, self._last]
@@ -188,10 +191,11 @@ class Slots:
         self.evicted.index_fill_(0, rows, 0)
 
     def load(self, rows: Tensor, column: int, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, now: int) -> None:
-        """Replace everything that some rows hold by the memories of other stores; the next query is at `column`.
+        """Replace all memories of the rows with the indices `rows` [n] by memories that other stores held.
 
-        k, v [n, heads, S, D], span [n, 1 or heads, S], pos the same with `NEVER` for empty; `now` is the position of the
-        next query. The host waits for the device. The caller has made sure that they fit: see `count_living`.
+        k, v [n, heads, S, D]; span and pos [n, 1 or heads, S], with position `NEVER` for empty slots. `now` is the position of
+        the next query as pos counts, `column` the fresh slot that this query will use here. The host waits for the device. The
+        caller must have made sure that the memories fit: see `count_living`.
         """
         span, pos = (x.expand(-1, self.heads, -1) for x in (span.float(), pos))
         alive = steps_left(span, pos, now, self.ramp) > 0
@@ -213,7 +217,7 @@ class Slots:
     # Other sizes and rows
 
     def grown(self, capacity: Sequence[int]) -> Slots:
-        """The same memories with room for more of them; no head may get less room than it has."""
+        """A copy with `capacity` older slots per head, none of which may be smaller than it is now."""
         new = Slots(
             self.rows, self.head_dim, capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device
         )
@@ -239,12 +243,15 @@ class Slots:
         return new
 
     def map_keys(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every key by what `fn` makes of all of them, [rows, total, D]."""
+        """Replace all keys [rows, total, D] by fn(keys), in place."""
         self.k.copy_(fn(self.k))
 
 
 def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -> list[int]:
-    """The most memories that one row keeps in each head; arguments as in `Slots.load`. Waits for the device."""
+    """For each head, the largest number of living memories of any row; arguments as in `Slots.load`.
+
+    The host waits for the device.
+    """
     alive = steps_left(span.float(), pos, now, ramp) > 0
     return alive.sum(-1).expand(-1, heads).amax(0).tolist() if alive.numel() else [0] * heads
 

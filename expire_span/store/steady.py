@@ -1,9 +1,10 @@
-"""SteadyMemory: the hidden states of living memories, as learning carries them from block to block.
+"""SteadyMemory: the hidden states of living memories, as training carries them from block to block.
 
-Positions count from the start of the block to come: a stored memory's position is negative, and none grows without bound. At
-the end of a block dead slots are cleared and moved to the front; the living follow in order of birth. The width does not
-depend on which memories died, so the host need not wait for the device, and a block can be compiled or recorded as a CUDA
-graph. `trim_states` then cuts empty slots off. It waits for the device once per step, for all layers together.
+Positions count from the start of the next block: a stored memory's position is negative, and none grows without bound. At the
+end of a block, dead slots are cleared and moved to the front; the living ones follow in order of birth. The number of slots
+does not depend on which memories died, so the host need not wait for the device, and a block can be compiled or recorded as a
+CUDA graph. `trim_states` then cuts the empty slots off, for which the host waits for the device once per step, for all layers
+at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .rule import NEVER, find_living, order_living_last, steps_left, take_slots,
 
 @dataclass(frozen=True, eq=False)
 class SteadyMemory(Store):
-    """Hidden states [B, S, C] and their positions [B, S]."""
+    """Hidden states [B, S, C] and their positions [B, S]; an empty slot has the position `NEVER`."""
 
     layout_name = "steady"
 
@@ -30,7 +31,7 @@ class SteadyMemory(Store):
     evicted: Tensor
     """Number of living memories that the cap removed, per row [B]."""
     living: Tensor | None = None
-    """Number of living memories of each row [B] until empty slots are cut off, then None."""
+    """Number of living memories of each row [B] right after a block; None once `trim_states` has cut off the empty slots."""
     block: int = 0
     """Number of tokens in the last block."""
 
@@ -46,14 +47,15 @@ class SteadyMemory(Store):
         return sum(x.numel() * x.element_size() for x in parts)
 
     def extended(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, S + T, C] and positions [B, S + T] of what is stored and of the block x [B, T, C] after it."""
+        """The stored memories followed by the block x [B, T, C] at pos [T]: hidden [B, S + T, C] and positions [B, S + T]."""
         hidden = torch.cat([self.hidden.to(x.dtype), x], 1)
         return hidden, torch.cat([self.pos, pos.expand(x.shape[0], -1)], 1)
 
     def after(
         self, hidden: Tensor, pos: Tensor, span: Tensor, *, block: int, ramp: float, cap: int | None
     ) -> SteadyMemory:
-        """The store after a block of `block` tokens, given what `extended` returned and the spans [B, S + T] of it all."""
+        """The store after a block of `block` tokens: hidden and pos as `extended` returned them, with their spans [B, S +
+        T]."""
         alive, lost = find_living(steps_left(span, pos, block, ramp), cap)
         evicted = self.evicted if lost is None else self.evicted + lost
         kept = _living_last(hidden.detach(), pos - block, alive)
@@ -87,9 +89,10 @@ class SteadyMemory(Store):
 
 
 def trim_states(states: list[Any], *, copy: bool = True) -> list[Any]:
-    """Cut off the empty slots that all rows have in front, in all layers' states at once. Other systems' states stay the same.
+    """Cut off the empty slots that all rows have in front, in the states of all layers at once.
 
-    copy: copy what remains, so that the memory of the slots cut off is freed; without it the result is a view.
+    Layers whose state holds no `SteadyMemory` keep their state. copy: copy what remains, so that the bytes of the slots cut off
+    are freed; without it the result is a view.
     """
     pending = [n for n, state in enumerate(states) if _is_pending(state)]
     if not pending:
@@ -116,9 +119,10 @@ def _cut(memory: SteadyMemory, count: int, copy: bool) -> SteadyMemory:
 
 
 def choose_width(count: int, before: int, most: int) -> int:
-    """Number of slots for `count` living memories: few different values that shrink slowly, since each is a shape to compile.
+    """Number of slots to keep for `count` living memories. It takes few different values, since each is a shape to compile.
 
-    before: number of slots before the block was added; most: number of slots now.
+    before: number of slots before the block was added, which is kept unless it is over 1.5 times what is needed;
+    most: number of slots now.
     """
     step = max(8, 1 << max(count.bit_length() - 4, 0))
     want = -(-count // step) * step
@@ -127,7 +131,7 @@ def choose_width(count: int, before: int, most: int) -> int:
 
 
 def _living_last(hidden: Tensor, pos: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
-    """Living slots at the end in their order; the others wiped, in front."""
+    """Move living slots to the end, in their order; clear the others, which come first."""
     order = order_living_last(alive)
     alive = alive.gather(-1, order)
     return wipe(take_slots(hidden, order), alive), wipe(pos.gather(-1, order), alive, NEVER)

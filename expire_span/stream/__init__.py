@@ -1,4 +1,4 @@
-"""Streams: many rows that read and generate tokens without end, in bounded memory."""
+"""Streams: many rows that read and generate any number of tokens in bounded memory."""
 
 from expire_span.sampling import Sampling
 

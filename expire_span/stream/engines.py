@@ -1,8 +1,8 @@
 """How a stream's steps run: in place over buffers of fixed size, or by ordinary calls of the decoder.
 
 An engine keeps `logits` [rows, V] of the next token of every row. `advance` draws tokens from them (or takes given ones), and
-computes the next logits. `SteadyEngine` changes nothing but the contents of buffers: on a GPU each step is one replay of a
-recorded CUDA graph. `PlainEngine` serves the systems whose states have no fixed shapes.
+computes the next logits. `SteadyEngine` decodes in buffers of fixed size, so that on a GPU each step is one replay of a
+recorded CUDA graph. `PlainEngine` is for memory systems whose states have no fixed shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from expire_span.store.slots import FRESH
 
 
 class Engine(ABC):
-    """The rows of a stream."""
+    """The state of a stream's rows, and the step that advances them."""
 
     lookahead = False
     """Whether the host may launch a step before it has read the tokens of the one before."""
@@ -36,20 +36,23 @@ class Engine(ABC):
         self.logits = torch.zeros(rows, vocab, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position = 0
-        """Tokens that the stream has taken since it began."""
+        """Number of steps taken since the stream began."""
 
     @abstractmethod
     def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
-        """Rows begin with what a decoder's state remembers after their prompts."""
+        """Replace the memories of the rows with the numbers `rows` by a decoder's state after their prompts.
+
+        state: one part per layer, with len(rows) batch rows; logits [len(rows), V]: those of the next token.
+        """
 
     @abstractmethod
     def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
-        """One token for every row: drawn from the logits, or, without `sampling`, those in `tokens`."""
+        """Feed one token to every row: drawn from the logits, or, where `sampling` is None, those in `tokens` [rows]."""
 
     @property
     @abstractmethod
     def live(self) -> Tensor:
-        """Mean number of living memories of a head, [layers, rows]."""
+        """Number of living memories per head, the mean over heads, [layers, rows]."""
 
     @property
     @abstractmethod
@@ -72,14 +75,15 @@ class Engine(ABC):
 
 
 class SteadyEngine(Engine):
-    """Steps in place. The host knows when slots are compacted, and reads their counts one compaction later, without waiting."""
+    """Decodes in place over slots. After each compaction the counts of older slots are copied to the host in the background;
+    the host reads them before the next compaction, `FRESH` steps later, to see whether the slots must grow."""
 
     def __init__(self, decoder: Decoder, rows: int, stepper: Stepper | None = None) -> None:
         super().__init__(decoder, rows)
         self.stepper = stepper or Stepper(decoder, rows)
         self.clock = self.stepper.clock
         self.lookahead = self._on_gpu = self.device.type == "cuda"
-        # Plain PyTorch steps take the fresh slot's number from the host: a recorded graph would repeat the same number.
+        # Steps in plain PyTorch take the index of the fresh slot from the host: a recorded graph would repeat the same index.
         self._replays = self._on_gpu and all(layer.fused for layer in self.stepper.slot_layers)
         self._graphs: dict[Any, Any] = {}
         self._warm: set[Any] = set()
@@ -107,7 +111,8 @@ class SteadyEngine(Engine):
         self.logits[where] = logits.float()
 
     def read_in_step(self, prompts: dict[int, Tensor]) -> None:
-        """Read short prompts of all rows, one token per row and step; shorter ones begin later, so that all end together."""
+        """Read prompts of different lengths, {row: tokens [T]}, one token per row and step; shorter ones begin later, so that
+        all end with the same step."""
         longest = max(map(len, prompts.values()))
         table = torch.zeros(longest, self.rows, dtype=torch.int64)
         begins: dict[int, list[int]] = {}
@@ -122,7 +127,7 @@ class SteadyEngine(Engine):
             self.advance(None)
 
     def _clear(self, rows: list[int]) -> None:
-        """Rows begin anew, without a prompt."""
+        """Empty the memories of these rows."""
         where = torch.tensor(rows, device=self.device)
         for step in self.stepper.blocks:
             if isinstance(step.memory, SlotStep):
@@ -147,7 +152,8 @@ class SteadyEngine(Engine):
         self.position += 1
 
     def _run(self, key: Any, work: Callable[[], None], generator: torch.Generator | None = None) -> None:
-        """Run work that only changes buffers: the first time directly, which loads its kernels; then recorded and replayed."""
+        """Run work that only changes the contents of buffers. The first call runs it directly, which loads its kernels; the
+        second records it as a CUDA graph; that and later ones replay the graph."""
         if not self._replays or key not in self._warm:
             work()
             self._warm.add(key)
@@ -166,10 +172,10 @@ class SteadyEngine(Engine):
         return graph
 
     def _forget_graphs(self) -> None:
-        """Buffers were replaced: what was recorded over the old ones must not be replayed."""
+        """Drop all recorded graphs, since buffers were replaced and the graphs use the old ones."""
         if self._graphs:
             torch.cuda.synchronize()
-        # The next run is a plain one again: other sizes may need other kernels, which cannot be loaded while recording.
+        # The next run is direct again: other sizes may need other kernels, which cannot be loaded while recording.
         self._graphs, self._pool, self._warm = {}, None, set()
 
     def _compact(self) -> None:
@@ -250,7 +256,7 @@ class SteadyEngine(Engine):
 
 
 class PlainEngine(Engine):
-    """Steps through the decoder. Rows that read equally long prompts together share a state; others have their own."""
+    """Calls the decoder for every step. Rows whose prompts were read as one batch share a state, one entry of `groups`."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         super().__init__(decoder, rows)

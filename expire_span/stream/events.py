@@ -12,7 +12,7 @@ from .engines import Engine, SteadyEngine
 from .tokens import Events
 
 Living = set[tuple[int, int, int]]
-"""Row, head and position of birth."""
+"""Memories, each as (row, head, position at which it was written)."""
 
 
 def remember_living(engine: Engine) -> list[Living]:
@@ -24,7 +24,7 @@ def remember_living(engine: Engine) -> list[Living]:
 
 
 def find_events(engine: Engine, before: list[Living]) -> list[Events]:
-    """What the step that was just taken changed, given which memories were alive before it."""
+    """The births and deaths of the step that was just taken, given the memories that were alive before it, for each layer."""
     if not isinstance(engine, SteadyEngine):
         return []
     found = []

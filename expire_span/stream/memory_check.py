@@ -1,4 +1,4 @@
-"""Whether a stream's rows fit into memory."""
+"""A check that a stream's rows fit into the device's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from expire_span.store.slots import FRESH, ROUND
 
 
 def bytes_per_row(decoder: Decoder) -> int:
-    """Bytes of a row with few memories: its fresh slots and the fewest older ones, and its logits."""
+    """Least number of bytes that one row occupies: its fresh slots, the smallest number of older slots, and its logits."""
     c, element = decoder.config, decoder.embed.weight.element_size()
     slot = 2 * c.head_dim * element + 8
     return c.layers * c.num_kv_heads * (FRESH + ROUND) * slot + 8 * c.vocab
@@ -29,7 +29,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_room(decoder: Decoder, rows: int) -> None:
-    """Refuse more rows than can be held."""
+    """Refuse more rows than fit into the free memory of the decoder's device."""
     each, free = bytes_per_row(decoder), free_bytes(decoder.embed.weight.device)
     if free is not None and rows * each > free:
         raise ValueError(

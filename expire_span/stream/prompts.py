@@ -1,4 +1,4 @@
-"""Reading prompts: checked, grouped by length, in blocks at the speed of a training pass."""
+"""Reading prompts: they are checked, grouped by length, and read in blocks, as fast as a forward pass of training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from expire_span.checks import show
 from expire_span.models.decoder import Decoder
 
 PROMPT_BLOCK = 1024
-"""Tokens of a row that are read at once on a CPU."""
+"""Tokens of a row that one forward pass reads on a CPU."""
 GPU_BLOCK = 65_536
-"""Tokens of all rows together that are read at once on a GPU."""
+"""Tokens of all rows together that one forward pass reads on a GPU."""
 
 Prompt = Sequence[int] | bytes | Tensor
 
@@ -47,7 +47,7 @@ def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
 
 
 def group_by_length(prompts: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Rows whose prompts are equally long, and these prompts [n, T]."""
+    """Group rows whose prompts have the same length: yields the rows of a group and their prompts [n, T]."""
     lengths: dict[int, list[int]] = {}
     for row, prompt in prompts.items():
         lengths.setdefault(len(prompt), []).append(row)

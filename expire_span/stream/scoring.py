@@ -1,4 +1,4 @@
-"""Bits per byte of any file, read in blocks: what is remembered is bounded by what lives."""
+"""Bits per byte of a file of any length, read as one stream in blocks; memory is bounded by the living memories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .prompts import PROMPT_BLOCK
 GPU_BLOCK = 16_384
 """Bytes or tokens in one forward pass on a GPU."""
 STRETCHES = 64
-"""How finely a score tells what happened along the stream."""
+"""Least number of stretches into which a long stream's report is divided; there are at most twice as many."""
 
 
 def score_bytes(decoder: Decoder, file: BinaryIO) -> dict[str, Any]:
@@ -55,7 +55,8 @@ def score_characters(decoder: Decoder, ids: np.ndarray) -> dict[str, Any]:
 
 @dataclass
 class _Stretch:
-    """Consecutive scored tokens: how many, and sums over them of the loss (nats) and of each layer's living memories."""
+    """A run of consecutive scored tokens: their number, and the sums of their loss (nats) and of each layer's living
+    memories."""
 
     count: int
     loss: Tensor
@@ -71,15 +72,15 @@ class _Stretch:
 
 @dataclass
 class _Total:
-    """What was found while a stream was read. However long it is, at most 2 * STRETCHES stretches are held."""
+    """Sums over a stream as it is read, in at most 2 * STRETCHES stretches however long it is."""
 
     seen: int = 0
     held: int = 0
     blocks: int = 1
-    """How many blocks make one stretch; doubled whenever there are too many stretches."""
+    """Number of blocks per stretch; it is doubled, and neighbouring stretches are merged, when there are too many stretches."""
     stretches: list[_Stretch] = field(default_factory=list)
     newest: int = 0
-    """Blocks in the newest stretch."""
+    """Number of blocks in the newest stretch so far."""
 
     def add(self, block: _Stretch) -> None:
         if self.stretches and self.newest < self.blocks:
@@ -100,7 +101,7 @@ class _Total:
         return float(torch.stack([stretch.loss for stretch in self.stretches]).sum()) / math.log(2)
 
     def memory(self) -> dict[str, Any]:
-        """Mean living memories of each layer and the most bytes held; then bits and living memories along the stream."""
+        """Mean living memories of each layer, the largest number of bytes held, and the report of each stretch."""
         live = (torch.stack([stretch.live for stretch in self.stretches]).sum(0) / self.scored).tolist()
         begins = accumulate((stretch.count for stretch in self.stretches), initial=0)
         along = [stretch.describe(begin) for stretch, begin in zip(self.stretches, begins, strict=False)]
@@ -109,7 +110,7 @@ class _Total:
 
 @torch.inference_mode()
 def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]]) -> _Total:
-    """Read a stream in blocks of at most the size that `blocks` is asked for; every token but the first is scored."""
+    """Score every token but the first. `blocks(size)` yields the stream's tokens in blocks of at most `size`."""
     decoder.eval()
     device = decoder.embed.weight.device
     total, state = _Total(), None

@@ -1,4 +1,4 @@
-"""`Stream`: rows that read prompts and generate from them, without end if wanted."""
+"""`Stream`: rows that read prompts and generate any number of tokens from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 
 STEPPED = 512
-"""Prompts up to this long, if they differ in length, are read on a GPU one token of each row a step."""
+"""On a GPU, prompts of different lengths of at most this many tokens are read step by step, one token of each row per step."""
 
 
 class Stream:
@@ -36,13 +36,15 @@ class Stream:
         for step in stream.generate(Sampling(temperature=0.8)):
             ...  # step.tokens [rows]; stream.replace(1, b"And then") while the others go on
 
-    Memory is bounded by what lives. On a GPU a step is one replay of a CUDA graph, and tokens come one step late, so that
-    host and device do not wait for each other. The decoder's weights must not change while a stream uses them.
+    Memory is bounded by the living memories. On a GPU a step is one replay of a CUDA graph, and the host reads a step's tokens
+    while the next step runs, so that neither waits for the other. The decoder's weights must not change while a stream uses
+    them.
     """
 
     def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
-        """recorded: off, steps on a GPU are launched kernel by kernel (for tests and measurements)."""
-        if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder reads ahead
+        """recorded: if False, steps on a GPU are launched kernel by kernel instead of as CUDA graphs, for tests and
+        benchmarks."""
+        if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder is not causal
             got = type(decoder).__name__
             raise ValueError(
                 f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)"
@@ -67,7 +69,7 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """Steps that the stream has taken."""
+        """Number of steps that the stream has taken."""
         return self._engine.position
 
     # Reading
@@ -91,16 +93,18 @@ class Stream:
             self._engine.load(rows, state, logits)
 
     def _reads_in_step(self, prompts: dict[int, Tensor]) -> bool:
+        """Whether to read prompts step by step; see `STEPPED`."""
         lengths = {len(prompt) for prompt in prompts.values()}
         if not (isinstance(self._engine, SteadyEngine) and self._engine.device.type == "cuda"):
             return False
         rules: list[Any] = [getattr(block.mixer, "rules", None) for block in self.decoder.layers()]
-        starts = any(getattr(rule, "initial_memories", 0) for rule in rules)  # these come with a state
+        # Initial memories are stored by the decoder's initial state only.
+        starts = any(getattr(rule, "initial_memories", 0) for rule in rules)
         return len(lengths) > 1 and max(lengths) <= STEPPED and not starts
 
     @torch.inference_mode()
     def replace(self, row: int, prompt: Prompt) -> None:
-        """Row `row` begins anew with a prompt while the others go on."""
+        """Empty row `row` and let it read a new prompt; the other rows go on as they are."""
         self._check_row(row)
         tokens = check_prompt(prompt, self.decoder.config.vocab, row)
         logits, state = read_prompt(self.decoder, tokens.unsqueeze(0))
@@ -118,9 +122,10 @@ class Stream:
     def generate(
         self, sampling: Sampling | None = None, max_tokens: int | None = None, *, events: bool = False
     ) -> Iterator[Step]:
-        """Steps of one token for each row, `max_tokens` of them or for ever. Breaking off loses nothing: the next call goes on.
+        """Yield steps of one token for each row: `max_tokens` of them, or without end where it is None.
 
-        events: report what was born and what died in every layer; each step then waits for the device.
+        If the caller stops early, the next call continues where this one stopped. events: report which memories were written
+        and which died in every layer; the host then waits for the device at each step.
         """
         if sampling is not None and not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, got {show(sampling)}; give Sampling(temperature=0.8)")
@@ -153,7 +158,7 @@ class Stream:
         self._flights.append(flight)
 
     def _generator_of(self, sampling: Sampling) -> torch.Generator:
-        """One generator for as long as the seed stays the same."""
+        """The random generator of a seed; the same one is used until another seed is given."""
         if self._generator is None or self._generator[0] != sampling.seed:
             device = self._engine.device
             self._generator = sampling.seed, torch.Generator(device).manual_seed(sampling.seed)
@@ -164,12 +169,12 @@ class Stream:
     @property
     @torch.inference_mode()
     def live(self) -> Tensor:
-        """Mean number of living memories of a head, [layers, rows]."""
+        """Number of living memories per head, the mean over heads, [layers, rows]."""
         return self._engine.live.cpu()
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all memories, free room included."""
+        """Bytes of all memories, spare slots included."""
         return self._engine.bytes_held
 
     @property
@@ -223,7 +228,7 @@ class Stream:
         stream._flights = deque(Flight(torch.tensor(tokens)) for tokens in meta["flights"])
         if "seed" in meta:
             stream._generator = meta["seed"], torch.Generator(stream._engine.device)
-            with contextlib.suppress(RuntimeError):  # of another kind of device: the draws begin anew
+            with contextlib.suppress(RuntimeError):  # a generator state of another kind of device cannot be restored
                 stream._generator[1].set_state(tensors["generator"])
         return stream
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NOTHING = -1
-"""In place of a token, for rows that are idle or were replaced while the step was under way."""
+"""Stands for a missing token, in rows that are idle or were replaced while the step was running."""
 
 
 class Events(NamedTuple):
@@ -25,19 +25,19 @@ class Step(NamedTuple):
     """One token of each row."""
 
     tokens: Tensor
-    """[rows] on the host; `NOTHING` (-1) for rows that are idle or were replaced meanwhile."""
+    """[rows] on the host; `NOTHING` (-1) for rows that are idle or were replaced while the step was running."""
     events: list[Events] | None = None
-    """One entry for each layer that keeps slots, if asked for."""
+    """One entry for each layer that keeps slots; None unless `generate` was called with events=True."""
 
 
 @dataclass
 class Flight:
-    """Tokens that the device was told to copy to the host; `collect` waits for them."""
+    """Tokens that are being copied from the device to the host; `collect` waits for them."""
 
     tokens: Tensor
     event: torch.cuda.Event | None = None
     stale: set[int] = field(default_factory=set)
-    """Rows that were replaced since: their tokens are dropped."""
+    """Rows that were replaced since the copy began: their tokens are dropped."""
     events: list[Events] | None = None
 
     def collect(self, active: list[bool]) -> Step:

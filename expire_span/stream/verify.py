@@ -1,4 +1,4 @@
-"""Whether deletion changes anything: a stream that deletes, against one pass over all tokens in which nothing is deleted."""
+"""A check that deletion changes nothing: a stream that deletes is compared with one pass over all tokens without deletion."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ MOST_TOKENS = 4096
 
 
 class Verdict(NamedTuple):
+    """The result of `verify`; numbers of memories are sums over layers and heads."""
+
     tokens: int
     difference: float
-    """The largest between the logits of the two."""
+    """Largest difference between the logits of the two."""
     allowed: float
+    """Largest difference that rounding explains."""
     born: int
     deleted: int
     evicted: int
-    """Deleted by the cap while alive: each is a departure from exactness."""
+    """Memories that the cap deleted while they were alive: each is a departure from exactness."""
 
 
 @torch.inference_mode()
 def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
-    """Stream tokens (random ones by default, or bytes) one by one, with deletion, and compare with one undeleted pass."""
+    """Stream tokens one by one, with deletion, and compare the logits with those of one pass without deletion.
+
+    text: the tokens; None draws random ones. tokens: how many; None takes three times the longest life, up to `MOST_TOKENS`.
+    """
     config = decoder.config
     fields = [
         systems.find(m.kind).receptive_field(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)
@@ -52,18 +58,19 @@ def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | No
     whole = decoder(data[None], decoder.initial_state(1, "nothing"))[0][0]
     difference = float((torch.stack(found) - whole.float()).abs().max())
     largest = float(whole.abs().max())
-    exact = (
-        1e-5
-        if whole.dtype == torch.float32 and device.type == "cpu"
-        else 1e-2
-        if whole.dtype != torch.float32
-        else 1e-4
-    )
-    return Verdict(len(data), difference, exact * max(1.0, largest), *_count(engine, len(data)))
+    allowed = _tolerance(whole.dtype, device) * max(1.0, largest)
+    return Verdict(len(data), difference, allowed, *_count(engine, len(data)))
+
+
+def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    """Difference that rounding explains, for logits of size 1."""
+    if dtype != torch.float32:
+        return 1e-2
+    return 1e-5 if device.type == "cpu" else 1e-4
 
 
 def _count(engine: Any, tokens: int) -> tuple[int, int, int]:
-    """Memories of all layers and heads that were born, deleted, and evicted alive."""
+    """Number of memories of all layers and heads that were written, deleted, and evicted while alive."""
     if not isinstance(engine, SteadyEngine):
         return 0, 0, 0
     slots = [layer.slots for layer in engine.stepper.slot_layers]

@@ -6,8 +6,8 @@ read the window again as blocks, from the one state it began with (replay.py), a
     ratio_t = p(a_t) / p_played(a_t)
     loss = -mean min(ratio A, clip(ratio, 1 - c, 1 + c) A) + v (V - target)^2 - h entropy + w mean span of new memories
 
-The weight w of the spans is zero until the agent succeeds (the budget controller sees the share of failures as the task's
-loss): a cue that expires before the agent has learned to use it gives no gradient that would lengthen its span.
+The weight w of the span loss stays zero until the agent succeeds: the budget controller gets the share of failed episodes as
+the task's loss. Otherwise a cue could expire before the agent has learned to use it, and nothing would lengthen its span again.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from .trackers import check_tracker
 from .weight_average import WeightAverage
 
 VALID, TEST = 1, 2
-"""Which seeds belong to evaluations during training, and to the final one; 0 are those of training."""
+"""Numbers of the splits of seeds for evaluations during training and for the final one; training itself has 0."""
 MOST_ROWS = 512
-"""Rows of environments side by side in an evaluation, where a batched engine steps them."""
+"""Largest number of environments side by side in an evaluation, where a batched engine steps them."""
 WINDOWS_JUDGED = 5.0
-"""Updates over which the budget controller's running share of failures looks back. A window holds a hundred episodes; with
-the twenty steps of supervised training, pressure on spans began some forty updates after the task was solved."""
+"""Updates over which the budget controller averages the share of failures. A window holds about a hundred episodes, so few are
+enough; with the twenty of supervised training, the span loss began some forty updates after the task was solved."""
 LEAST_GRADIENT = 1e-5
-"""Adam's epsilon: an agent that has solved its task has hardly any gradient, and must not take full steps along its noise."""
+"""Adam's epsilon. It is large because an agent that has solved its task has hardly any gradient, and should not take steps of
+full size along the noise that is left."""
 _PREFIX = "policy."
-"""Where the policy's weights lie inside the trained module; checkpoints hold them without it."""
+"""Prefix of the policy's weights in the trained module; checkpoints name them without it."""
 
 
 def split_seed(seed: int, split: int) -> int:
@@ -69,7 +70,7 @@ def train(
 ) -> RunFolder:
     """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
 
-    `init_from` names a run whose best weights the new one starts from, in place of random ones.
+    init_from: a run whose best weights the new one starts from; None starts from random weights.
     """
     learner = AgentLearner(config)
     origin = session.Origin.of(init_from, learner.policy) if init_from is not None else None
@@ -77,19 +78,19 @@ def train(
 
 
 def resume(run: RunFolder, *, shown: bool = True) -> RunFolder:
-    """Go on with an interrupted run from its newest sound checkpoint."""
+    """Continue an interrupted run from its newest checkpoint that is intact."""
     return session.go_on(AgentLearner, run, shown=shown)  # type: ignore[arg-type]
 
 
 class Improver(nn.Module):
-    """The policy with its loss: the module that is trained, wrapped for several processes."""
+    """The policy with its loss: the module that is trained, and that DDP wraps where there are several processes."""
 
     def __init__(self, policy: Policy, config: AgentRunConfig) -> None:
         super().__init__()
         self.policy, self.config = policy, config.train
 
     def forward(self, window: Window, rows: list[int] | None, span_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of some rows of a window, and what it consists of."""
+        """The loss of these rows of a window (None: all rows), and its parts by name for the metrics."""
         window = window.take(rows)
         out = replay(self.policy, window)
         of = lambda x: x.flatten()[out.index]  # noqa: E731
@@ -106,7 +107,7 @@ class Improver(nn.Module):
         return loss, {name: x.detach() for name, x in {"loss": loss, **parts}.items()}
 
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """PPO's clipped gain, negated."""
+        """PPO's clipped surrogate loss, and its statistics."""
         advantage = (advantage - advantage.mean()) / advantage.std().clamp_min(self.config.least_spread)
         ratio, limit = log_ratio.exp(), self.config.clip_ratio
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - limit, 1 + limit) * advantage)
@@ -135,7 +136,7 @@ class AgentLearner:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if "betas" in group:
                 group["eps"] = LEAST_GRADIENT
-        if processes > 1:  # the same weights everywhere, but each process draws its own actions
+        if processes > 1:  # weights were drawn with one seed; from here on each process draws its own actions
             torch.manual_seed(config.seed + self.accelerator.process_index)
         envs.begin(split_seed(config.seed, 0))
         self.player = Player(self.policy, envs, config.task)
@@ -156,7 +157,7 @@ class AgentLearner:
 
     @property
     def policy(self) -> Policy:
-        """The model that learns, without what wraps it for several processes."""
+        """The policy itself, without the wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model).policy
 
     def fingerprint(self) -> dict[str, Any]:
@@ -183,7 +184,7 @@ class AgentLearner:
         return c.window * c.envs
 
     def _improve_all(self, window: Window, weight: Tensor) -> list[dict[str, Tensor]]:
-        """Learn from a window, epoch by epoch, until the policy has moved far enough from the one that played it."""
+        """Train on a window for several epochs; stop early once the KL divergence from the playing policy exceeds kl_limit."""
         pieces: list[dict[str, Tensor]] = []
         for _ in range(self.train_config.epochs):
             epoch = [self._improve(window, rows, weight) for rows in self._parts()]
@@ -210,7 +211,7 @@ class AgentLearner:
         return {**parts, "grad_norm": torch.as_tensor(norm, device=loss.device)}
 
     def _update_budget(self, live: Tensor, episodes: Episodes) -> None:
-        """Success gates the pressure on spans: the controller takes the share of failed episodes for the task's loss."""
+        """Update the weight of the span loss; the controller gets the share of failed episodes as the task's loss."""
         if self.budget is None:
             return
         seen = torch.tensor([episodes.successes, episodes.judged, float(live.mean())], device=self.accelerator.device)
@@ -255,7 +256,7 @@ class AgentLearner:
         return line | {"bytes_held": 0, "best": self.best["score"] if self.best else None}
 
     def _keep_best(self, result: AgentResult) -> None:
-        """The best weights so far: see `AgentTrainConfig.goal`."""
+        """Keep these weights if they are the best so far; `AgentTrainConfig.goal` says what is better."""
         target = self.budget.target * len(result.live) if self.budget is not None else 0.0
         rank = _rank(result.worst_score, sum(result.live), self.train_config.goal, target)
         if self.best is not None and rank < tuple(self.best["rank"]):
@@ -264,17 +265,16 @@ class AgentLearner:
         self.best = {"score": result.score, "rank": list(rank), "weights": weights}
 
     def final_result(self) -> dict[str, Any]:
-        """The best weights on fresh episodes; they stay in the policy."""
+        """Score the best weights on episodes not seen before; they stay in the policy."""
         if self.best is not None:
             self.policy.load_state_dict(self.best["weights"])
         return {**self._score(TEST, self.train_config.test_episodes).to_dict(), "env_steps": self.played}
 
     def _score(self, split: int, episodes: int) -> AgentResult:
-        """Every process plays all episodes: simple, and equal everywhere."""
+        """Every process plays all episodes, so that all have the same result without exchanging any."""
         seed, rows = split_seed(self.config.seed, split), self.train_config.envs
-        if (
-            self.player.envs.batched
-        ):  # many rows cost little more than few, and the longest episode is waited for less often
+        # Many rows cost little more than few, and with more rows fewer rounds wait for their longest episode.
+        if self.player.envs.batched:
             rows = max(rows, min(episodes, MOST_ROWS))
         return evaluate_agent(self.policy, self.config.task, episodes, seed=seed, rows=rows)
 
@@ -311,7 +311,7 @@ class AgentLearner:
         return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
 
     def load(self, snapshot: Snapshot) -> None:
-        """Everything that a checkpoint holds; or weights alone, where the run starts from them."""
+        """Restore everything that a checkpoint holds, or only weights, where a run starts from given weights."""
         weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
         options = StateDictOptions(full_state_dict=True)
         if snapshot.weights_only:
@@ -339,7 +339,8 @@ class AgentLearner:
 
 
 def _rank(score: float, live: float, goal: float, target: float) -> tuple[float, float, float]:
-    """Larger is better: the score up to the goal, then how much above the target is kept, then the score itself."""
+    """Sort key of an evaluation, larger is better: the score up to the goal, then how few memories above the target live, then
+    the score itself."""
     if score < goal:
         return (score, 0.0, 0.0)
     return (goal, -max(live, target), score)

@@ -1,7 +1,7 @@
 """Evaluation of agents: success by difficulty with confidence intervals, what is kept in memory, and whether it was needed.
 
-Every row of environments plays the same number of whole episodes, so that short ones are not favoured. Difficulty is the
-expert's number of steps, where the environment tells it.
+A row is one of the environments that run side by side. Every row plays the same number of whole episodes, so that short
+episodes are not favoured. Difficulty is the expert's number of steps, where the environment reports it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .retention import Retention, RetentionCounter
 from .rollout import count_memories, judge
 
 LEAST_IN_BAND = 20
-"""Bands with fewer episodes say too little to choose weights by."""
+"""Bands with fewer episodes than this are not used to choose the best weights."""
 BAND = 10
-"""Episodes are reported in bands of so many expert steps."""
+"""Width of a band of difficulty, in expert steps."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Band:
     """Episodes of about the same difficulty."""
 
     first: int | None
-    """Fewest and most steps that the expert needs; None where the environment does not say."""
+    """`first` and `last`: the range of expert steps; None where the environment does not report them."""
     last: int | None
     episodes: int
     success: float | None
@@ -45,7 +45,7 @@ class Band:
     live: float | None
     """Mean living memories per step and layer; None where memories cannot be counted."""
     peak_live: int | None
-    """Most living memories of any row at any step, in any layer."""
+    """Largest number of living memories in any row, layer and step."""
 
 
 @dataclass(frozen=True)
@@ -61,30 +61,30 @@ class AgentResult:
     live: list[float]
     """Mean living memories per step, one number per layer; what the memory system reports where they cannot be counted."""
     peak_live: list[float]
-    """The most of any row, one number per layer."""
+    """Largest number of living memories of any row and step, one number per layer."""
     rows: int = 1
-    """Environments side by side; bytes divided by it are those of one."""
+    """Number of environments side by side; bytes divided by it are those of one environment."""
     mean_bytes: float = 0.0
     """Mean bytes that the state of all rows and layers occupied after a step."""
     peak_bytes: int = 0
     steps_over_oracle: float | None = None
-    """Steps of all episodes over those that an expert would need; None where the environment does not say."""
+    """Steps of all episodes divided by those that the expert would need; None where the environment does not report them."""
     bands: list[Band] = field(default_factory=list)
     retention: Retention | None = None
-    """How well what was kept fits what was needed; None where the environment does not say or nothing expires."""
+    """How well the kept memories match the needed ones; None where the environment does not report needs or nothing expires."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def worst_score(self) -> float:
-        """The score of the hardest band that has episodes enough; without bands, the score."""
+        """The score of the hardest band that has at least `LEAST_IN_BAND` episodes; without bands, the score of all."""
         shares = [b.success for b in self.bands if b.success is not None and b.episodes >= LEAST_IN_BAND]
         return min([self.score, *shares])
 
 
 def wilson(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% Wilson interval of a share: sensible also at 0 and 1, and for few episodes."""
+    """The 95% Wilson confidence interval of a share, which also holds near 0 and 1 and for few episodes."""
     if not count:
         return 0.0, 1.0
     share, extra = successes / count, z * z / count
@@ -115,7 +115,7 @@ def evaluate_agent(
 ) -> AgentResult:
     """Play at least `episodes` whole episodes with drawn actions, as in training, or with the likeliest ones.
 
-    The draws come from a generator state of their own, so that evaluating does not change how training goes on.
+    Torch's random generator is restored afterwards, so that evaluating does not change how training continues.
 
     Args:
         control: changes what the agent remembers while it plays; see controls.py.
@@ -137,7 +137,7 @@ def evaluate_agent(
 
 
 class _Evaluation:
-    """Rows of environments until each has played its episodes."""
+    """Steps environments side by side until each has played `quota` episodes, and gathers what was measured."""
 
     def __init__(self, policy: Policy, task: EnvTask, envs: Any, *, quota: int, greedy: bool, control: Control) -> None:
         self.policy, self.task, self.envs, self.quota = policy, task, envs, quota

@@ -11,7 +11,7 @@ from expire_span.checks import check_count, check_fields
 from expire_span.config import BudgetConfig
 
 LOSS_MEMORY = 20.0
-"""Steps over which the running mean of the task loss looks back."""
+"""Number of steps over which the running mean of the task loss averages."""
 LARGEST_ERROR = 2.0
 """Limit of one step's log error, so that far too few or too many memories at the start do not change the weight too fast."""
 FLOOR_SHARE = 1e-2
@@ -22,8 +22,8 @@ class BudgetController:
     """Integral control in log space: `log w += gain * log(live / target)`.
 
     Why this form: the right weight is unknown to several orders of magnitude, so it is changed by factors; and integral control
-    has no steady-state error, so the mean number of live memories converges to the target itself. The state stays on the
-    device: no step waits for it.
+    has no steady-state error, so the mean number of live memories converges to the target itself. The controller's state stays
+    on the device, so that the host never waits for it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BudgetController:
         device: torch.device | str = "cpu",
         loss_memory: float = LOSS_MEMORY,
     ) -> None:
-        check_fields(config)  # outside of a run, nobody else refuses infinities
+        check_fields(config)  # a config built outside of a run has not been checked for infinities yet
         check_count("layers", layers)
         check_count("bytes_per_memory", bytes_per_memory)
         if not loss_memory >= 1:
@@ -54,12 +54,13 @@ class BudgetController:
 
     @property
     def weight(self) -> Tensor:
-        """The span loss weight of the coming step (scalar); zero until the wait is over and start_loss has been reached."""
+        """The weight of the span loss for the next step (scalar); zero until `wait` steps are over and start_loss is reached,
+        and while the controller rests."""
         return (self._state[0].exp() * self._state[3] * (1 - self._state[6])).float()
 
     @torch.no_grad()
     def update(self, live: Tensor, loss: Tensor) -> None:
-        """Take in one step's mean live memories per query and layer, and its task loss."""
+        """Update the weight from one step's mean number of live memories per query and layer, and its task loss (scalars)."""
         log_weight, total, count, started, steps, lived, resting = self._state.unbind()
         keep = 1 - 1 / self.loss_memory
         total, count, lived = total * keep + loss.double(), count * keep + 1, lived * keep + live.double()
@@ -78,15 +79,13 @@ class BudgetController:
         self._state = torch.stack([log_weight, total, count, started, steps, lived, resting])
 
     def start_from(self, weight: float) -> None:
-        """Go on from another weight of the span loss."""
+        """Set the weight of the span loss, from which the control continues."""
         self._state[0] = min(max(math.log(weight), self._low), self._high)
 
     def state_dict(self) -> dict[str, list[float]]:
         return {"state": self._state.tolist()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        saved = [
-            *state["state"],
-            *([0.0] * (len(self._state) - len(state["state"]))),
-        ]  # older states have fewer numbers
+        # Older states have fewer numbers.
+        saved = [*state["state"], *([0.0] * (len(self._state) - len(state["state"])))]
         self._state = torch.tensor(saved, dtype=torch.float64, device=self._state.device)

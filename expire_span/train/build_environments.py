@@ -13,7 +13,7 @@ from .gridworlds import GridWorlds
 def build_environments(
     task: EnvTask, count: int, device: torch.device | str = "cpu", *, first: int = 0
 ) -> Environments:
-    """The environments of a task. `first` is the number of the first row, where several processes share the rows."""
+    """`count` environments of a task. first: number of the first one, where the environments are split among processes."""
     device = torch.device(device)
     if not task.env:
         raise ValueError("an agent needs an environment; name one with --task.env, like ExpireSpan/Corridor-Easy-v0")

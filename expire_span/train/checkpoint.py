@@ -1,4 +1,4 @@
-"""The former place of expire_span.checkpoint; this alias stays for one release."""
+"""The former place of `expire_span.checkpoint`, which moved in 0.2.0; this alias is removed in 0.3.0."""
 
 from expire_span.checkpoint import (
     Snapshot,

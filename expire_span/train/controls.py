@@ -1,10 +1,10 @@
 """Control experiments: does an agent act by what it remembers, or by something else?
 
-Each control changes the memories of an agent while it plays, and says what must then happen:
-- forget: all memories are deleted at every step; where memory is needed, the agent must fall to chance.
-- delete: the memories that show what is still needed are deleted once it is out of sight; chance again.
-- swap: they are replaced by those of a twin episode that differs in the cue's colour alone; the agent must take the door that
-  is right for its twin (Corridor with two colours).
+Each control changes the memories of an agent while it plays, and predicts what must then happen if it acts by memory:
+- forget: all memories are deleted at every step; where memory is needed, success must fall to chance.
+- delete: the memories that show a fact that is still needed are deleted once it is out of sight; success must fall to chance.
+- swap: all memories are replaced by those of a twin episode that differs only in the cue's colour; the agent must take the door
+  that is right for its twin (Corridor with two colours).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ ControlName = Literal["none", "forget", "delete", "swap"]
 
 
 class Control:
-    """Changes nothing. `change` is called before every step of an evaluation, `follow` after it."""
+    """The base of all controls, which changes nothing. `change` is called before every step of an evaluation, `follow`
+    after."""
 
     def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
-        """The memories [B rows] that the agent acts with; `steps` [B] counts the steps of each row's episode so far."""
+        """The state of B rows with which the agent acts. steps [B]: steps of each row's episode so far; facts: those of
+        `Environments.facts`."""
         return state
 
     def follow(self, actions: Tensor, ended: Tensor) -> None:
-        """The agent has acted [B, K]; episodes of the rows in `ended` [B] are over."""
+        """Called after the agent has taken `actions` [B, K]; `ended` [B] (bool) marks rows whose episode is over."""
 
 
 class Forget(Control):
@@ -46,7 +48,8 @@ class Forget(Control):
 
 
 class Delete(Control):
-    """Needs an environment that says which fact an observation shows, and memories in slots."""
+    """Deletes memories of shown facts. Needs an environment that reports which fact an observation shows, and a memory system
+    whose state is a `SteadyMemory`."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.shown = torch.zeros(count, 0, dtype=torch.bool, device=device)  # [B, steps]: whether a step showed a fact
@@ -64,7 +67,7 @@ class Delete(Control):
 def _without(part: Any, shown: Tensor, steps: Tensor, rows: Tensor) -> Any:
     """A layer's state without the memories, in the given rows, of steps that showed a fact."""
     memory = _slots_of(part)
-    born = steps[:, None] + memory.pos  # positions count from the step to come: the newest is -1
+    born = steps[:, None] + memory.pos  # positions count from the next step, so the newest memory has -1
     stored = memory.pos != NEVER
     gone = stored & rows[:, None] & shown.gather(1, born.clamp_min(0)) if born.numel() else stored
     hidden, pos = memory.hidden.masked_fill(gone.unsqueeze(-1), 0), memory.pos.masked_fill(gone, NEVER)
@@ -109,7 +112,7 @@ class Swap(Control):
 
     def follow(self, actions: Tensor, ended: Tensor) -> None:
         out = self.twin.step(actions)
-        # The twin's episode ends when the agent's does: doors and lengths are the same.
+        # The twin's episode ends at the same step as the agent's, since doors and lengths are the same.
         assert bool((out.ended == ended).all())
         self.swapped = self.swapped & ~ended
         if bool(ended.any()):

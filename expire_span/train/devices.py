@@ -1,4 +1,4 @@
-"""Where training runs: the device, and the processes that `accelerate launch` may have started."""
+"""The device on which training runs, and the processes that `accelerate launch` may have started."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def check_device(device: str) -> torch.device:
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """An Accelerator on the wanted device. Autocast is ours (in `Scorer`): accelerate's would also cast the memories."""
+    """An Accelerator on the configured device. Its autocast stays off, since it would also cast the carried memories; `Scorer`
+    uses one of its own."""
     device = check_device(config.train.device)
-    if device.type == "cpu":  # a CPU without bf16 products makes torch warn at length, and computes them in another way
+    if device.type == "cpu":  # on a CPU without bf16 instructions, torch prints long warnings and falls back
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    elif config.train.precision == "bf16":  # running sums and the like stay in float32; tensor cores multiply them too
+    elif config.train.precision == "bf16":  # products that stay in float32, such as running sums, may use TF32
         torch.set_float32_matmul_precision("high")
     if not torch.distributed.is_initialized():
-        # Accelerate remembers the first device of the process; a later run in it may want another.
+        # Accelerate keeps the first device of a process, but a later run in this process may need another.
         AcceleratorState._reset_state(reset_partial_state=True)
     if device.type == "cuda" and device.index is not None and "LOCAL_RANK" not in os.environ:
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
@@ -53,7 +54,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
 
 
 def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Refuse what several processes cannot do."""
+    """Refuse settings that do not work with the number and kind of processes."""
     train, processes = config.train, accelerator.num_processes
     if train.batch % (processes * train.accumulate):
         raise ValueError(
@@ -62,7 +63,7 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         )
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if accelerator.distributed_type != DistributedType.FSDP:
-        if asked:  # accelerate would go on with DDP and say nothing
+        if asked:  # accelerate would silently use DDP
             raise ValueError(f"FSDP needs several GPUs, got device {accelerator.device}; launch without FSDP")
         return
     if train.optimizer == "muon":
@@ -74,7 +75,7 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
 
 
 def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """What config.json records about where the run was started."""
+    """The device, versions and processes that config.json records."""
     device = accelerator.device
     return {
         "python": platform.python_version(),
@@ -90,7 +91,7 @@ def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[st
 
 
 def _impl(config: RunConfig, device: torch.device) -> str:
-    """Which implementation of the operator will run; systems that do without it are plain torch, or fla's kernels."""
+    """Name of the implementation that will run: of the operator, or "torch" or "fla" for systems that do not use it."""
     mixer = config.model.mixer
     if not find(mixer.kind).operator:
         return resolve_kernels(getattr(mixer, "impl", "torch"), mixer.kind, device)

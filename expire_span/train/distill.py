@@ -1,6 +1,6 @@
-"""Learning to forget as a run: a `Distiller` (distiller.py) in a run folder, with the loop that every training has (loop.py).
+"""Training a retrofit's span predictors as a run: a `Distiller` (distiller.py) in a run folder, with the shared loop (loop.py).
 
-The folder holds what every run folder holds, and `adapter/` at the end: what was learned, ready for `load_adapter`.
+The folder holds what every run folder holds and, at the end, `adapter/`: the learned weights, ready for `load_adapter`.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def distill(
     seed: int = 0,
     shown: bool = False,
 ) -> RunFolder:
-    """Train a retrofitted model's predictors on token documents [n], in a new run folder."""
+    """Train a retrofitted model's span predictors on documents (tensors of tokens [n]), in a new run folder."""
     task = RetrofitTask(model=getattr(handle.model, "name_or_path", "") or "")
     learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder)
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit", shown=shown))
 
 
 def distill_on(handle: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False) -> RunFolder:
-    """Go on with an interrupted run of `distill`, given the same model and documents."""
+    """Continue an interrupted run of `distill`, given the same model and documents."""
     learner = DistillLearner(handle, documents, run.config, run.path)  # type: ignore[arg-type]
     return _run(learner, lambda: session.go_on(lambda _: learner, run, shown=shown))
 
 
 def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, folder: Path, *, seed: int) -> RunFolder:
-    """A new run from what a command line names."""
+    """A new run of the command line, which names the model and the text."""
     handle, documents = _open(task, expiry, config)
     learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder)
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
 def go_on(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
-    """Go on with an interrupted run; its model and text are opened again."""
+    """Continue an interrupted run of the command line; its model and text are opened again."""
     config = run.config
     assert isinstance(config, RetrofitRunConfig)
     if not config.task.data:
@@ -87,7 +87,7 @@ def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> 
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
-    """Run the training with the base model frozen, and leave the model as it was."""
+    """Run the training with the base model frozen, and restore the model's requires_grad and mode afterwards."""
     model = learner.handle.model
     learned = {id(p) for p in learner.handle.parameters()}
     before, training = [(p, p.requires_grad) for p in model.parameters()], model.training
@@ -113,7 +113,7 @@ def describe_run(handle: Retrofit, task: RetrofitTask, config: DistillConfig, se
 
 
 class DistillLearner:
-    """A `Distiller` as the training loop knows it. See `loop.Learner`."""
+    """A `Distiller` with the interface of the training loop; see `loop.Learner`."""
 
     def __init__(self, handle: Retrofit, documents: list[Tensor], config: RetrofitRunConfig, folder: Path) -> None:
         check_extras(config.train)

@@ -1,8 +1,10 @@
-"""One training step of span predictors on a frozen Hugging Face model: its own logits are the teacher, a budget limits memory.
+"""One training step of span predictors on a frozen Hugging Face model: distillation from the model without expiry, under a
+budget.
 
-    loss = KL(base model || with expiry) + weight x mean span,   the weight set by the budget controller
+    loss = KL(base model || with expiry) + weight x mean span
 
-Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still get gradient (hf/learning.py).
+The budget controller sets the weight. Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still
+get gradients (hf/learning.py).
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from expire_span.retrofit_configs import DistillConfig
 from .budget import BudgetController
 
 LEAST_RATE = 0.05
-"""Share of the learning rate that is left at the end."""
+"""Final learning rate as a share of the peak."""
 
 
 class Distiller:
-    """The predictors, their optimizer, the controller and the choice of contexts."""
+    """The span predictors, their optimizer, the budget controller and the random choice of contexts."""
 
     def __init__(self, handle: Retrofit, documents: list[Tensor], config: DistillConfig, seed: int = 0) -> None:
         if not handle.predictors:
@@ -51,7 +53,10 @@ class Distiller:
         self.calibrated = config.calibrate == 0
 
     def step(self, step: int, share: float | None = None) -> dict[str, Any]:
-        """One optimizer step over a batch of whole contexts, block by block; `share` of the training is done before it."""
+        """One optimizer step over a batch of whole contexts, read block by block.
+
+        share: share of the training that is done before it, for schedules; None takes it from `step`.
+        """
         began = time.perf_counter()
         if not self.calibrated:
             self.calibrate()
@@ -71,9 +76,9 @@ class Distiller:
         return {**line, "seconds": time.perf_counter() - began}
 
     def calibrate(self) -> None:
-        """Start from spans that meet the budget and follow the base model's attention; the weight of the span loss follows.
+        """Set the predictors to spans that meet the budget and follow the base model's attention, and set the initial weight.
 
-        That weight is the one at which shortening all spans alike would save as much as it costs in divergence.
+        At that weight of the span loss, shortening all spans by the same factor would save as much as it costs in divergence.
         """
         rows: list[Tensor] = []
         while len(rows) < self.config.calibrate:
@@ -90,9 +95,10 @@ class Distiller:
             self.controller.start_from(gain / slope)
 
     def read(self, ids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Read contexts ids [B, n]: KL to the base model (nats a token), mean span and living memories of each layer.
+        """Read contexts ids [B, n]: the KL divergence from the base model (nats per token), the mean span in steps, and the
+        living memories of each layer.
 
-        With the weight of the span loss, gradients are added up block by block.
+        weight: of the span loss; gradients are then accumulated block by block. None computes no gradients.
         """
         cache, teacher = self.handle.new_cache(learning=True), DynamicCache(config=self.model.config)
         divergence, spans, living = torch.zeros((), device=self.device), 0.0, []
@@ -123,9 +129,10 @@ class Distiller:
         return kl, spans, live
 
     def target_at(self, share: float) -> float:
-        """The budget after a share of the training: from the whole context to the target in equal ratios, then the target.
+        """The budget after a share of the training: it falls geometrically from the whole context to the target,
+        which it reaches after `config.anneal` of the training.
 
-        Calibrated spans meet the target from the beginning.
+        With calibrated spans it is the target from the beginning.
         """
         done = 1.0 if self.config.calibrate else min(1.0, share / max(1e-9, self.config.anneal))
         return self.config.context ** (1 - done) * self.target**done
@@ -140,16 +147,19 @@ class Distiller:
         return _draw_contexts(self.documents, self.config.context, self.config.batch, self.rng).to(self.device)
 
     def _new_spans(self, cache: Any, count: int) -> Tensor:
-        """Spans of the newest tokens in all layers that learn, [layers, B, Hkv, count]; what is kept counts as max_span."""
+        """Spans of the last `count` tokens in all layers that learn, [layers, B, Hkv, count].
+
+        Tokens that are kept for ever count as max_span.
+        """
         longest = self.handle.config.max_span
         return torch.stack([layer.last.span[..., -count:].clamp_max(longest) for layer in _learning(cache)])
 
     def _price(self, span: Tensor, cache: Any, context: int) -> Tensor:
-        """The mean span; where spans were calibrated, only as far as the context goes.
+        """The span loss: the mean span, where each calibrated span counts only up to the end of the context.
 
-        No query reads a memory beyond the context, so nothing in the task favours spans beyond it: if that part were charged
-        too, long spans would be shortened more than short ones. Where all spans start beyond the context, it must be charged,
-        so that they get shorter at all.
+        No query reads a memory beyond the context, so the task gives no gradient for that part of a span. If it counted, long
+        spans would be shortened more than short ones. Without calibration all spans start beyond the context, and that part
+        must count, so that they get shorter at all.
         """
         if not self.config.calibrate:
             return span.mean()
@@ -159,14 +169,14 @@ class Distiller:
 
     @torch.no_grad()
     def _live(self, cache: Any) -> Tensor:
-        """Living memories per head at the end of what was read, the mean over rows and heads of each layer."""
+        """Number of living memories after the last token read, the mean over rows and heads, for each layer that learns."""
         counts = []
         for layer in _learning(cache):
             age = layer.seen - 1 - layer.last.k_pos
             counts.append((layer.last.span + layer.ramp > age.unsqueeze(1)).sum(-1).float().mean())
         return torch.stack(counts)
 
-    # What changes while it learns
+    # State that checkpoints hold
 
     def weights(self) -> dict[str, Tensor]:
         return {name: x.detach().cpu().clone() for name, x in self.handle.learned().items()}
@@ -177,14 +187,14 @@ class Distiller:
         return about | {"calibrated": self.calibrated}
 
     def moments(self) -> dict[str, Any]:
-        """The optimizer's running means, by the number of the weight."""
+        """The optimizer's state (Adam's running means), by the index of the weight."""
         return {str(n): {k: _on_host(v) for k, v in x.items()} for n, x in self.optimizer.state_dict()["state"].items()}
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Any], moments: dict[str, Any]) -> None:
         self.handle.load_learned(weights)
         self.controller.load_state_dict(state["controller"])
         self.rng.bit_generator.state = state["rng"]
-        self.calibrated = state.get("calibrated", True)  # states of version 0.2.0 had no calibration
+        self.calibrated = state.get("calibrated", True)  # older states were written before there was calibration
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 
@@ -203,7 +213,7 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> N
 
 
 def _build_optimizer(handle: Retrofit, config: DistillConfig) -> torch.optim.Adam:
-    """Adam with learning rates of their own for the predictors' weights, their biases, and low-rank additions."""
+    """Adam with separate learning rates for the predictors' weights, their biases, and the LoRA weights."""
     rate = config.lr or 0.5 / handle.layers[0].dim
     rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
     named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
@@ -216,7 +226,7 @@ def _build_optimizer(handle: Retrofit, config: DistillConfig) -> torch.optim.Ada
 def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor], list[Tensor]]:
     """Training text and held-out text: the latter is the last document, or the end of the only one.
 
-    A single document that is too short to spare a context serves for both.
+    A single document shorter than two contexts is used for both.
     """
     if len(documents) > 1:
         return documents[:-1], documents[-1:]
@@ -249,7 +259,8 @@ def kl_divergence(wanted: Tensor, given: Tensor) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient is computed with the value, some tokens at a time: float32 copies of all logits would not fit."""
+    """KL divergence whose forward pass also computes the gradient, in chunks of tokens, so that there are never float32 copies
+    of all logits at once."""
 
     TOKENS = 1024
 

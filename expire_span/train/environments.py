@@ -1,8 +1,8 @@
 """Many environments side by side: the interface that an agent's training and evaluation use.
 
-The grid worlds of this package run as one batched engine, on the GPU where the agent is there; everything else runs through
-Gymnasium's vector API. An episode that ends is followed at once by the next one of its row, whose draws depend only on (seed,
-row, number of the episode): so a run that goes on after an interruption sees the very same episodes.
+The grid worlds of this package run as one batched engine, on the agent's device; everything else runs through Gymnasium's
+vector API. A row is one environment. When its episode ends, the row begins its next one, which depends only on (seed, row,
+number of the episode): so a run that continues after an interruption sees the same episodes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from expire_span.agent_configs import EnvTask, ObservationField
 
 PREVIOUS = "previous_action"
-"""Name of the observation's field that holds the last action, where that is shown."""
+"""Name of the observation field that holds the last action, where the task shows it."""
 
 
 @dataclass
 class Frame:
-    """What one step of every environment gives, [B] each."""
+    """What one step of B environments returns; each tensor is [B]."""
 
     reward: Tensor
     terminated: Tensor
     """The episode has ended by the environment's own rules."""
     truncated: Tensor
-    """The episode was cut off, so that its value goes on."""
+    """The episode was cut off by a limit, so that its final state still has a value."""
     success: Tensor
-    """Of episodes that have just ended: 1, 0, or nan where the environment does not say."""
+    """For episodes that have just ended: 1, 0, or NaN where the environment does not report success."""
     final: dict[str, Tensor] | None
-    """The last observations of the episodes that were cut off; None where there are none."""
+    """The final observations of truncated episodes, to compute that value; None if no episode was truncated."""
 
     @property
     def ended(self) -> Tensor:
@@ -41,11 +41,11 @@ class Frame:
 
 
 class Environments(ABC):
-    """`count` environments. `observation` is what the agent sees now, each field [B, *shape] on the device."""
+    """`count` environments (B). `observation` is what the agent sees now, each field [B, *shape] on the device."""
 
     fields: tuple[ObservationField, ...]
     actions: tuple[int, ...]
-    """How many values each choice of an action has."""
+    """Number of values of each of the K categorical choices that make an action."""
     observation: dict[str, Tensor]
     batched: bool = False
     """Whether all rows are stepped together, so that more of them cost little."""
@@ -54,18 +54,18 @@ class Environments(ABC):
         self.task, self.count, self.device = task, count, device
 
     def _finish_fields(self) -> None:
-        """Add the last action to what is seen, where the task wants it; one more value stands for "none yet"."""
+        """Add the last action to the observation, if the task asks for it; one additional value means "none yet"."""
         if self.task.previous_action:
             sizes = tuple(n + 1 for n in self.actions)
             self.fields = (*self.fields, ObservationField(PREVIOUS, "choices", (len(sizes),), sizes))
 
     def begin(self, seed: int) -> None:
-        """Begin the first episode of a seed in every row."""
+        """Begin the first episode in every row, with this seed."""
         self._begin_all(seed)
         self.observation = self._show(self._observe(), None, None)
 
     def step(self, actions: Tensor) -> Frame:
-        """Act [B, K] everywhere; rows whose episode ends begin the next one."""
+        """Take the actions [B, K]; rows whose episode ends begin the next one."""
         reward, terminated, truncated, success = self._advance(actions)
         ended = terminated | truncated
         final = self._show(self._observe(), actions, None) if bool(truncated.any()) else None
@@ -83,11 +83,12 @@ class Environments(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Tensor]:
-        """Facts about the present observation that the agent does not get: optimal_action, oracle_steps, needed_until, fact."""
+        """Facts about the current observation that the agent does not see, [B] each: optimal_action, oracle_steps,
+        needed_until, fact. An environment may report any of them or none."""
 
     @abstractmethod
     def state_dict(self) -> Any:
-        """What `load_state_dict` needs to stand where these environments stand now."""
+        """Plain values from which `load_state_dict` restores these environments exactly."""
 
     @abstractmethod
     def load_state_dict(self, state: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""Lower bounds of the memory that a run needs, so that impossible sizes are refused before anything is built or written."""
+"""Lower bounds of the bytes that a run needs, so that impossible sizes are refused before anything is built or written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from expire_span.runs import UserError
 from expire_span.sizes import show_bytes
 
 WEIGHT_BYTES = 16
-"""Bytes of a parameter in training: its value, its gradient and two running means of Adam, each in float32."""
+"""Bytes per parameter in training: its value, its gradient and two running means of Adam, each in float32."""
 TOKEN_BYTES = 17
-"""Bytes of a position of a batch: two int64 tokens and a mask."""
+"""Bytes per position of a batch: two int64 tokens and a mask."""
 
 
 def check_arithmetic(config: RunConfig, device: torch.device) -> None:
@@ -36,8 +36,8 @@ def check_size(config: RunConfig, device: torch.device, processes: int = 1, shar
     """Refuse a run whose parameters, or whose logits of one step, are more than the device can hold.
 
     Args:
-        processes: how many share the rows of a batch.
-        shards: how many share the parameters.
+        processes: number of processes among which the rows of a batch are split.
+        shards: number of processes among which the parameters are sharded.
     """
     model, train = config.model, config.train
     count = count_parameters(model)
@@ -62,7 +62,7 @@ def _model_words(model: DecoderConfig) -> str:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU, or of the host."""
+    """Total bytes of memory of a GPU, or of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -70,8 +70,9 @@ def device_bytes(device: torch.device) -> int:
 
 @cache
 def count_parameters(model: DecoderConfig | PolicyConfig) -> int:
-    """Parameters of a decoder or a policy, without making it. Settings that do not fit together are refused here."""
-    if model.layers > 2 and not model.pattern:  # every further layer has as many as the second
+    """Number of parameters of a decoder or a policy, counted on the meta device. Settings that do not fit together are
+    refused."""
+    if model.layers > 2 and not model.pattern:  # every further layer has as many parameters as the second
         one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
         return one + (model.layers - 1) * (two - one)
     with torch.device("meta"):

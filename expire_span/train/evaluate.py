@@ -1,4 +1,4 @@
-"""Evaluation: loss, score, and what the memory costs, with memory carried through the whole split."""
+"""Evaluation: loss, score, living memories and bytes, with memory carried through the whole split."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Result:
     score: float
     score_name: str
     tokens: int
-    """Tokens read, over all rows."""
+    """Number of tokens read, over all rows."""
     rows: int
-    """Rows side by side; bytes divided by it are those of one row."""
+    """Number of batch rows; bytes divided by it are those of one row."""
     live: list[float]
     """Mean living memories per query, one number per layer."""
     peak_live: list[float]
-    """The largest block mean of it, one number per layer."""
+    """Largest mean of `live` over any one block, one number per layer."""
     span: list[float]
-    """Mean span given, one number per layer; zero for systems that give none."""
+    """Mean span in steps, one number per layer; zero for systems without spans."""
     live_share: float
-    """Living memories over all memories that a row had seen since its last reset, summed over queries and layers."""
+    """Living memories divided by all tokens since a row's last reset, both summed over queries and layers."""
     mean_bytes: float
     """Mean bytes that the state of all rows and layers occupied after a block."""
     peak_bytes: int
     full_bytes: float
-    """Mean bytes that the keys and values of every memory seen would occupy: the price of never forgetting."""
+    """Mean bytes that the keys and values of all tokens would occupy if nothing were ever deleted."""
     text: dict[str, Any] = field(default_factory=dict)
-    """Of text read by a tokenizer: scores per token and per byte."""
+    """For text read by a tokenizer, the scores per token and per byte; else empty."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "text" or value}
 
     def per_row(self) -> dict[str, Any]:
-        """The same for people: bytes are those of one row, and say so by their names."""
+        """The same for display: bytes are those of one row, which their names say."""
         told = self.to_dict()
         for name in ("mean_bytes", "peak_bytes", "full_bytes"):
             told[f"{name}_per_row"] = told.pop(name) / max(self.rows, 1)
@@ -80,7 +80,7 @@ def evaluate(
 
 @torch.no_grad()
 def evaluate_stream(scorer: nn.Module, config: DecoderConfig, task: Task, split: str, stream: Any) -> Result:
-    """The same for a scorer that may be wrapped for several processes, and batches from anywhere."""
+    """The same for a `Scorer`, which may be wrapped for several processes, and any iterable of batches."""
     was_training = scorer.training
     scorer.eval()
     device = next(scorer.parameters()).device

@@ -1,4 +1,4 @@
-"""What identifies a task's data, so that a run does not go on with other data unnoticed."""
+"""Fingerprints of a task's data, so that a resumed run does not continue with other data unnoticed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from expire_span.files import hash_file
 from expire_span.runs import RunFolder, UserError
 
 WHOLE = 2**30
-"""Files up to this many bytes are read whole; of larger ones, PIECES pieces spread evenly over the file."""
+"""Files of up to this many bytes are read whole; of larger ones, PIECES pieces spread evenly over the file are read."""
 PIECES, PIECE = 4096, 2**16
 
 
 def find_fingerprint(task: Any, config: Any) -> dict[str, Any]:
-    """The fingerprint of a task's data: the task's own (`task.fingerprint()`), or that of the files which its config names.
+    """The fingerprint of a task's data: the task's own (`task.fingerprint()`), or that of the files that its config names.
 
-    Empty where nothing is read: generated data follows from the config and the seed.
+    It is empty for generated data, which follows from the config and the seed.
     """
     own = getattr(task, "fingerprint", None)
     if own is not None:
@@ -39,7 +39,7 @@ def find_fingerprint(task: Any, config: Any) -> dict[str, Any]:
 
 
 def check_fingerprint(run: RunFolder, now: dict[str, Any]) -> None:
-    """Refuse to go on with a run whose data has changed since it began; runs of format 1 recorded none."""
+    """Refuse to resume a run whose data has changed since it began; runs of format 1 recorded no fingerprint."""
     if run.data and run.data != now:
         before, after = (
             f"{data.get('bytes', '?')} bytes, sha256 {data.get('sha256', '?'):.12}" for data in (run.data, now)
@@ -51,7 +51,7 @@ def check_fingerprint(run: RunFolder, now: dict[str, Any]) -> None:
 
 
 def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below a folder by its name inside it, in sorted order, or the file itself, whose name does not matter."""
+    """All files below a folder with their relative names, sorted; or, for a file, that file with an empty name."""
     if path.is_file():
         yield "", path
         return

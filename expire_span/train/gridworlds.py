@@ -17,7 +17,7 @@ from .environments import Environments, to_tensor
 
 
 class GridWorlds(Environments):
-    """Environments of one engine, which says itself what a checkpoint must hold."""
+    """All environments as one batched engine, whose own `state_dict` a checkpoint holds."""
 
     batched = True
 
@@ -62,7 +62,7 @@ class GridWorlds(Environments):
 
 
 def _settings(task: EnvTask) -> Any:
-    """The settings behind an id; arguments of the task change their fields."""
+    """The settings of a registered environment id, with fields replaced by the task's options."""
     known = re.fullmatch(r"ExpireSpan/(\w+)-(\w+)-v0", task.env)
     if not known or task.env not in list_ids():
         near = difflib.get_close_matches(task.env, list_ids(), n=1)

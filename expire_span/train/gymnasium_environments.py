@@ -1,7 +1,7 @@
 """Any registered Gymnasium environment as environments of an agent, through Gymnasium's vector API.
 
-Every episode is begun with a seed of its own, so an environment's state follows from that seed and the actions since: that is
-what a checkpoint holds, and going on replays them. No environment needs to know how to save itself.
+Every episode begins with a seed of its own, so an environment's state follows from that seed and the actions since. A
+checkpoint holds these, and resuming replays the actions, so that no environment needs to be able to save itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .environments import Environments, to_tensor
 MOST_WORDS = 4096
 """An integer Box with at most this many values is read as words, one with more as numbers."""
 LARGEST_GRID = 16
-"""A uint8 Box of at most so many cells a side, with three channels, is read as MiniGrid's cells; larger ones are pictures."""
+"""A uint8 Box with three channels and at most this many cells a side is read as a grid of MiniGrid; a larger one is a
+picture."""
 
 
 class GymnasiumEnvironments(Environments):
-    """Environments in this process, or each in one of its own."""
+    """Gymnasium environments in this process, or each in a process of its own."""
 
     def __init__(self, task: EnvTask, count: int, device: torch.device, first: int) -> None:
         super().__init__(task, count, device)
@@ -101,7 +102,7 @@ class GymnasiumEnvironments(Environments):
         self.history = [[] if begun else past for begun, past in zip(rows, self.history)]
 
     def _note(self, seen: Any, infos: dict[str, Any], rows: np.ndarray) -> None:
-        """Take in observations of all rows, and what is said about those that were stepped or begun."""
+        """Store the observations of all rows, and the infos of the rows that were stepped or reset."""
         self.seen = flatten_observation(seen)
         for name, values in infos.items():
             if isinstance(values, np.ndarray) and values.dtype != object and values.shape[:1] == (self.count,):
@@ -127,7 +128,7 @@ class GymnasiumEnvironments(Environments):
 
 @contextlib.contextmanager
 def _told_if_killed(env: str) -> Iterator[None]:
-    """The end of an environment's process, which closes its pipe, as a sentence."""
+    """Turn the error of a pipe that closed, because an environment's process was killed, into a `RunError`."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
@@ -138,7 +139,7 @@ def _told_if_killed(env: str) -> Iterator[None]:
 
 
 def episode_seed(seed: int, row: int, episode: int) -> int:
-    """A seed of 31 bits for one episode of one row, the same whatever else runs beside it."""
+    """A 31-bit seed for one episode of one row; it does not depend on the other rows."""
     return int(np.random.SeedSequence([seed, row, episode]).generate_state(1)[0] >> 1)
 
 

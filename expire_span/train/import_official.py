@@ -1,8 +1,8 @@
 """A checkpoint of the paper's released code as a run folder: `expire-span import CHECKPOINT --out RUN`.
 
-The file holds weights, and no settings; what their shapes tell is read off them, the rest is given. Tokens of the released
-code are numbers of a dictionary: the bytes of the training text in the order of how frequent they are. Here they become the
-bytes themselves, so that the model reads and writes text as every other run does.
+The file holds weights and no settings. Some settings follow from the weights' shapes; the caller gives the others. The released
+code's tokens are indices into a dictionary of the training text's bytes, sorted by frequency. Here the embedding and the head
+are reordered so that tokens are the bytes themselves, and the model reads and writes text as every other run does.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ BYTES = 256
 IMPOSSIBLE = -1e4
 """Logit of a byte that the checkpoint's dictionary lacks: its probability is exactly zero in float32."""
 END, UNKNOWN = "<eos>", "<unk>"
-"""Symbols of their dictionary that are no bytes: the end of a line, which we read as a newline, and anything unknown."""
+"""Symbols of the released code's dictionary that are not bytes: the end of a line, read as a newline, and anything unknown."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the file does not tell."""
+    """The settings that the caller gives, since the file does not hold them."""
 
     ramp: int
     max_span: int | None = None
-    """None reads it off the file's mask, of size max_span + ramp."""
+    """None derives it from the size of the file's mask, which is max_span + ramp."""
     temperature: float = 1.0
     heads: int | None = None
-    """None reads it off the file."""
+    """None derives it from the shapes of the weights."""
     dropout: float = 0.0
     path: str = ""
     """Text for evaluation and further training."""
     symbols: str | None = None
-    """File with the symbol of each token, one a line; None takes them from the training part of the text."""
+    """File with the symbol of each token, one per line; None derives them from the training part of the text."""
 
 
 def import_checkpoint(file: Path, path: Path, given: Given, train: TrainConfig) -> RunFolder:
@@ -138,7 +138,7 @@ def _kinds(saved: Any) -> str:
 
 
 def find_symbols(vocab: int, task: TextTask, file: str | None) -> list[int | None]:
-    """The byte of each token; None for symbols that are none."""
+    """The byte of each token; None for symbols that are not bytes."""
     if file is not None:
         words = Path(file).read_text(encoding="utf8", errors="replace").split()
         source = f"{file} names {len(words)} symbols"
@@ -156,9 +156,9 @@ def find_symbols(vocab: int, task: TextTask, file: str | None) -> list[int | Non
 
 
 def count_symbols(data: bytes) -> list[str]:
-    """The dictionary that the released code makes of a text: the most frequent first, of equals the one met last.
+    """The dictionary that the released code builds from a text: the most frequent symbol first; of equals, the one met last.
 
-    A line counts its bytes (as decimal words) and its end; the unknown symbol is always there and never counted.
+    The symbols of a line are its bytes (as decimal numbers) and its end; the unknown symbol is always listed, with count 0.
     """
     values, first, counts = np.unique(np.frombuffer(data, np.uint8), return_index=True, return_counts=True)
     met = [(UNKNOWN, -1, 0)]
@@ -180,7 +180,7 @@ def _byte_of(word: str) -> int | None:
 
 
 def as_bytes(decoder: Decoder, symbols: Sequence[int | None]) -> Decoder:
-    """The same model over the 256 bytes: those without a token have an empty embedding and are never predicted."""
+    """The same model over the 256 bytes: a byte without a token gets an embedding of zeros and is never predicted."""
     known = {byte: token for token, byte in enumerate(symbols) if byte is not None}
     if len(known) < sum(byte is not None for byte in symbols):
         raise UserError("each byte must have one token, got a byte that is named twice in --symbols")

@@ -1,8 +1,8 @@
 """The training loop: steps, lines of metrics, evaluations, checkpoints, requests to stop. It knows no task and no model.
 
-What is learned, and how, is a `Learner`: one step of learning, the numbers it measured, a snapshot of everything that changes.
-Supervised training is one kind (supervised.py); another kind of trainer brings a learner of its own and uses this loop, the
-run folder and its checkpoints (session.py) as they are.
+A `Learner` defines one step of learning, the numbers it measures, and a snapshot of everything that changes. supervised.py,
+actor_critic.py and distill.py define one each; all use this loop, and the run folder and its checkpoints (session.py), as they
+are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class NonFinite(RunError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A step whose numbers are not finite."""
+    """A step whose numbers are not finite, described for an error message."""
 
     back: int
-    """How many steps before the newest it was."""
+    """How many steps before the newest one it was; 0 is the newest."""
     what: str
     """What happened, like "the loss became nan"."""
     place: str
-    """Where in the step it was seen."""
+    """Where in the step it was seen, like the rows of the batch."""
     advice: str
     """What to try."""
 
@@ -62,24 +62,25 @@ class LoopSettings(Protocol):
 
 
 class Learner(Protocol):
-    """One step of learning, and all that changes with it. With several processes, every process calls every method."""
+    """One step of learning, and everything that it changes. With several processes, every process calls every method."""
 
     accelerator: Accelerator
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data, so that a run does not go on with other data; empty for generated data."""
+        """Identifies the data, so that a run is not resumed with other data; empty for generated data."""
         ...
 
     def step(self, index: int) -> int:
-        """Learn once; `index` is the place in the schedule, from 0. Returns the tokens that were read, over all processes."""
+        """Do one training step and return the number of tokens read, over all processes. index: the step's place in the
+        learning-rate schedule, from 0."""
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """The means over all steps since the last call, as plain JSON values; starts a new window of steps."""
+        """The means over all steps since the last call, as JSON values; the next call then covers the steps after this one."""
         ...
 
     def find_fault(self) -> Fault | None:
-        """The first step since the last `metrics` that is not finite, or None."""
+        """The first step since the last call of `metrics` whose loss or gradient is not finite, or None."""
         ...
 
     def evaluate(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Learner(Protocol):
         ...
 
     def snapshot(self, step: int) -> Snapshot:
-        """Everything that is needed to go on from here after `step` steps."""
+        """Everything that is needed to continue after `step` steps."""
         ...
 
     def load(self, snapshot: Snapshot) -> None:
@@ -165,9 +166,10 @@ class TrainingLoop:
                     raise Interrupted(f"stopped at step {self.step} of {steps} and saved; {advice}", asked)
 
     def _place(self) -> int:
-        """The place in the schedule: steps made, or what the clock says where a time limit is ahead of them.
+        """The place in the schedule, in steps: the number of steps made or, under a time limit, the share of time that has
+        passed times all steps, whichever is larger.
 
-        Warm-up is counted in steps in any case: compiling takes longer than warm-up and must not pass for it.
+        Warm-up is counted in steps in any case, since compiling takes longer than warm-up would.
         """
         seconds, steps = self.settings.seconds, self.settings.steps
         if seconds is None:
@@ -177,7 +179,8 @@ class TrainingLoop:
         return self.step if warming else max(self.step, passed)
 
     def _agree_to_stop(self, stop: StopRequest, logs: bool) -> int:
-        """The signal to obey now, or 0. Processes agree at log steps, since all must stop after the same step."""
+        """The number of the signal to act on now, or 0. Processes agree on it at log steps: all must stop after the same
+        step."""
         if self.accelerator.num_processes == 1:
             return stop.signum
         if not logs:
@@ -215,7 +218,7 @@ class TrainingLoop:
             raise NonFinite(f"{when}; {checkpoint.last_good(self.run_folder)}; {fault.advice}")
 
     def save(self) -> None:
-        """Write a checkpoint of this very moment; a run whose numbers are no longer finite is refused."""
+        """Write a checkpoint of the current step, unless the loss or gradient is no longer finite, which is an error."""
         if self.unread:
             self._check_finite()
         checkpoint.save(

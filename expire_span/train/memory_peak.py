@@ -6,7 +6,7 @@ import torch
 
 
 def forget_peak() -> None:
-    """Reset a GPU's peak, so that it is that of training alone; the host's cannot be reset."""
+    """Reset a GPU's peak, so that later readings cover training only; the host's peak cannot be reset."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 

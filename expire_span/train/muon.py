@@ -50,9 +50,9 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iterations on matrices [n, rows, columns]: singular values towards 1.
+    """Newton-Schulz iterations on matrices [n, rows, columns], which move their singular values towards 1.
 
-    In bfloat16, as torch has it, but for CPUs: those without such units take a hundred times as long for it.
+    They run in bfloat16, as in torch's Muon, except on CPUs: those without bfloat16 units take a hundred times as long for it.
     """
     a, b, c = coefficients
     x = x.float() if x.device.type == "cpu" else x.bfloat16()

@@ -13,7 +13,7 @@ from .muon import BatchedMuon
 
 
 class OptimizerSettings(Protocol):
-    """The settings that are read here; `TrainConfig` and `AgentTrainConfig` have them and document each."""
+    """The settings that this module reads; `TrainConfig` and `AgentTrainConfig` have them and document each."""
 
     @property
     def steps(self) -> int: ...
@@ -40,7 +40,7 @@ class OptimizerSettings(Protocol):
 
 
 def build_optimizers(model: nn.Module, config: OptimizerSettings) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; each group knows its peak rate."""
+    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest; a group's `peak` is its peak rate."""
     matrices, spans, decayed, plain = [], [], [], []
     for name, p in model.named_parameters():
         if "span_predictor" in name:

@@ -1,4 +1,4 @@
-"""What training shows: a live bar on a terminal, plain lines elsewhere."""
+"""The progress display of training: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a clock says at a line of metrics."""
+    """What the `Clock` measured since the last line of metrics."""
 
     seconds: float
     """Seconds since training began or was resumed."""
     tokens_per_second: float
-    """Since the last reading."""
+    """Tokens per second since the last line of metrics."""
     left: float
-    """Seconds that the remaining steps will take."""
+    """Estimated seconds for the remaining steps."""
     ms_per_step: float
-    """Since the last reading."""
+    """Milliseconds per step since the last line of metrics."""
 
 
 class Clock:
@@ -75,7 +75,7 @@ class Clock:
 
 
 class Display:
-    """Open it around the training; only the first process shows anything."""
+    """The progress display, a context manager around the training; only the first process shows anything."""
 
     def __init__(self, total: int, *, shown: bool = True, console: Console | None = None) -> None:
         self.total, self.shown = total, shown
@@ -115,14 +115,14 @@ class Display:
                 self.bar.console.print(text, markup=False, highlight=False)
             else:
                 print(text, flush=True)
-        except BrokenPipeError:  # whoever was reading has gone; the training goes on
+        except BrokenPipeError:  # the reader of our output has gone; training continues
             self.shown = False
 
     def train(self, step: int, parts: list[str], reading: Speed) -> None:
         """A line of training metrics, with the time left and tokens per second."""
         speed = f"{reading.tokens_per_second:,.0f} tokens/s"
         if self.bar is not None:
-            # Beside the text: the counter (two numbers, a slash), the bar, and a space between columns.
+            # Columns that are left for the text beside the counter (two numbers and a slash), the bar, and two spaces.
             room = self.bar.console.width - 2 * len(str(self.total)) - 1 - BAR_WIDTH - 2
             text = fit([f"left {show_time(reading.left)}", *parts, speed], room)
             self.bar.update(self.job, description=text.replace("[", r"\["))

@@ -1,9 +1,9 @@
-"""Replay: read windows of steps, which were played one at a time, again as blocks, from the state that each began with.
+"""Replay: steps that were played one at a time are read again as blocks, for the gradient, from the state before the window.
 
 A window may hold the end of one episode and the beginning of the next. Each row is cut there into fragments of one episode
-each: a fragment that continues an episode starts from the stored state, one that begins an episode from an empty state.
-Reading a fragment as a block gives the same probabilities and values as playing it did, since a memory that was deleted then
-is masked now.
+each. A fragment that continues an episode starts from the stored state, one that begins an episode from an empty state. Reading
+a fragment as a block gives the same probabilities and values as playing it did, since a memory that was deleted in play has a
+mask of zero here.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Window:
     """T steps of B environments. Tensors are [T, B, ..]."""
 
     state: list[Any]
-    """What the policy remembered before the first step."""
+    """The policy's state before the first step."""
     begins: Tensor
     """Whether a step is the first of its episode."""
     observation: Observation
     actions: Tensor
     """[T, B, K]."""
     log_prob: Tensor
-    """Of the actions, when they were chosen."""
+    """Log probability of the actions under the policy that played."""
     value: Tensor
     advantage: Tensor
     target: Tensor
-    """What the value should have been."""
+    """Target of the value: advantage plus predicted value."""
     expert: Tensor | None = None
-    """The expert's actions [T, B], while the agent imitates."""
+    """The expert's actions [T, B] while the agent imitates it, else None."""
 
     @property
     def rows(self) -> int:
@@ -84,20 +84,20 @@ def cut(begins: Tensor) -> Fragments:
 
 @dataclass
 class Replayed:
-    """What the policy gives for the steps of a window, in any order. Tensors are [N, ..] with one entry for each step."""
+    """The policy's outputs for the N steps of a window. Tensors are [N, ..], in the order that `index` gives."""
 
     log_prob: Tensor
-    """Of the actions that were taken."""
+    """Log probability of the actions that were taken."""
     value: Tensor
     entropy: Tensor
     expert_log_prob: Tensor | None
-    """Of the expert's actions, where there are any."""
+    """Log probability of the expert's actions; None without an expert."""
     span: Tensor
-    """Mean span given to each step's memory over the layers that learn spans; zero where none does."""
+    """Mean span of each step's memory over the layers that learn a span per token; zero where none does."""
     other_price: Tensor
-    """Loss of layers that pay for memory in another way (a scalar)."""
+    """Span loss of layers that do not learn a span per token, such as Adaptive-Span's (a scalar)."""
     index: Tensor
-    """Where each entry lies in the window, flattened [T * B]."""
+    """Place of each entry in the flattened window [T * B]."""
 
 
 def replay(policy: Policy, window: Window) -> Replayed:
@@ -115,7 +115,7 @@ def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goe
     device, longest = window.begins.device, int(group.length.max())
     rows, firsts, lengths = group.row, group.first, group.length
     time = torch.arange(longest)
-    mask = time < lengths[:, None]  # [n, longest]; what lies behind a fragment's end is read and not used
+    mask = time < lengths[:, None]  # [n, longest]; padding behind a fragment's end is read, but not used
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
     mask, places = mask.to(device), places.to(device)
     state = select_rows(window.state, rows) if goes_on else None
@@ -134,7 +134,7 @@ def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goe
 
 
 def _other_price(policy: Policy, layers: list[MixerAux], value: Tensor) -> Tensor:
-    """Losses that do not depend on steps, such as Adaptive-Span's; those of learned spans are counted step by step."""
+    """Sum of span losses that do not depend on single steps, such as Adaptive-Span's."""
     known = [_rule_of(block.mixer) is not None for block in policy.layers()]
     losses = [aux.loss for aux, counted in zip(layers, known) if aux.loss is not None and not counted]
     return torch.stack(losses).sum(0).mean() if losses else value.new_zeros(())
@@ -153,9 +153,10 @@ def _rule_of(mixer: nn.Module) -> Lifetimes | None:
 
 
 class SpanWatch:
-    """Collects, while it is open, the spans that a policy's layers give, with their gradients.
+    """A context manager that collects the spans of a policy's layers, with their gradients, by forward hooks.
 
-    A block's own loss averages over all of its steps; here the steps behind a fragment's end must not count.
+    The span loss that a layer reports averages over all steps of a block; in replay the padding behind a fragment's end must
+    not count, so the loss is computed from these spans instead.
     """
 
     def __init__(self, policy: Policy) -> None:

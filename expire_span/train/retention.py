@@ -1,10 +1,11 @@
 """How well the memories that an agent kept match those that it needed.
 
-An environment may say of each observation which fact it shows, and until when that is of use (`fact`, `needed_until`). A memory
-is kept until its span and the ramp are over, or its episode ends. Then, counted in steps after a memory's birth:
+An environment may report, for each observation, which fact it shows and until which step that fact is needed (`fact`,
+`needed_until`). A memory is kept until its span and the ramp are over, or its episode ends. Then, summed over memories and
+facts:
 
-    precision = steps at which a memory was kept and of use / steps at which it was kept
-    recall    = steps at which a fact was of use and some memory of it was kept / steps at which it was of use
+    precision = steps at which a memory was kept and needed / steps at which it was kept
+    recall    = steps at which a fact was needed and some memory of it was kept / steps at which it was needed
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from expire_span.models.policy import Policy
 @dataclass(frozen=True)
 class Retention:
     precision: float | None
-    """None where the environment says nothing of what is needed."""
+    """None where the environment does not report what is needed."""
     recall: float | None
     lifetime: list[float]
-    """Mean steps that a memory lives after its birth if its episode does not end, one number per layer."""
+    """Mean lifetime of a memory in steps, if its episode does not end before, one number per layer."""
     lifetime_spread: list[float]
-    """Standard deviation of it, one number per layer."""
+    """Standard deviation of the lifetime, one number per layer."""
 
 
 class RetentionCounter:
-    """Notes lives and needs of every step, row by row, and adds them up when episodes end."""
+    """Records, for every row and step, how long the memory lives and how long it is needed; sums them when an episode ends."""
 
     def __init__(self, policy: Policy, rows: int) -> None:
         ramps = [getattr(getattr(block.mixer, "span_predictor", None), "ramp", None) for block in policy.layers()]
@@ -43,14 +44,12 @@ class RetentionCounter:
         self.lives: list[Tensor] = []
 
     def add(self, aux: Any, facts: dict[str, Tensor]) -> None:
-        """Note what this step's observation is needed for, and how long the layer that keeps longest will keep it."""
+        """Record which fact this step's observation shows, until when it is needed, and until when any layer keeps it."""
         spans = [part.span for part in aux.layers]
         if any(span is None for span in spans) or len(self.ramps) < len(spans):
             return
-        # The last age at which a memory is alive: e + R - age > 0.
-        lives = torch.stack([(_longest(s) + r).ceil() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(
-            0
-        )  # [layers, B]
+        # The last age at which a memory is alive, which is where e + R - age > 0, [layers, B].
+        lives = torch.stack([(_longest(s) + r).ceil() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(0)
         self.lives.append(lives)
         self.told = "needed_until" in facts and "fact" in facts
         longest = lives.amax(0).long().tolist()
@@ -61,7 +60,7 @@ class RetentionCounter:
             past.append((birth[0], birth[1], len(past) + birth[2]))
 
     def end(self, row: int, steps: int, *, counts: bool) -> None:
-        """The episode of a row is over after so many steps."""
+        """The episode of a row is over after `steps` steps; its memories are added to the sums if it `counts`."""
         births, self.births[row] = self.births[row], []
         if not (counts and self.told and births):
             return
@@ -77,7 +76,7 @@ class RetentionCounter:
             self._cover(memories)
 
     def _cover(self, memories: list[tuple[int, int, int]]) -> None:
-        """Steps at which one fact was of use, and those of them at which some memory of it was kept."""
+        """Add, for one fact, the steps at which it was needed, and those at which also some memory of it was kept."""
         covered_until = -1  # the last step that the memories born so far cover
         for n, (birth, until, kept) in enumerate(memories):
             stop = min(until, memories[n + 1][0]) if n + 1 < len(memories) else until

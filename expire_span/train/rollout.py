@@ -25,7 +25,7 @@ class Episodes:
     returns: float = 0.0
     steps: float = 0.0
     judged: int = 0
-    """Episodes of which success is known."""
+    """Number of episodes whose success is known."""
     successes: float = 0.0
 
     def add(self, other: Episodes) -> None:
@@ -39,7 +39,7 @@ class Episodes:
 
 @dataclass
 class Played:
-    """A window and what was seen while it was played."""
+    """A window of steps, and statistics of playing it."""
 
     window: Window
     episodes: Episodes
@@ -49,7 +49,7 @@ class Played:
 
 
 class Player:
-    """A policy in its environments: observations, memories, running returns. It plays on where it stopped."""
+    """A policy in its environments, with its memories and running returns; each window continues where the last one ended."""
 
     def __init__(self, policy: Policy, envs: Environments, task: EnvTask) -> None:
         self.policy, self.envs, self.task = policy, envs, task
@@ -61,7 +61,10 @@ class Player:
 
     @torch.no_grad()
     def play(self, length: int, *, gamma: float, gae_lambda: float, expert_rows: int | None = None) -> Played:
-        """Play a window. With `expert_rows`, the expert is asked everywhere and acts in that many rows."""
+        """Play a window of `length` steps.
+
+        expert_rows: the expert's action is recorded in all rows, and taken in the first `expert_rows` of them. None: no expert.
+        """
         self.policy.eval()
         start, episodes, seen = trim_states(self.state), Episodes(), _Columns()
         for _ in range(length):
@@ -131,7 +134,7 @@ class Player:
 
 @dataclass
 class _Columns:
-    """What is noted at every step, by name."""
+    """The values recorded at every step, by name."""
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -149,7 +152,7 @@ class _Columns:
 
 
 def advantages(reward: Tensor, value: Tensor, ended: Tensor, last: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantages [T, B]:
+    """Generalised advantage estimates [T, B]:
 
         delta_t = r_t + gamma (1 - ended_t) V_t+1 - V_t,   A_t = delta_t + gamma lambda (1 - ended_t) A_t+1
 
@@ -165,7 +168,8 @@ def advantages(reward: Tensor, value: Tensor, ended: Tensor, last: Tensor, gamma
 
 
 def judge(success: Tensor, returns: Tensor, task: EnvTask) -> Tensor:
-    """Success of episodes [B]: what the environment says, else whether the return is high enough, else nan."""
+    """Success of episodes [B]: as the environment reports it, else whether the return reaches the task's threshold, else
+    NaN."""
     if task.success_return is None:
         return success
     return torch.where(success.isnan(), (returns >= task.success_return).float(), success)
@@ -180,7 +184,7 @@ def count_memories(state: list[Any]) -> Tensor | None:
 
 
 def _mean_live(state: list[Any], aux: BackboneAux) -> Tensor:
-    """Mean living memories of a row after a step, one number per layer; the stores know it without computing."""
+    """Mean number of living memories per row after a step, one number per layer; counted in the stores where possible."""
     counts = [getattr(part.get("memory"), "living", None) if isinstance(part, dict) else None for part in state]
     if any(count is None for count in counts):
         return aux.live.float()

@@ -1,4 +1,4 @@
-"""The decoder with its loss: the module that is trained, wrapped for several processes, and evaluated."""
+"""The decoder with its loss: the module that is trained and evaluated, and that DDP or FSDP wraps for several processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from expire_span.tasks.contract import Batch
 class Scorer(nn.Module):
     """`scorer(x, y, mask, state, fresh, remember) -> (sums, state, bytes held)`.
 
-    `sums` holds device scalars: nll (summed over scored positions), correct, span_loss, and live and span per layer.
-    `fresh` [B] marks rows whose memory is emptied first.
+    x, y, mask [B, T]: tokens, targets, and which positions are scored. `sums` holds tensors on the device: nll (summed over
+    scored positions), correct, span_loss, and live and span per layer. `fresh` [B] (bool) marks rows whose memory is emptied
+    first; `remember` says whether memory is carried.
     """
 
     _no_split_modules = ("Block",)  # the unit in which FSDP shards the model
@@ -44,7 +45,7 @@ class Scorer(nn.Module):
 
 
 def _mean_span(span: Tensor | None, like: Tensor) -> Tensor:
-    """Zero for systems that give tokens no span."""
+    """Mean span of a layer; zero for systems without spans."""
     return like.new_zeros(()) if span is None else span.float().mean()
 
 
@@ -53,7 +54,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def start_of(batch: Batch, state: Any, device: torch.device) -> tuple[Any, Tensor | None]:
-    """The state that a batch begins with, and the rows to empty first. If all rows are fresh, there is no state."""
+    """The state with which a batch begins, and which rows to empty first; (None, None) if all rows are fresh."""
     if state is None or not bool(batch.fresh.any()):
         return state, None
     return (None, None) if bool(batch.fresh.all()) else (state, batch.fresh.to(device))
@@ -62,7 +63,7 @@ def start_of(batch: Batch, state: Any, device: torch.device) -> tuple[Any, Tenso
 def score(
     scorer: nn.Module, batch: Batch, state: Any, device: torch.device, remember: bool = True
 ) -> tuple[dict[str, Tensor], Any, int]:
-    """Send one batch (on the CPU, as streams give it) through a scorer."""
+    """Run a scorer on one batch, which is on the CPU, as tasks give it."""
     state, fresh = start_of(batch, state, device)
     x, y, mask = (part.to(device, non_blocking=True) for part in (batch.x, batch.y, batch.mask))
     return scorer(x, y, mask, state, fresh, remember)

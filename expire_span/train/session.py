@@ -1,4 +1,4 @@
-"""A learner in a run folder: begin a run, or go on with one. The same for every kind of trainer."""
+"""Training a learner in a run folder: begin a run, or continue one. All kinds of trainers use it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .trackers import build_tracker
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights that a run starts from in place of random ones."""
+    """Weights from which a run starts, in place of random ones."""
 
     weights: dict[str, Tensor]
     about: dict[str, Any]
@@ -34,7 +34,7 @@ class Origin:
 
     @classmethod
     def of(cls, run: RunFolder, model: nn.Module) -> Origin:
-        """The best weights that a run's newest sound checkpoint knows of; those that do not fit the model are refused."""
+        """The best weights in a run's newest intact checkpoint; weights that do not fit the model are refused."""
         snapshot = checkpoint.load(run)
         if snapshot is None:
             raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
@@ -51,7 +51,7 @@ def begin(
     origin: Origin | None = None,
     shown: bool = True,
 ) -> RunFolder:
-    """Make a new run folder and train the learner in it to the end. The learner is built, so everything has been checked."""
+    """Make a new run folder and train the learner in it to the end. Building the learner has checked all settings."""
     accelerator = learner.accelerator
     if accelerator.is_main_process:
         make_folder(learner, config, path, recipe=recipe, origin=origin)
@@ -67,7 +67,7 @@ def begin(
 def make_folder(
     learner: Learner, config: RunConfig, path: Path, *, recipe: str, origin: Origin | None = None
 ) -> RunFolder:
-    """The folder of a run that has not been trained yet; given weights lie in it as the checkpoint of step 0."""
+    """Make the folder of a run that has not been trained yet; the weights of `origin` become its checkpoint of step 0."""
     check_new(path)
 
     def fill(folder: Path) -> None:
@@ -89,7 +89,7 @@ def make_folder(
 def go_on(
     build: Callable[[RunConfig], Learner], run: RunFolder, *, allow_changed_data: bool = False, shown: bool = True
 ) -> RunFolder:
-    """Go on with an interrupted run from its newest sound checkpoint, or from its beginning where there is none."""
+    """Continue an interrupted run from its newest intact checkpoint, or from the beginning if there is none."""
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
     learner = build(run.config)
@@ -112,7 +112,7 @@ def go_on(
 
 
 def _load(learner: Learner, snapshot: Snapshot, run: RunFolder) -> None:
-    """Give a learner what a checkpoint holds; one that fits the checksums and not the learner is refused in a sentence."""
+    """Load a checkpoint into a learner; if it is intact but does not fit the learner, StorageError says so."""
     try:
         learner.load(snapshot)
     except (KeyError, TypeError, RuntimeError) as error:
@@ -124,7 +124,7 @@ def _load(learner: Learner, snapshot: Snapshot, run: RunFolder) -> None:
 
 
 def _lock_run(run: RunFolder, accelerator: Accelerator) -> AbstractContextManager[None]:
-    """One of the processes that train a run holds its folder for all of them."""
+    """Lock the run folder, in the first process for all that train this run."""
     return run.lock() if accelerator.is_main_process else nullcontext()
 
 

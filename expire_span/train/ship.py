@@ -1,7 +1,7 @@
-"""`expire-span ship`: a run of text as a small folder that can be given away, with a card that says what it is.
+"""`expire-span ship`: export a run on text as a small folder to share, with a model card.
 
-The folder is a run folder of weights alone, so every command that takes a run takes it. Matrices are stored in half precision;
-the score on the card is that of the weights as stored.
+The folder is a run folder that holds only weights, so every command that takes a run takes it. Matrices are stored in half
+precision; the score on the card is that of the weights as stored.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from .devices import check_device
 from .evaluate import Result, evaluate
 
 MOST_BYTES = 8_000_000
-"""Bytes of the weights at most, so that they can live inside the package."""
+"""Largest size of the weights in bytes, so that the package can include them."""
 SMALL = 1024
-"""Weights with fewer numbers than this stay in float32: norms and span predictors weigh nothing and matter much."""
+"""Tensors with fewer numbers than this stay in float32: norms and span predictors take little space and need the precision."""
 SAMPLE_BYTES = 4096
-"""Bytes of the test data that go with the model."""
+"""Bytes of the test data that are stored with the model."""
 MOST_LOST = 0.01
-"""Share of the loss that half precision may add before the folder is refused."""
+"""Relative increase of the loss by half precision above which the export is refused."""
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """What the card says beside what the run itself knows."""
+    """What the model card says beside what the run itself records."""
 
     data: str
-    """What the model learned from, in words."""
+    """Description of the training data, in words."""
     note: str = ""
-    """A sentence at the head of the card."""
+    """A sentence at the top of the card."""
     sample: bytes | None = None
-    """Text that goes with the model; None takes the first bytes of the test data."""
+    """Text that is stored with the model; None takes the first bytes of the test data."""
     batches: int = 16
-    """Batches of the test data that the score is measured on."""
+    """Number of batches of the test data on which the score is measured."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as they are stored, and their scores."""
+    """The weights as they are stored, and the scores before and after rounding."""
 
     weights: dict[str, Tensor]
     step: int
@@ -66,14 +66,14 @@ class Packed:
 
 
 def ship(run: RunFolder, out: Path, about: Shipment, *, path: str | None = None, device: str = "auto") -> RunFolder:
-    """Write the folder `out`, which must not be there yet. `path` is where the data is now, if it has moved."""
+    """Write the folder `out`, which must not exist yet. path: where the data is now; None if it has not moved."""
     check_name(out.name)
     if out.exists():
         raise UserError(f"{out} already exists, and a model is never overwritten; move it away, or give another --out")
     decoder, config = load_model(run, check_device(device))
     if not isinstance(config.task, TextTask) or config.task.tokenizer or config.model.vocab != 256:
         raise UserError(f"ship needs a run of bytes, got a run of task {config.task.kind}")
-    own = replace(config.task, path=Path(config.task.path).name)  # where the data lay says nothing to others
+    own = replace(config.task, path=Path(config.task.path).name)  # the folder of the data means nothing to other users
     task = build_task(config.task if path is None else replace(config.task, path=path))
     packed = _pack(decoder, task, run, about.batches)
     sample = _sample(task, config) if about.sample is None else about.sample
@@ -93,7 +93,7 @@ def ship(run: RunFolder, out: Path, about: Shipment, *, path: str | None = None,
 
 
 def _pack(decoder: Decoder, task: Task, run: RunFolder, batches: int) -> Packed:
-    """Weights in half precision; refused where they are too large or where the rounding costs too much."""
+    """Round the weights to half precision; refuse them if they are too large or if rounding raises the loss too much."""
     before = _score(decoder, task, run.config, batches)
     weights = _halve(decoder.state_dict())
     size = len(safetensors.torch.save(weights))

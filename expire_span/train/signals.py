@@ -18,7 +18,7 @@ class Interrupted(RunError):
 
 
 class StopRequest:
-    """While open, the first signal is only noted in `signum`; a second one acts at once, as usual."""
+    """A context manager in which the first signal only sets `signum`; a second one acts at once, as without it."""
 
     def __init__(self) -> None:
         self.signum = 0

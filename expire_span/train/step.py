@@ -1,8 +1,8 @@
-"""One forward and backward pass; on a GPU, recorded once for each shape of the memory and then replayed.
+"""One forward and backward pass; on a GPU, recorded as a CUDA graph for each shape of the memory and then replayed.
 
-A training step in short blocks is thousands of small kernels, and the host cannot launch them as fast as a GPU finishes them.
-A CUDA graph launches them all at once. The first pass of a shape runs normally (and compiles what it needs), its second is
-recorded.
+A training step with short blocks consists of thousands of small kernels, and the host cannot launch them as fast as a GPU
+finishes them. A CUDA graph launches them all at once. The first pass with a shape runs normally, which also compiles what it
+needs; the second is recorded.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -22,15 +22,15 @@ from expire_span.models.state import detach, map_tensors
 from expire_span.store import trim_states
 
 Outcome = tuple[dict[str, Tensor], Any, int]
-"""What a scorer gives: sums, state, bytes held; all detached."""
+"""What a `Scorer` returns: sums, state, bytes held; all detached."""
 
 MOST_GRAPHS = 4
-"""Shapes whose recordings are kept at a time."""
+"""Number of shapes whose recorded graphs are kept at a time."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """All that a forward and backward pass reads. Loss = nll x scale + span loss x weight."""
+    """The inputs of a forward and backward pass. The loss is nll x scale + span loss x weight."""
 
     x: Tensor
     y: Tensor
@@ -47,7 +47,7 @@ class Pass:
         return found
 
     def clone(self) -> Pass:
-        """Copies of its own, contiguous, with no row fresh."""
+        """A copy with contiguous tensors of its own, in which no row is fresh."""
         parts = map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], _copy)
         x, y, mask, state, scale, weight = parts
         return Pass(x, y, mask, state, None, scale, weight, self.remember)
@@ -63,7 +63,7 @@ class Recording:
 
 
 class TrainStep:
-    """`step(pass) -> (sums, state, bytes held)`, gradients in the parameters' `.grad`, which must be None before."""
+    """`step(pass) -> (sums, state, bytes held)`; gradients go to the parameters' `.grad`, which must be None before."""
 
     def __init__(self, model: nn.Module, backward: Callable[[Tensor], None], *, graphs: bool) -> None:
         self.model, self.backward, self.graphs = model, backward, graphs
@@ -79,13 +79,14 @@ class TrainStep:
         key = tuple((x.shape, x.dtype) for x in given.tensors())
         if key not in self.recordings:
             self.recordings[key] = None
-            return self.run(given.clone())  # strides as in the recording: compiled code depends on them
+            # With the same strides as the recording, since compiled code depends on them.
+            return self.run(given.clone())
         self.recordings.move_to_end(key)
         recording = self.recordings[key] or self._record(key, given)
         return self._replay(recording, given)
 
     def run(self, given: Pass) -> Outcome:
-        """The pass itself, kernel by kernel."""
+        """Run the pass without a graph, kernel by kernel."""
         sums, state, held = self.model(given.x, given.y, given.mask, given.state, given.fresh, given.remember)
         self.backward(sums["nll"] * given.scale + given.weight * sums["span_loss"])
         sums = {name: x.detach() for name, x in sums.items()}

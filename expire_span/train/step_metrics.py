@@ -1,4 +1,4 @@
-"""The steps since the last line of metrics: gathered on the device, read by the host once per line."""
+"""Measurements of the steps since the last line of metrics: they stay on the device, and the host reads them once per line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StepMetrics:
     layers: int
     rows: list[Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    """Scored positions of each step, over all processes."""
+    """Number of scored positions of each step, over all processes."""
     units: list[int] = field(default_factory=list)
-    """What the score of each step is a mean over: bytes of text, or positions again."""
+    """Number of units over which the score of each step is a mean: bytes of text, else scored positions."""
     _table: Tensor | None = None
-    """What `read` gave for the rows as they are."""
+    """Cached result of `read`; None once rows were added."""
 
     def add(self, pieces: list[dict[str, Tensor]], weight: Tensor, grad_norm: Tensor, count: int, units: int) -> None:
-        """Note one step from what its micro-batches gave."""
+        """Add one step, given the sums of each of its micro-batches."""
         nll = torch.stack([p["nll"].detach() for p in pieces])
         head = [
             nll.sum(),
@@ -101,5 +101,5 @@ class StepMetrics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = [] if state["rows"] is None else list(state["rows"].unbind())
         self.counts = list(state["counts"])
-        self.units = list(state.get("units", self.counts))  # checkpoints of 0.2 and older have positions alone
+        self.units = list(state.get("units", self.counts))  # older checkpoints counted positions only
         self._table = None

@@ -1,10 +1,10 @@
 """Supervised training: batches of a task, a decoder, a run folder.
 
-`train` makes a new run and `resume` goes on with one; both return the finished run. Blocks with carried memory and
-parallel training over long sequences are the same step: `TrainConfig.carry` says whether a row's state lives on.
+`train` starts a new run and `resume` continues one; both return the finished run. Training in blocks with carried memory and
+parallel training over long sequences use the same step: `TrainConfig.carry` says whether a row's state is carried to the next.
 
-With several processes (`accelerate launch -m expire_span train ...`) each one draws the same global batch and takes its
-rows; the loss is divided by the global number of scored positions, so that the gradient is the single process's.
+With several processes (`accelerate launch -m expire_span train ...`) each one draws the same global batch and takes its own
+rows. The loss is divided by the global number of scored positions, so that the gradient equals that of a single process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .trackers import check_tracker
 __all__ = ["NonFinite", "SupervisedLearner", "resume", "train"]
 
 _PREFIX = "decoder."
-"""Where the decoder's weights lie inside the trained module; checkpoints hold them without it."""
+"""Prefix of the decoder's weights in the trained module; checkpoints name them without it."""
 
 
 def train(
@@ -64,7 +64,8 @@ def train(
 ) -> RunFolder:
     """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
 
-    `init_from` names a run whose newest weights the new one starts from, in place of random ones.
+    task: None builds the task that config names. init_from: a run whose newest weights the new one starts from; None starts
+    from random weights.
     """
     learner = SupervisedLearner(config, task)
     origin = session.Origin.of(init_from, learner.decoder) if init_from is not None else None
@@ -74,7 +75,7 @@ def train(
 def resume(
     run: RunFolder, *, task: Task | None = None, allow_changed_data: bool = False, shown: bool = True
 ) -> RunFolder:
-    """Go on with an interrupted run from its newest sound checkpoint."""
+    """Continue an interrupted run from its newest intact checkpoint."""
     build = lambda config: SupervisedLearner(config, task)  # noqa: E731
     return session.go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
 
@@ -115,7 +116,7 @@ class SupervisedLearner:
         self.run_pass = TrainStep(self.model, self.accelerator.backward, graphs=self._can_replay(decoder))
 
     def _can_replay(self, decoder: Decoder) -> bool:
-        """Whether steps can be recorded as CUDA graphs: one process on a GPU, with no memory or one whose shapes are steady."""
+        """Whether steps can be recorded as CUDA graphs: one process on a GPU, and layers that allow it (`Mixer.steadiness`)."""
         config, one = self.train_config, self.accelerator.num_processes == 1
         promises = [block.mixer.steadiness() for block in decoder.layers()]
         steady = all(promise.carried if config.carry else promise.alone for promise in promises)
@@ -148,7 +149,7 @@ class SupervisedLearner:
 
     @property
     def decoder(self) -> Decoder:
-        """The model that learns, without what wraps it for several processes."""
+        """The decoder itself, without the wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model).decoder
 
     def fingerprint(self) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class SupervisedLearner:
         return self._score("test", self.train_config.test_batches).to_dict()
 
     def _score(self, split: Any, batches: int | None) -> Result:
-        """Every process scores all batches: simple, equal everywhere, and FSDP needs all of them anyway."""
+        """Every process scores all batches: all then have the same result, and FSDP needs every process in each pass anyway."""
         scorer = self.model if self._sharded else self.accelerator.unwrap_model(self.model)
         stream = itertools.islice(self._stream(split), batches)
         return evaluate_stream(scorer, self.config.model, self.task, split, stream)
@@ -262,7 +263,8 @@ class SupervisedLearner:
         return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
 
     def load(self, snapshot: Snapshot) -> None:
-        """Weights, optimizers, memories, place in the data, generators; or weights alone, where the run starts from them."""
+        """Restore weights, optimizers, memories, place in the data and random generators, or only weights, where a run starts
+        from given weights."""
         if not snapshot.weights_only:
             self._check_processes(snapshot.state["processes"])
         options = StateDictOptions(full_state_dict=True)

@@ -33,7 +33,8 @@ def check_tracker(name: str) -> None:
 
 
 def build_tracker(run: RunFolder, step: int, *, writes: bool = True) -> Tracker:
-    """The tracker of a run that goes on after `step`; processes that write nothing get one that does nothing."""
+    """The tracker of a run that continues after `step`; processes other than the first (writes=False) get one that does
+    nothing."""
     name = run.config.train.tracker
     if not writes or name == "none":
         return NoTracker()
@@ -41,7 +42,7 @@ def build_tracker(run: RunFolder, step: int, *, writes: bool = True) -> Tracker:
 
 
 def scalars_of(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of a line of metrics: split/name, and split/name/layer where there is one value a layer."""
+    """Names and values of a line of metrics: split/name, and split/name/layer for values per layer."""
     for name, value in line.items():
         if isinstance(value, list):
             for layer, x in enumerate(value):
@@ -59,7 +60,7 @@ class NoTracker:
 
 
 class TensorBoard:
-    """Event files in the run folder; those of steps that a resumed run makes again are hidden."""
+    """Event files in the run folder. Events of steps that a resumed run repeats are hidden (`purge_step`)."""
 
     def __init__(self, run: RunFolder, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +76,7 @@ class TensorBoard:
 
 
 class Remote:
-    """Weights & Biases or MLflow, as accelerate drives them; their own environment variables say where and how."""
+    """Weights & Biases or MLflow through accelerate; they are configured by their own environment variables."""
 
     def __init__(self, run: RunFolder, name: str) -> None:
         from accelerate import tracking
@@ -85,7 +86,8 @@ class Remote:
         else:
             self.tracker = tracking.MLflowTracker("expire-span", run_name=run.name)
         try:
-            start = getattr(self.tracker, "start", None)  # newer releases of accelerate begin apart from building
+            # Newer releases of accelerate start a tracker in a second call.
+            start = getattr(self.tracker, "start", None)
             if start is not None:
                 start()
             config = to_dict(run.config) if name == "wandb" else dict(walk(run.config))

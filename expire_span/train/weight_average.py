@@ -1,4 +1,4 @@
-"""A running mean of a model's weights, which evaluations use in place of the newest ones."""
+"""A running mean of a model's weights, which evaluations use instead of the newest weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class WeightAverage:
     """Exponential moving average: `average = share * average + (1 - share) * newest`. A share of 0 keeps nothing.
 
-    The mean begins at the weights after the first update and is corrected for nothing, so that early evaluations, before
-    `1 / (1 - share)` updates, still lean towards that beginning.
+    The mean starts at the weights after the first update, without bias correction, so that early evaluations, before about
+    `1 / (1 - share)` updates, still depend on those weights.
     """
 
     def __init__(self, share: float) -> None:
@@ -22,7 +22,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights after an update."""
+        """Add the weights after an update to the mean."""
         if not self.share:
             return
         for name, newest in model.state_dict().items():
@@ -33,7 +33,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Within this context the model has the mean weights; afterwards its own again, also after an error."""
+        """A context in which the model has the mean weights; its own are restored afterwards, also after an error."""
         if not self.weights:
             yield
             return

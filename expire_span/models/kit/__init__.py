@@ -1,0 +1,1 @@
+"""Machinery that several memory systems share: projections, bands, windows, grouped attention, rotary positions, precision."""

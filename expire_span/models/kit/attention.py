@@ -14,12 +14,14 @@ from .rotary import rotary_angles, rotate
 
 
 class AttentionMixer(Mixer):
-    """Query, key, value and output projections, grouped key/value heads, normalised and rotated queries and keys."""
+    """Base of attention layers: query, key, value and output projections, grouped key/value heads, rotary positions, and
+    normalised queries and keys."""
 
     separate_keys: ClassVar[bool] = True
-    """Whether there is a key projection; off where queries serve as keys."""
+    """Whether there is a key projection; False where queries serve as keys (Reformer, Routing Transformer)."""
     recordable_alone: ClassVar[bool] = False
-    """Whether, without carried memory and learned relative positions, the host never waits for the device."""
+    """Whether forward and backward can be recorded as a CUDA graph (the host never waits for the device), without carried
+    memory and without learned relative positions."""
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
@@ -34,7 +36,7 @@ class AttentionMixer(Mixer):
 
     @property
     def relative_keys(self) -> nn.Parameter | None:
-        """The learned key embedding of distances: the model's, or this layer's own where it stands alone."""
+        """The learned key embedding of distances [M, D]: the model's shared one, or this layer's own if it was built alone."""
         return self._shared_keys[0] if self._shared_keys[0] is not None else getattr(self, "own_relative_keys", None)
 
     def steadiness(self) -> Steadiness:
@@ -51,7 +53,7 @@ class AttentionMixer(Mixer):
         return self.rotate(x, pos.unsqueeze(-2) if pos.dim() == 2 else pos)
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
-        """Rotate x [.., S, D] at pos, which broadcasts against [.., S]."""
+        """Apply rotary positions, where the model uses them, to x [.., S, D]; pos broadcasts against [.., S]."""
         return rotate(x, self.angles(pos, x.dtype)) if self.shape.positions == "rotary" else x
 
     def angles(self, pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,24 +61,24 @@ class AttentionMixer(Mixer):
         return rotary_angles(pos, self.shape.head_dim, self.shape.rotary_base, precise)
 
     def queries(self, x: Tensor, pos: Tensor) -> Tensor:
-        """[B, Hq, T, D] at pos."""
+        """Queries [B, Hq, T, D] of x [B, T, C] at pos [T] or [B, T]."""
         return self.norm_and_rotate(self.split_heads(self.query(x)), pos)
 
     def keys(self, h: Tensor, pos: Tensor) -> Tensor:
-        """[B, Hkv, S, D] at pos."""
+        """Keys [B, Hkv, S, D] of h [B, S, C] at pos [S] or [B, S]."""
         return self.norm_and_rotate(self.split_heads(self.key(h)), pos)
 
     def values(self, h: Tensor) -> Tensor:
-        """[B, Hkv, S, D]."""
+        """Values [B, Hkv, S, D] of h [B, S, C]."""
         return self.split_heads(self.value(h))
 
     def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [B, Hq, T, D], k and v [B, Hkv, T, D], and the positions [T] of x from `start` on."""
+        """q [B, Hq, T, D], k and v [B, Hkv, T, D] and positions [T] of x [B, T, C], whose first token is at `start`."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         return self.queries(x, pos), self.keys(x, pos), self.values(x), pos
 
     def join_heads(self, y: Tensor) -> Tensor:
-        """The output projection of [B, H, T, D] -> [B, T, C]."""
+        """Concatenate heads and apply the output projection: [B, H, T, D] -> [B, T, C]."""
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -94,7 +96,10 @@ def relative_scores(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_keys: Tensor | None) -> Tensor:
-    """Softmax attention where `seen` [.., T, S] allows it; q [N, H, T, D], k and v [N, H, S, D], age [.., T, S]."""
+    """Softmax attention over the pairs marked in `seen` [.., T, S] (bool); q [N, H, T, D], k and v [N, H, S, D].
+
+    age [.., T, S] selects the learned relative keys [M, D], which are added to the scores; None adds nothing.
+    """
     mask = seen
     if relative_keys is not None:
         mask = relative_scores(q, relative_keys, age).masked_fill(~seen, -torch.inf)
@@ -113,7 +118,7 @@ def bytes_of(state: Any) -> int:
 
 
 def empty_rows(state: Any, fresh: Tensor, blank: Any) -> Any:
-    """The rows marked in `fresh` [B] taken from the state `blank`, the others from `state`."""
+    """The state whose rows marked in `fresh` [B] (bool) are those of the empty state `blank`; the others stay."""
     if isinstance(state, Tensor):
         return torch.where(fresh.to(state.device).reshape(-1, *(1,) * (state.dim() - 1)), blank.to(state.dtype), state)
     if isinstance(state, dict):

@@ -19,11 +19,11 @@ from expire_span.store import NEVER
 from .attention import attend
 
 LEAST_BLOCK = 32
-"""Queries are handled in blocks of at least so many, however small the window."""
+"""Smallest number of queries in a block, however small the window."""
 
 
 class Extra(NamedTuple):
-    """Entries that every later query reads besides its window: k, v [B, H, G, D], pos [B, 1, G], NEVER where empty."""
+    """G entries that every later query reads beside its window: k, v [B, H, G, D], pos [B, 1, G] with NEVER where empty."""
 
     k: Tensor
     v: Tensor
@@ -32,39 +32,43 @@ class Extra(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence is cut: N blocks of `block` queries, each with `older` entries before it."""
+    """How a sequence is cut into N blocks of `block` queries. Each block reads `older` entries before it, and its own."""
 
     count: int
-    """Queries of the whole sequence."""
+    """Number of queries T of the whole sequence."""
     block: int
     older: int
 
     @property
     def width(self) -> int:
-        """Entries that a block reads."""
+        """Number of entries that a block reads."""
         return self.older + self.block
 
     @property
     def missing(self) -> int:
-        """Padding that completes the last block."""
+        """Number of padding entries that complete the last block."""
         return -self.count % self.block
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B, H, N, block, D]."""
+        """Cut queries into blocks: [B, H, T, D] -> [B, H, N, block, D]."""
         return F.pad(x, (0, 0, 0, self.missing)).unflatten(2, (-1, self.block))
 
     def stretches(self, x: Tensor) -> Tensor:
-        """[B, H, older + T, D] -> [B, H, N, width, D]."""
+        """The range of keys or values that each block reads: [B, H, older + T, D] -> [B, H, N, width, D]."""
         return F.pad(x, (0, 0, 0, self.missing)).unfold(2, self.width, self.block).transpose(-1, -2)
 
     def numbers(self, x: Tensor, empty: int) -> tuple[Tensor, Tensor]:
-        """One number per entry [B, h, older + T] -> those of the queries [B, h, N, block, 1] and keys [B, h, N, 1, width]."""
+        """One number per entry, x [B, h, older + T], for the queries [B, h, N, block, 1] and keys [B, h, N, 1, width] of
+        blocks.
+
+        empty: the number of padding entries.
+        """
         x = F.pad(x, (0, self.missing), value=empty)
         of_queries = x[..., self.older :].unflatten(-1, (-1, self.block)).unsqueeze(-1)
         return of_queries, x.unfold(-1, self.width, self.block).unsqueeze(-2)
 
     def distance(self, device: torch.device) -> Tensor:
-        """Entries between each query and each key of a block, [block, width]."""
+        """How many entries each key of a block lies before each query, [block, width]; negative for later keys."""
         place = torch.arange(self.width, device=device)
         return place[self.older :, None] - place
 
@@ -89,11 +93,12 @@ def banded_attention(
         q: [B, H, T, D].
         k, v: [B, H, S + T, D]: up to `window` older entries, then the queries' own.
         pos: positions of k [B, 1 or H, S + T]; NEVER marks an empty entry.
-        group: integers like pos, with a whole window of older entries: a query reads only entries of its own group.
-        chunks: read the whole own chunk of `window` entries (up to the query) and the whole chunk before it.
-        dilation: distance in steps between neighbouring entries; says which extra entries the window holds already.
-        extra: entries outside the band.
-        core: what attends within a block, called like `attend`; its result may be wider than v.
+        group: integers with the shape of pos, where S = window: a query reads only entries of its own group. None: one group.
+        chunks: instead of the last `window` entries, read the chunk of `window` entries that holds the query, up to the query,
+            and the whole chunk before it.
+        dilation: distance in steps between neighbouring entries; decides which extra entries lie in the window already.
+        extra: entries that are read beside the window.
+        core: the attention within a block, called like `attend`; its result may be wider than v.
 
     Returns y [B, H, T, D].
     """
@@ -113,7 +118,7 @@ def banded_attention(
 
 
 def _plan_cut(q, k, v, pos, window: int, chunks: bool) -> tuple[Cut, Tensor, Tensor, Tensor]:
-    """How to cut, and k, v and pos with a whole window of older entries where more than one block needs it."""
+    """Choose the cut; k, v and pos are padded in front to a whole window of older entries where there are several blocks."""
     count, older = q.shape[2], k.shape[2] - q.shape[2]
     block = window if chunks else min(count, max(window, LEAST_BLOCK))
     if older < window and (chunks or count > block):

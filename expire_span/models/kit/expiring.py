@@ -1,10 +1,12 @@
-"""Attention over memories whose lifetimes are decided when they are written: what Expire-Span and its relatives share.
+"""Attention over memories whose lifetimes are decided when they are written.
+
+`expire_span`, `full`, `transformer_xl` and `adaptive_span` are built on it; they differ in their lifetimes only. The mask is
 
     m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
 
-What a state keeps is the caller's choice. Hidden states ("hidden", a `SteadyMemory`): keys, values and spans are recomputed
-from them in every block, so that all weights learn from old memories. Keys and values ("kv", an `ExpiringMemory`): they are
-computed once. Nothing: a block attends to itself only. Both stores delete for good, by the same rule.
+The caller chooses what a state keeps. With "hidden", a `SteadyMemory` of hidden states: keys, values and spans are recomputed
+from them in every block, so that all weights get gradients through old memories. With "kv", an `ExpiringMemory` of keys and
+values, which are computed once. With "nothing", a block attends to itself only. Both stores delete dead memories by one rule.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ REBASE_AFTER = 2**30
 
 @dataclass(frozen=True)
 class ExpiryRules:
-    """How memories are read and limited, beside their lifetimes."""
+    """Everything beside the lifetimes that decides how memories are read and limited; see `ExpireSpanConfig` for each field."""
 
     cap: int | None = None
     include_self: bool = True
@@ -40,7 +42,7 @@ class ExpiryRules:
     normalizer_eps: float = 0.0
     impl: Any = "auto"
     causal: bool = True
-    """Off, a memory's age is its distance, and queries read later memories too."""
+    """False for encoders: a memory's age is its distance, and queries read later memories too."""
 
 
 class ExpiringAttention(AttentionMixer):
@@ -56,13 +58,13 @@ class ExpiringAttention(AttentionMixer):
 
     @abstractmethod
     def build_lifetimes(self) -> LifetimeRule:
-        """What decides how long memories live."""
+        """The rule that gives memories their spans."""
 
     def build_rules(self) -> ExpiryRules:
         return ExpiryRules()
 
     def look_both_ways(self) -> None:
-        """Read memories on either side of a query, for encoders; nothing can be carried then."""
+        """Make the layer bidirectional, for encoders; it then carries no memory between calls."""
         self.rules = replace(self.rules, causal=False)
         self.span_predictor.causal = False
 
@@ -74,7 +76,7 @@ class ExpiringAttention(AttentionMixer):
     # States
 
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
-        """An empty memory, or `initial_memories` zero vectors, which must be stored to be seen."""
+        """An empty memory, or one that holds `initial_memories` zero vectors; see `Mixer.initial_state`."""
         check_start(batch, keep)
         count = self.rules.initial_memories
         if keep == "nothing" and not count:
@@ -94,7 +96,7 @@ class ExpiringAttention(AttentionMixer):
         return {"memory": memory, "position": count}
 
     def reset_rows(self, state: dict[str, Any], fresh: Tensor, *, empty: Tensor | None = None) -> dict[str, Any]:
-        """The rows marked in `fresh` [B] begin again; positions go on."""
+        """Empty the rows marked in `fresh` [B] (bool). Their positions go on: attention depends on distances only."""
         memory = state["memory"]
         if memory is None:
             return state
@@ -119,7 +121,7 @@ class ExpiringAttention(AttentionMixer):
                 memory = memory.replace_field("k", rotate(memory.slots["k"], turn))
         return {**state, "memory": memory, "position": state["position"] - offset}
 
-    # The three ways to read
+    # Reading without memory, from hidden states, and from keys and values
 
     def mix(self, x: Tensor, state: dict[str, Any]) -> MixerOutput:
         if not isinstance(state, dict) or "position" not in state:
@@ -159,7 +161,7 @@ class ExpiringAttention(AttentionMixer):
         return MixerOutput(y, {"memory": memory, "position": start}, aux)
 
     def _read_kv(self, x: Tensor, memory: ExpiringMemory, start: int) -> MixerOutput:
-        """Keys and values are computed once; with gradients on, those of this block stay attached."""
+        """Keys and values are computed once and stored detached; within this block, gradients pass through them."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         new = self.keys(x, pos), self.values(x), self.span_predictor.by_head(x)
         stored = self._append(memory, pos, new[2], new[0], new[1])
@@ -234,6 +236,7 @@ class ExpiringAttention(AttentionMixer):
         return self.join_heads(y)
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
+        """The report of a block of `count` queries from position `start` on, over memories with span [B, P, S] and k_pos."""
         k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
         new = spans_of_heads(span.detach()[..., -count:], self.shape.num_kv_heads).squeeze(1)
         new, rule, where = new if self.span_predictor.reports_spans else None, self.span_predictor, (start, count)

@@ -1,6 +1,6 @@
-"""Kernels of flash-linear-attention (`fla-core`) for rivals on a GPU: which layer may use them. See `fla_kernels.py`.
+"""Decides whether a layer uses kernels of flash-linear-attention (`fla-core`) or plain PyTorch; `fla_kernels.py` calls them.
 
-The package is an extra (`pip install 'expire-span[fla]'`).
+`gated_deltanet` and `forgetting` have such kernels, for GPUs. The package is an extra (`pip install 'expire-span[fla]'`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Kernels = Literal["auto", "torch", "fla"]
 LEAST_COUNT = 16
-"""Fewer steps than this are not worth a kernel that works in chunks of 64: decoding is plain PyTorch."""
+"""Blocks of fewer steps than this, decoding among them, run in plain PyTorch: fla's kernels work in chunks of 64."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MISCOMPILED_KEYS = 64
 """Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs where a tile holds so many
@@ -35,13 +35,14 @@ def resolve_kernels(
     count: int | None = None,
     keys: int | None = None,
 ) -> Literal["torch", "fla"]:
-    """What `impl` stands for: fla's kernels on a GPU that has them, plain PyTorch elsewhere.
+    """Resolve `impl` for a layer of system `kind`; "auto" takes fla's kernels where they can run, else plain PyTorch.
 
-    A count of steps that is too small for a kernel always takes PyTorch. A GPU on which auto falls back for another reason
-    warns, once per reason.
+    Blocks that are too short for a kernel always run in PyTorch. Where "auto" falls back on a GPU for another reason, it warns
+    once per reason.
 
     Args:
-        keys: channels of a key, for the gated delta rule.
+        dtype, count: of the block to compute, None where not known yet; count is its number of steps.
+        keys: channels of a key, for the gated delta rule; None for other systems.
     """
     if impl == "torch" or (impl == "auto" and device.type != "cuda") or (count is not None and count < LEAST_COUNT):
         return "torch"
@@ -55,7 +56,7 @@ def resolve_kernels(
 
 
 def _find_obstacle(device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why fla's kernels cannot serve this, or None."""
+    """Why fla's kernels cannot run here, as the rest of a sentence that begins with "impl='fla'"; None if they can."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, got {device.type}"
     if not _INSTALLED:

@@ -24,7 +24,7 @@ def _load(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _narrow_guard() -> None:
-    """Let fla refuse only the keys that are miscompiled: with those Triton versions it refuses keys of every size."""
+    """Narrow fla's check against miscompiled kernels, which refuses keys of every size, to the sizes that are affected."""
     kernels: Any = importlib.import_module("fla.ops.common.chunk_o")
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule.chunk")
     refuses = kernels.chunk_bwd_dqkwg
@@ -55,7 +55,7 @@ def gated_delta_kernel(
 def forgetting_kernel(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor) -> Tensor:
     """Forget-gate attention of a sequence that stands alone: q [B, T, H, D], k, v [B, T, Hkv, D], log_gate [B, T, H].
 
-    Keys are those of the queries themselves: the kernel cannot take a memory of earlier blocks beside them.
+    The kernel has no input for keys and values of earlier blocks.
     """
     attend = _load("fla.ops.forgetting_attn", "parallel_forgetting_attn")
     return attend(q, k, v, log_gate)

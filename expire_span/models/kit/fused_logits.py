@@ -1,9 +1,9 @@
-"""Span logits in float32 precision from half-precision hidden states, with a gradient that is fused with that of the values.
+"""Span logits in float32 precision from half-precision hidden states, with a backward pass fused with that of the values.
 
-A span needs more precision than half precision has, but a float32 copy of the hidden states would have to be written and read
-once more. So the predictor reads the hidden states in the dtype that the other projections read, and multiplies and adds in
-float32. In compiled code this adds hardly any time: one row of weights is fused with the norm before it, several rows are one
-matrix product, and the gradient is computed together with that of the values.
+Half precision is too coarse for spans, but a float32 copy of the hidden states would cost another pass over GPU memory. So the
+predictor reads the hidden states in the same half-precision dtype as the other projections, and multiplies and accumulates in
+float32. In compiled code this adds hardly any time: with one row of weights the product is fused with the norm before it,
+several rows are one matrix product, and the gradient is computed together with that of the values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALIGNED = 8
 class ValuesAndLogits(torch.autograd.Function):
     """h [B, S, C], value [V, C] and weight [n, C] -> h . value [B, S, V], and h . weight [B, S, n] in weight's dtype.
 
-    Gradients are matrix products in h's dtype, like those of other weights. The gradient of h from values and logits is one
-    product, since a separate one would have to be written, read again and added.
+    Gradients are matrix products in h's dtype, like those of other weights. The gradients that h gets from values and from
+    logits are one product: two products would each be written to memory, and then read again to be added.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class ValuesAndLogits(torch.autograd.Function):
 
 
 class Logits(torch.autograd.Function):
-    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype, with a gradient of the weight alone."""
+    """h [B, S, C] and weight [n, C] -> h . weight [B, S, n] in weight's dtype. h gets no gradient (stop-gradient)."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +65,10 @@ def _logits(h: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_in_float32(h: Tensor, weight: Tensor) -> Tensor:
-    """Half-precision h [B, S, C] times float32 weight [n, C], exact but for 2^-16 of the weight, which is split in two."""
+    """Half-precision h [B, S, C] times float32 weight [n, C], which is split into a sum of two half-precision weights.
+
+    The relative error of the weight is about 2^-16.
+    """
     halves = F.pad(torch.cat(split_digits(weight, h.dtype, 2)), (0, 0, 0, -2 * len(weight) % ALIGNED))
     both = torch.ops.aten.mm.dtype(h.flatten(0, 1), halves.T, torch.float32)
     return (both[:, : len(weight)] + both[:, len(weight) : 2 * len(weight)]).unflatten(0, h.shape[:2])

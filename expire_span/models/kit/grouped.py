@@ -1,7 +1,8 @@
-"""Attention within groups: a query reads the last `members` tokens of its own group. `routing` and `reformer` stand on it.
+"""Attention within groups: a query reads the last `members` tokens of its own group. `routing` and `reformer` use it.
 
-Tokens are sorted by group, oldest first, and each reads a band of the sorted order: no mask of all pairs. The state keeps
-the last `members` of every group and head, so that streaming in pieces of any size equals the parallel form.
+Tokens are sorted by group and, within a group, by age, oldest first; each then reads a band of the sorted order, so that no
+mask over all pairs is needed. The state keeps the last `members` tokens of every group and head, so that streaming in pieces of
+any size equals the parallel form.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from torch.nn import functional as F
 from expire_span.models.kit.banded import banded_attention
 from expire_span.store import NEVER
 
-Slots = dict[str, Tensor]
+GroupSlots = dict[str, Tensor]
 """{"k", "v": [B, H, groups * members, D], "pos": [B, H, groups * members]}: oldest first within a group."""
 
 
-def empty_slots(batch: int, heads: int, groups: int, members: int, head_dim: int, like: Tensor) -> Slots:
+def empty_slots(batch: int, heads: int, groups: int, members: int, head_dim: int, like: Tensor) -> GroupSlots:
     keys = like.new_zeros(batch, heads, groups * members, head_dim)
     pos = torch.full((batch, heads, groups * members), NEVER, dtype=torch.int64, device=like.device)
     return {"k": keys, "v": keys.clone(), "pos": pos}
 
 
 def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, group: Tensor, slots: Slots, *, members: int, **options: Any
-) -> tuple[Tensor, Slots, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, group: Tensor, slots: GroupSlots, *, members: int, **options: Any
+) -> tuple[Tensor, GroupSlots, Tensor]:
     """Each query reads the last `members` tokens of its group, itself included.
 
     Args:
         q, k, v: [B, H, T, D] at consecutive positions pos [T].
-        group: [B, H, T], below the number of groups that `slots` has.
-        slots: what earlier blocks left, or `empty_slots`.
+        group: number of each token's group [B, H, T], from 0.
+        slots: the last members of each group from earlier blocks, or `empty_slots`.
         options: of `banded_attention`; `chunks=True` reads two chunks of the sorted order, as Reformer does.
 
     Returns y [B, H, T, .], the slots after the block, and how many tokens each query reads [B, H, T].
@@ -64,8 +65,10 @@ def grouped_attention(
     return _take(y, back), after, live
 
 
-def _step(q, k, v, pos, group, slots: Slots, members: int, options: dict[str, Any]) -> tuple[Tensor, Slots, Tensor]:
-    """One token: gather its group's slots, attend, shift them by one. No sorting."""
+def _step(
+    q, k, v, pos, group, slots: GroupSlots, members: int, options: dict[str, Any]
+) -> tuple[Tensor, GroupSlots, Tensor]:
+    """`grouped_attention` of a single token, without sorting: read the slots of its group, then shift them by one."""
     index = group * members + torch.arange(members, device=q.device)  # [B, H, members]
     stretch = {name: torch.cat([_take(slots[name].to(x.dtype), index), x], 2) for name, x in (("k", k), ("v", v))}
     places = torch.cat([slots["pos"].gather(2, index), pos.expand(*group.shape)], 2)
@@ -77,12 +80,12 @@ def _step(q, k, v, pos, group, slots: Slots, members: int, options: dict[str, An
 
 
 def _ranks(valid: Tensor, group: Tensor, ends: Tensor) -> Tensor:
-    """For sorted entries [B, H, S], how many valid ones of the own group there are up to each."""
+    """For entries sorted by group [B, H, S], the number of valid entries of the same group up to each, itself included."""
     total = F.pad(valid.cumsum(2), (1, 0))  # [B, H, S + 1]: valid before each place
     before = total.gather(2, F.pad(ends[:, :, :-1], (1, 0)))  # at each group's start
     return total[:, :, 1:] - before.gather(2, group)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
-    """x [B, H, S, D] by order [B, H, n]."""
+    """Gather entries: x [B, H, S, D] and order [B, H, n] -> [B, H, n, D]."""
     return x.gather(2, order.unsqueeze(3).expand(-1, -1, -1, x.shape[3]))

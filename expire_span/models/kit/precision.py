@@ -1,4 +1,4 @@
-"""The dtype in which hidden states are stored, and float32 numbers as sums of half-precision ones."""
+"""The dtype in which hidden states are stored, and splitting float32 numbers into sums of half-precision ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def split_digits(x: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
 
 
 def storage_dtype(x: Tensor) -> torch.dtype:
-    """Hidden states are kept as the projections read them: under autocast in its dtype, at half the size."""
+    """The dtype in which hidden states x are stored: the one in which projections read them, which is autocast's where it is
+    on. That halves the bytes held."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

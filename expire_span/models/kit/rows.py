@@ -1,4 +1,5 @@
-"""Align rows that began at different times: shift each row's tokens so that the groups of all rows start at the same places."""
+"""Alignment of rows that began at different times: each row is shifted so that groups of tokens begin at the same places in
+all."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from torch.nn import functional as F
 
 
 def place_rows(new: Tensor, phase: Tensor, length: int, before: Tensor) -> Tensor:
-    """Row b's entries new[b, .., i, :] at place phase[b] + i of `length` places; `before` fills the first places.
+    """Shift each row: entry new[b, i] goes to place phase[b] + i of an output [B, length, ..].
 
-    new [B, T, ..] (time second), phase [B], before [B, P, ..] with P >= phase -> [B, length, ..]. Places after the last
-    entry hold what `before` holds there, or zero.
+    new [B, T, ..]; phase [B]; before [B, P, ..] with P >= phase. All other places hold what `before` holds there, or zero
+    beyond its end.
     """
     source = torch.arange(length, device=new.device) - phase.unsqueeze(1)  # [B, length]
     inside = (source >= 0) & (source < new.shape[1])

@@ -1,4 +1,5 @@
-"""The ring of last tokens and the first tokens that stay: what `sliding_window`, `streaming_sinks` and `longformer` share.
+"""Attention to a window of last tokens and to the first tokens (sinks): the base of `sliding_window`, `streaming_sinks` and
+`longformer`.
 
 Streaming is exact: a sequence in pieces of any size gives the same outputs. The state has a fixed size.
 """
@@ -21,7 +22,8 @@ from expire_span.store import NEVER
 
 @dataclass(frozen=True)
 class Band:
-    """Some key/value heads that read the last `window` tokens, or every `dilation`-th of window * dilation."""
+    """`heads` key/value heads that read `window` tokens: the last ones, or with dilation d every d-th of the last window *
+    d."""
 
     heads: int
     window: int
@@ -34,9 +36,9 @@ class Band:
     def attend(
         self, q: Tensor, stretch: dict[str, Tensor], past: int, extra: Extra | None, relative_keys: Tensor | None
     ) -> Tensor:
-        """q [B, Hq, T, D]; stretch of k, v [B, H, extent + T, D] and pos [B, extent + T] -> y [B, Hq, T, D].
+        """q [B, Hq, T, D]; stretch: k, v [B, H, extent + T, D] and pos [B, extent + T] -> y [B, Hq, T, D].
 
-        `past`: how many tokens came before at most; slots that cannot have been filled are left out.
+        past: upper bound of the number of earlier tokens; slots of the ring that cannot have been filled yet are skipped.
         """
         unused = max(self.extent - past, 0) // self.dilation * self.dilation
         stretch = {
@@ -61,12 +63,12 @@ class Band:
 
 
 def _phases(x: Tensor, d: int) -> Tensor:
-    """[B, H, S, D] -> [B * d, H, S / d, D]: every d-th entry, one row for each place to begin."""
+    """[B, H, S, D] -> [B * d, H, S / d, D]: d rows for each one, with every d-th entry from the offsets 0 to d - 1."""
     return x.unflatten(2, (-1, d)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 class Ring:
-    """The last `extent` keys, values and positions of a band: exact, of fixed size. State {"k", "v", "pos"}."""
+    """The last `extent` keys, values and positions of a band, as a state {"k", "v" [B, H, extent, D], "pos" [B, extent]}."""
 
     def __init__(self, band: Band, head_dim: int) -> None:
         self.band, self.head_dim = band, head_dim
@@ -83,7 +85,7 @@ class Ring:
         return {"k": keys, "v": values, "pos": pos}
 
     def cut(self, stretch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The last entries of such a sequence, copied, so that the memory of the rest is freed."""
+        """The last `extent` entries of what `extend` returned, copied, so that the bytes of the rest are freed."""
         extent = self.band.extent
         kept = {name: stretch[name].detach()[:, :, -extent:].clone() for name in ("k", "v")}
         return {**kept, "pos": stretch["pos"][:, -extent:].clone()}
@@ -134,7 +136,7 @@ class WindowMixer(AttentionMixer):
         return MixerOutput(self.join_heads(torch.cat(parts, 1)), after, aux)
 
     def _fill_sinks(self, state: dict[str, Any], k: Tensor, v: Tensor, pos: Tensor) -> dict[str, Tensor]:
-        """The first tokens of each row: slot s takes the token that is the row's s-th, once it comes."""
+        """The sinks after this block: slot s of a row takes that row's s-th token, if it is in this block."""
         old = state["sinks"]
         if not self.sinks:
             return old
@@ -147,7 +149,7 @@ class WindowMixer(AttentionMixer):
         return {**out, "pos": torch.where(new, pos[source], old["pos"])}
 
     def _live(self, seen: Tensor, count: int) -> Tensor:
-        """Mean tokens a query reads, over rows, queries and heads."""
+        """Mean number of tokens that a query reads, over rows, queries and heads. seen [B]: tokens before this block."""
         past = seen.unsqueeze(1) + torch.arange(1, count + 1, device=seen.device)  # tokens so far, the query's included
         total = torch.zeros((), device=seen.device)
         for band in self.bands:

@@ -1,7 +1,7 @@
-"""The registry of memory systems, read from the folder of each. Standard library only.
+"""The registry of memory systems. Each is declared in a folder of its own; nothing here imports torch.
 
-A system of one's own is registered from outside: `register(MemorySystem(settings=..., layer="my_package.layers:Mine", ...))`.
-It can then be trained, compared, and tested with the shared test matrix like those that are built in.
+A system outside this package is added by `register(MemorySystem(settings=..., layer="my_package.layers:Mine", ...))`. It can
+then be trained, compared, and tested with the shared test matrix like those that are built in.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 ]
 
 PLUGINS = "EXPIRE_SPAN_PLUGINS"
-"""Environment variable: modules, separated by commas, that register memory systems or tasks of one's own when imported."""
+"""Environment variable that names modules, separated by commas, which register memory systems or tasks when imported."""
 
 SYSTEMS: dict[str, MemorySystem] = {}
 """Every memory system by kind."""
 
 MixerConfig: Any = None
-"""Any memory system's settings: the union of all registered classes, which command lines and JSON are read into."""
+"""The type "settings of any memory system": the union of all registered classes, used to parse command lines and JSON."""
 
 
 def register(system: MemorySystem) -> MemorySystem:
@@ -68,7 +68,7 @@ def register(system: MemorySystem) -> MemorySystem:
 
 
 def find(kind: str) -> MemorySystem:
-    """The system of a kind; an unknown one lists those there are."""
+    """The system with this kind; for an unknown kind, ValueError lists those that exist."""
     require(kind in SYSTEMS, f"unknown mixer {kind!r}, known are: {', '.join(SYSTEMS)}")
     return SYSTEMS[kind]
 

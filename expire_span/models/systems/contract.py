@@ -1,4 +1,4 @@
-"""What a memory system says about itself, beside its module. Standard library only, so that `--help` needs no torch.
+"""The declaration of a memory system, apart from its module. It needs the standard library only, so `--help` loads no torch.
 
 A memory system is one folder of this package: `__init__.py` declares its settings and its `MemorySystem`, `layer.py` holds the
 module. Everything else (the registry, `expire-span memories`, budgets of comparisons, the tables of the documentation, the
@@ -21,7 +21,7 @@ Positions = Literal["rotary", "relative", "none"]
 @dataclass(frozen=True)
 @checked
 class AttentionShape:
-    """The width of the layers of a model and how their heads see positions."""
+    """The width of a model's layers, their heads, and how attention sees positions."""
 
     dim: int = 256
     """Width of the hidden state (C)."""
@@ -30,7 +30,7 @@ class AttentionShape:
     kv_heads: int | None = None
     """Key/value heads, each shared by heads / kv_heads query heads; None means as many as heads."""
     positions: Positions = "rotary"
-    """Rotary angles, or a learned key embedding for the last `relative_window` distances, or nothing."""
+    """How attention sees positions: rotary angles, a learned key embedding of the last `relative_window` distances, or not."""
     relative_window: int = 256
     """How many distances have a learned key embedding (M), with positions=relative."""
     rotary_base: float = 10_000.0
@@ -63,10 +63,10 @@ class AttentionShape:
 @dataclass(frozen=True)
 @checked
 class LayerShape(AttentionShape):
-    """What every memory system is built from."""
+    """The shape of one layer: what every memory system is built from, beside its own settings."""
 
     depth: int = 0
-    """Number of layers below this one; a few systems differ from layer to layer."""
+    """Number of layers below this one; longformer's windows and bigbird's random blocks depend on it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,83 +76,84 @@ class LayerShape(AttentionShape):
 @documented
 @dataclass(frozen=True)
 class StateSize:
-    """The numbers from which the size of one row's state in one layer follows."""
+    """The numbers from which the size of a state follows, for one batch row and one layer."""
 
     shape: LayerShape
     settings: Any
     element: int = 4
-    """Bytes of a number."""
+    """Bytes of one number (e in the formulas): 4 for float32."""
 
     @property
     def head(self) -> int:
-        """Bytes of a key and a value of one head."""
+        """Bytes of one memory's key and value in one key/value head."""
         return 2 * self.shape.head_dim * self.element
 
     @property
     def pair(self) -> int:
-        """Bytes of a key and a value of all key/value heads."""
+        """Bytes of one memory's keys and values in all key/value heads."""
         return self.shape.num_kv_heads * self.head
 
 
 @documented
 @dataclass(frozen=True)
 class Budget:
-    """How a system is held to a number of memories."""
+    """How comparisons hold a system to a given number of memories per row and layer."""
 
     knob: str
-    """Which setting decides it, in words."""
+    """Which setting decides the number of memories, in words."""
     settings: Callable[[Recipe, Any], Any] | None = None
-    """The system's settings for so many memories; None where nothing can be set."""
+    """A function of a `Recipe` and a number of memories that gives the system's settings; None where nothing can be set."""
 
 
 @documented
 @dataclass(frozen=True)
 class Recipe:
-    """What a budget may depend on: the recipe's number of layers and the spans that it allows."""
+    """The numbers of a run's recipe on which a system's settings under a budget may depend."""
 
     layers: int
     max_span: int
     ramp: int
     initial_span: float
     settings: Any
-    """The recipe's own settings of learned expiry, or the defaults."""
+    """The recipe's `ExpireSpanConfig`; the defaults where the recipe uses another system."""
 
 
 @documented
 @dataclass(frozen=True)
 class MemorySystem:
-    """One memory system, in words, numbers and names."""
+    """The declaration of one memory system. Formulas use n for steps so far, e for bytes of a number, H, Hkv and D as in the
+    glossary."""
 
     settings: type
     """Frozen dataclass with a literal `kind`; the first line of its docstring is the rule."""
     layer: str
     """Where the module is: "package.module:Class". It is imported when a layer is first built."""
     state: str
-    """What a row holds in one layer, as a formula."""
+    """Bytes that one row holds in one layer, as a formula for tables."""
     held: Callable[[StateSize, int], int]
-    """The same in bytes, after so many steps; an upper bound where spans are learned."""
+    """The same as a function of the number of steps so far; an upper bound where spans are learned."""
     cost: str
-    """Work for a sequence of T tokens."""
+    """Work for a sequence of T tokens, as a formula for tables."""
     budget: Budget
-    """How a number of memories is set, for comparisons."""
+    """How comparisons hold the system to a given number of memories."""
     streaming: str = "exact"
-    """Whether feeding a sequence in any pieces gives the outputs of feeding it whole."""
+    """In words, whether a sequence fed in pieces of any size gives the same outputs as fed whole."""
     training: str = "nothing"
-    """What training sees and streaming does not."""
+    """In words, what queries see in training but not in streaming."""
     bounded: bool = True
-    """Whether the state stops growing."""
+    """Whether the size of the state has an upper bound."""
     receptive_field: Callable[[StateSize], int | None] = lambda size: None
     """The most steps back from which one layer reads; None where there is no limit."""
     scores_pairs: bool = True
-    """Whether there is a score for each pair of tokens, to which learned relative positions can be added."""
+    """Whether it computes a score for each pair of tokens, to which learned relative positions can be added."""
     learns_spans: bool = False
-    """Whether training decides how long to remember, so that a budget presses on it."""
+    """Whether spans are learned, so that a budget is held by the weight of the span loss."""
     operator: bool = False
     """Whether it runs on the expiring-attention operator."""
     example: dict[str, Any] = field(default_factory=dict)
-    """Settings so small that the system forgets, compresses or routes within sixty tokens: for the shared tests."""
+    """Settings for the shared tests, so small that the system forgets, compresses or routes within sixty tokens."""
     reach: InitVar[Callable[[StateSize], int | None] | None] = None
-    """The former name of `receptive_field`; it goes with 0.3.0."""
+    """The former name of `receptive_field`, which 0.3.0 removes."""
 
     def __post_init__(self, reach: Callable[[StateSize], int | None] | None) -> None:
         if reach is not None:

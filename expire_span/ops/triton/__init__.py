@@ -1,8 +1,8 @@
 """Fused GPU kernels over live memories. Nothing outside this folder imports triton.
 
-`triton_attention` serves training and inference; `triton_decode` serves a few queries over a store, without gradients. Both take
-the tensors of the public operator in any of the shapes it allows, because every view would cost host time: q [B, Hq, T, D], k and v [B, Hkv, S, D],
-span [B, S] or [B, P, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
+`triton_attention` is for training and inference; `triton_decode` is for a few queries over a store, without gradients. Both take
+the tensors of the public operator in any of the shapes it allows, because every view would cost host time: q [B, Hq, T, D],
+k and v [B, Hkv, S, D], span [B, S] or [B, P, S], q_pos [T] or [B, T], k_pos [S], [B, S] or [B, Hkv, S].
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def triton_attention(
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels find the largest score before they scale it, which is right for a positive scale only: move the sign into q."""
+    """Return q and a positive scale with the same product. The kernels take the maximum of scores before they scale them."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)

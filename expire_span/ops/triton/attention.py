@@ -40,7 +40,7 @@ def _attention(
     k_doc: MaybeTensor, relative_keys: MaybeTensor, ramp: float, include_self: bool, scale: float, eps: float,
     deterministic: bool,
 ) -> Outputs:  # fmt: skip
-    """y, lse, and the fields of the plan, which the backward pass uses again."""
+    """y, lse, and the tensors of the plan (words, sorted k and v), which the backward pass uses again."""
     tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
     q = readable(q)
     table = relative_table(q, relative_keys)
@@ -73,9 +73,9 @@ def _attention_backward(
     dy: Tensor, q: Tensor, relative_keys: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
     v: Tensor, memories: int, include_self: bool, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
 ) -> Outputs:  # fmt: skip
-    """dq, dk, dv, dspan with one part per key/value head, and the relative keys' gradient, which is empty without any.
+    """dq, dk, dv, dspan [B, Hkv, S] and the gradient of the relative keys (empty if there are none).
 
-    The table of their scores is computed again: kept from the forward pass it would be the largest tensor of all.
+    The table of the relative keys' scores is recomputed: stored by the forward pass, it would be the largest tensor of all.
     """
     q = readable(q)
     table = relative_table(q, relative_keys)
@@ -90,7 +90,7 @@ def _attention_backward(
 
 
 def _add_relative(dq: Tensor, q: Tensor, dtable: Tensor, relative_keys: Tensor) -> Tensor:
-    """dq plus the gradient that reaches the queries through the table."""
+    """dq plus the gradient that q gets through the table of the relative keys' scores."""
     (batch, heads, count, dim), rows = q.shape, dtable.flatten(0, 2)
     return (
         torch.addmm(dq.transpose(1, 2).reshape(-1, dim), rows, relative_keys)
@@ -134,7 +134,7 @@ def _differentiate(ctx, dy, *_, run: Callable | None = None):
 
 
 def _sum_shared(dspan: Tensor, shape: torch.Size) -> Tensor:
-    """The spans' gradient by head [B, Hkv, S] in the shape of the spans: the sum over heads that share a row of spans."""
+    """Reduce the gradient per head [B, Hkv, S] to the shape of the spans, by summing over heads that share a row of spans."""
     own = shape[1] - 1 if len(shape) == 3 else 0
     if own == dspan.shape[1] - 1:
         return dspan.view(shape)
@@ -165,7 +165,8 @@ class EagerAttention(torch.autograd.Function):
 
 
 def attend(*inputs) -> Tensor:
-    """y: through the registered op where torch.compile, a dispatch mode or a tensor subclass needs it, else by a cheaper direct call."""
+    """y. Calls the registered op where torch.compile, a dispatch mode or a tensor subclass needs it, else `EagerAttention`, which costs
+    less host time."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):
         return attention(*inputs)[0]
     return EagerAttention.apply(*inputs)

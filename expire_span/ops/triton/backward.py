@@ -3,9 +3,10 @@
     dv_i = sum_t p dy_t      ds = p (dp - delta) - eps e delta      dk_i = sum_t ds q_t      dq_t = sum_i ds k_i
     dspan_i = sum over t on the ramp of e (dp - delta) / ramp            (never p / m: m may be tiny)
 
-A memory is seen by one contiguous range of queries, so that one program owns a memory tile, walks its queries and writes its
-gradients once, without atomics. A second kernel owns query tiles and computes dq. Both are bitwise repeatable. A tile that
-lives long may be shared by several programs, whose parts are added up atomically; `deterministic` leaves it to one.
+A memory is seen by one contiguous range of queries. So one program takes a memory tile, loops over its queries and writes the
+tile's gradients once, without atomics. A second kernel, with one program per query tile, computes dq. Both are bitwise
+repeatable. The queries of a long-lived memory tile may be split among several programs, whose partial sums are added by atomics;
+with `deterministic` they are not split.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Backward:
 
     @property
     def _heads(self) -> tuple[int, int, int]:
-        """Key/value heads, query heads of each, and span rows per batch row."""
+        """Number of key/value heads, of query heads for each, and of rows of spans per batch row."""
         kv_heads = self.plan.k.shape[1]
         return kv_heads, self.q.shape[1] // kv_heads, self.plan.words.shape[0] // self.q.shape[0]
 
@@ -56,7 +57,7 @@ class Backward:
 
     @property
     def _table(self) -> Tensor:
-        """The table; without one, any tensor, since kernels need an argument that they then never read."""
+        """The table of the relative keys' scores; without one, any tensor, since the kernels need an argument but never read it."""
         return self.lse if self.table is None else self.table
 
     def _numbers(self) -> tuple[int | float, ...]:
@@ -78,7 +79,7 @@ class Backward:
         return dict(**shape, **kind, **launch.options)
 
     def query_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, Hq, T, D]; delta [B, Hq, T] for the memories' gradients; the table's gradient, or nothing [0]."""
+        """dq [B, Hq, T, D]; delta [B, Hq, T], which `memory_gradients` needs; the table's gradient, of shape [0] without a table."""
         batch, q_heads, queries, dim = self.q.shape
         (_, group, heads), plan, tuning = self._heads, self.plan, self.tuning
         launch, delta = tuning.dq, torch.empty_like(self.lse)
@@ -95,8 +96,8 @@ class Backward:
     def memory_gradients(self, delta: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """dk and dv [B, Hkv, S, D] and dspan [B, Hkv, S].
 
-        splits: programs that may share a long-lived tile's queries. With more than one, the parts of such tiles are added
-        atomically into float32 `sums`, which are cleared before and rounded into dk and dv after.
+        splits: number of programs among which a long-lived tile's queries are split. With more than one, the partial sums of such
+        tiles are added by atomics into float32 `sums`, which are cleared before and rounded into dk and dv after.
         """
         kv_heads, group, heads = self._heads
         (batch, _, queries, dim), launch = self.q.shape, self.tuning.dkv
@@ -134,7 +135,7 @@ class Backward:
         )  # fmt: skip
 
     def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv, dspan (one part per key/value head) and the table's gradient."""
+        """dq, dk, dv, dspan [B, Hkv, S] and the table's gradient."""
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
         dq, delta, dtable = self.query_gradient()
         return dq, *self.memory_gradients(delta, splits), dtable

@@ -1,8 +1,8 @@
 """Decoding: a few queries per row over a compacted store, read in place, without gradients.
 
-The memories of a row are split over several programs, so that one long row keeps the whole GPU busy. Each program leaves a
-partial softmax, and a second kernel combines them. All queries of all query heads of one key/value head form one tile: every
-living memory is read once; dead ones and padding are not read at all.
+The memories of a row are split over several programs, so that one long row keeps the whole GPU busy. Each program writes a
+partial softmax, and a second kernel combines them. All queries of all query heads of one key/value head form one tile, so that
+every living memory is read once; keys and values of dead ones and of padding are not read at all.
 
 Rows of unequal length may be stored one after the other in flat buffers (`Segments` of the store): each program then begins at
 its row's first slot and ends with its row.
@@ -32,7 +32,7 @@ def _decode(
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     row_head = h % heads
-    r = tl.arange(0, BLOCK_M)  # query t of head g of the group stands in row g * T + t
+    r = tl.arange(0, BLOCK_M)  # row g * T + t of the tile is query t of the group's query head g
     d = tl.arange(0, D_PAD)
     inside = r < group * T
     q_at = q + b * q_b + (h * group + r // T)[:, None] * q_h + (r % T)[:, None].to(tl.int64) * q_t + d[None, :]
@@ -114,8 +114,8 @@ def triton_decode(
 ) -> Tensor:  # fmt: skip
     """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients.
 
-    segments: (first slot of each row [B * (1 or Hkv)], memories of each row, memories added to every row since these were counted,
-    memories of the longest row); k, v, span and k_pos are then views of flat buffers that all rows share.
+    segments: (first slot of each row [B * (1 or Hkv)], number of memories of each row, number of memories added to every row since
+    they were counted, memories of the longest row); k, v, span and k_pos are then views of flat buffers that all rows share.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, memories = k.shape[1:3]
@@ -125,7 +125,7 @@ def triton_decode(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
     group, table = q_heads // kv_heads, relative_table(q, relative_keys)
-    table = table if table is None else table.transpose(1, 2).contiguous()  # by head, as the rows of a program are
+    table = table if table is None else table.transpose(1, 2).contiguous()  # [B, Hq, T, M], the order of a tile's rows
     block_m, padded = max(16, power_of_2(group * queries)), power_of_2(dim)
     block_n = 64 if padded <= 128 and q.element_size() < 4 else 32
     heads = num_heads(span, k_pos) if segments is None else len(starts) // batch

@@ -1,4 +1,4 @@
-"""Forward pass: one program per query tile goes through its runs of memory tiles, first those of full weight, then the masked.
+"""Forward pass: one program per query tile loops over its runs of memory tiles, first those of full weight, then the masked ones.
 
 Scores are in base 2. `lse` is log2 of each query's normaliser, sum m e^s + EPS sum e^s over living memories; it is +inf for a
 query without any, so that exp2(s - lse) is 0 there. A `table` [T, WINDOW] per head is added to the scores of memories of ages
@@ -19,9 +19,9 @@ from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
 STEEP = tl.constexpr(2.0**40)
-"""Factor that makes half a step longer than any ramp; see `find_life`."""
+"""Factor so large that half a step times it is longer than any ramp; see `find_life`."""
 BOUND = tl.constexpr(120.0)
-"""Largest score above lse in the backward pass. Only dead memories exceed it, and 0 times e^s must be 0, not NaN."""
+"""Limit on score minus lse in the backward pass. Only dead memories exceed it; their 0 times e^s must give 0, not NaN."""
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 @triton.jit
 def load_fate(words, slots, slot, t0):
-    """Birth and death of each slot's memory, in steps from position t0 on. Both words are read at once."""
+    """Birth and death of each slot's memory, in steps relative to position t0. Both words are read in one load."""
     pair = tl.load(fates_at(words, slots).to(tl.pointer_type(tl.int64)) + slot)
     birth = (pair.to(tl.int32) - t0).to(tl.float32)
     return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) + birth
@@ -109,8 +109,9 @@ def load_fate(words, slots, slot, t0):
 def find_life(birth, death, since, MIN_AGE: tl.constexpr, BY_QUERY: tl.constexpr):
     """Steps that each memory has left; 0 or less if it is dead or not yet born. All arguments broadcast against each other.
 
-    A product and a minimum are cheaper here than a second comparison, whose results the compiler would have to pack into bits
-    because a GPU has few predicate registers. BY_QUERY: a thread holds fewer queries than memories.
+    The condition "already born" enters as a product with STEEP and a minimum. This is cheaper than a second comparison, whose
+    results the compiler would have to pack into bits because a GPU has few predicate registers. BY_QUERY: choose the order of
+    operations for threads that hold fewer queries than memories.
     """
     if BY_QUERY:
         seen = (since - (MIN_AGE - 0.5)) * STEEP - birth * STEEP
@@ -145,10 +146,10 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
-    """Where one head's part of a table [rows, Hq, WINDOW] holds these queries' pairs with memories, and which of them it has.
+    """Offsets into one head's part of a table [rows, Hq, WINDOW] for all pairs [memories, queries], and which pairs it covers.
 
-    Memories run along dimension 0, where Triton puts neighbouring threads, since their ages are neighbours in the table:
-    the other way round every thread would read a line of its own. [memories, rows].
+    Memories run along dimension 0, where Triton puts neighbouring threads, since the ages of neighbouring memories are next to
+    each other in the table; the other way round every thread would read another cache line.
     """
     age = t[None, :] - born[:, None]
     return row[None, :] * (q_heads * WINDOW) + (age - 1), (age >= 1) & (age <= WINDOW)
@@ -160,7 +161,7 @@ def _walk(
     inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over `count` tiles of the runs."""
+    """Online softmax over `count` memory tiles of the runs."""
     row = tl.arange(0, since.shape[0])
     run = 0
     tile = tl.load(runs)
@@ -185,7 +186,7 @@ def _walk(
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             e = tl.math.exp2(s * scale - safe[:, None])  # 0 where not alive
-            # Sum the weights as the product with v sees them: in bf16 the error of y falls by a third.
+            # Sum the rounded weights, which the product with v also uses: in bf16 this lowers the error of y by a third.
             p = round_to(fade(life, inv_ramp) * e, k.dtype)
             part = tl.sum(p, 1)
             if EPS != 0:
@@ -213,7 +214,8 @@ def _forward(
     MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # late tiles have most to do
+    # The last query tiles run first, since they read the most memories.
+    qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group
     row = b * heads + tl.minimum(h // group, heads - 1)

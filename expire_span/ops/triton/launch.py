@@ -1,12 +1,12 @@
-"""Launch a kernel again without Triton's search for the compiled version that fits the arguments.
+"""A quicker way to launch a kernel again: without Triton's search for the compiled version that fits the arguments.
 
-`kernel[grid](...)` binds, sorts and prints every argument into a key, each time: with some thirty arguments that takes the host longer
-than the GPU takes for a small kernel. Here the first launch goes that way and its compiled kernel is kept, under what its choice depends
-on: the kernel, the device, every constant, each tensor's type and alignment, and of each integer what Triton specialises on. Later
-launches hand the arguments straight to Triton's own C launcher.
+At every call, `kernel[grid](...)` formats all its arguments into a key: with some thirty arguments that takes the host longer than the
+GPU takes for a small kernel. Here the first launch goes that way, and the compiled kernel is cached under everything that its choice
+depends on: the kernel, the device, every constant, each tensor's dtype and alignment, and the properties of each integer on which
+Triton specialises. Later launches pass the arguments directly to Triton's own C launcher.
 
-The C launcher's calling convention is private to Triton. So this is used with the version it was written for only; with any other
-version, and in the interpreter, kernels are launched in Triton's public way.
+The C launcher's calling convention is private to Triton. So it is used only with the Triton version for which this was written; with
+any other version, and in the interpreter, kernels are launched in Triton's public way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _quick = True
 
 
 def switch(on: bool) -> None:
-    """Whether launches may be quick (benchmarks and tests)."""
+    """Switch quick launches on or off, for benchmarks and tests."""
     global _quick
     _quick = on
 
@@ -75,7 +75,7 @@ def signature(args: tuple) -> tuple[list, list]:
 
 
 def _keep(key: tuple, kernel: Any, compiled: Any, count: int, constants: dict[str, Any]) -> None:
-    """Remember a compiled kernel with its constants in the order of its parameters, if these are as `run_kernel` needs them."""
+    """Cache a compiled kernel with its constants in the order of its parameters, if all constants come last, as `run_kernel` needs."""
     names = kernel.arg_names[count:]
     if compiled is None or not set(names) <= set(constants):
         return

@@ -1,15 +1,18 @@
-"""How a plan lies in memory: its constants, its sizes, and the tensors that hold it. `lists.py` builds it.
+"""How a plan is laid out in memory: its constants, its sizes, and the tensors that hold it. `lists.py` builds it.
 
-All integers of a row are stored in one array of 32-bit words, because every further tensor would cost host time. A row holds, in
-this order (the functions `..._at` below give the addresses, so that no kernel computes them by itself):
+All integers of a row are stored in one array of 32-bit words, because every further tensor would cost host time. A slot is the place
+of one memory in sorted order, a tile `block_n` neighbouring slots. A row holds, in this order (the functions `..._at` below give the
+addresses, so that no kernel computes them by itself):
 
     class tiles   HEAD_WORDS        the first tile of each class, then the number of tiles
-    order         slots             which memory stands in a slot, or -1
+    order         slots             index of the memory in each slot, or -1
     first         slots             the first query that sees the slot's memory
     end           slots             the query after the last one that sees it
     fates         2 x slots         birth, and span + ramp as float32 bits, next to each other
-    extents       4 x tiles         of each tile: first query, first query to which all of it is born, end, first fading query
-    entries       one a query tile  its runs of tiles, its position, and the steps of its queries since that position
+    extents       4 x tiles         of each tile: the first query that sees any of it; the first query at which all of it is born;
+                                    the query after the last; the first query at which any of it is on its ramp
+    entries       1 x query tiles   of each query tile: its runs of memory tiles, the position of its first query, and the steps of
+                                    its queries since that position
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 
 NUM_CLASSES = 16
 SHORTEST = 128
-"""Memories seen by at most this many queries share one class."""
+"""Memories that are seen by at most this many queries form one class."""
 HEAD_WORDS = 32
 """Words before `order` in a row of the plan; they hold the class tiles."""
 RUN_WORDS = 128
@@ -42,7 +45,10 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Plan:
-    """The sorted memories of every row and the runs of tiles of every query tile. R = B x rows of spans per batch row (1..Hkv)."""
+    """The sorted memories of every row, and the runs of memory tiles that every query tile reads.
+
+    R = B x P rows, where P in 1..Hkv is the number of rows of spans per batch row.
+    """
 
     words: Tensor
     """Every integer of the plan: int32 [R, num_words(...)]. The properties below are views of it."""
@@ -60,7 +66,7 @@ class Plan:
 
     @property
     def order(self) -> Tensor:
-        """Which memory stands in a slot, or -1: [R, slots]."""
+        """Index of the memory in each slot, or -1: [R, slots]."""
         return self.words[:, HEAD_WORDS : HEAD_WORDS + self.k.shape[2]]
 
     @property
@@ -80,7 +86,7 @@ class Plan:
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of batch rows, heads and items of x [n], [B, n] or [B, heads, n]; 0 for a dimension that all share."""
+    """Strides of x [n], [B, n] or [B, heads, n] by batch row, head and item; 0 for a dimension that x does not have."""
     found = x.stride()
     if len(found) == 3:
         return found if x.shape[1] > 1 else (found[0], 0, found[2])
@@ -88,7 +94,7 @@ def strides(x: Tensor) -> tuple[int, ...]:
 
 
 def num_heads(span: Tensor, k_pos: Tensor) -> int:
-    """Rows of spans or positions that a batch row has: 1..Hkv. Heads beyond them share the last."""
+    """Number of rows of spans or positions per batch row, 1..Hkv. Heads beyond them share the last row."""
     return max(span.shape[1] if span.dim() == 3 else 1, k_pos.shape[1] if k_pos.dim() == 3 else 1)
 
 
@@ -98,7 +104,7 @@ def power_of_2(n: int) -> int:
 
 
 def num_slots(memories: int, queries: int, block_n: int) -> int:
-    """A number of slots that suffices for any spans: each class may leave one tile partly empty. An even number of tiles."""
+    """Number of slots that is enough for any spans, where each class may leave one tile partly empty; an even number of tiles."""
     lengths = max(0, (max(queries, 1) - 1) // SHORTEST).bit_length() + 1
     classes = min(NUM_CLASSES, lengths + 2)
     tiles = -(-memories // block_n) + classes - 1
@@ -118,36 +124,36 @@ def num_words(slots: int, queries: int, block_m: int, block_n: int) -> int:
 
 @triton.jit
 def order_at(words):
-    """Where a row keeps which memory stands in each slot. In all of these, `words` is where the row begins."""
+    """Address of the memory index of each slot. In all of these functions, `words` is the address of the row."""
     return words + HEAD
 
 
 @triton.jit
 def first_at(words, slots):
-    """Where a row keeps the first query that sees each slot's memory."""
+    """Address of the first query that sees each slot's memory."""
     return words + HEAD + slots
 
 
 @triton.jit
 def end_at(words, slots):
-    """Where a row keeps the query after the last one that sees each slot's memory."""
+    """Address of the query after the last one that sees each slot's memory."""
     return words + HEAD + 2 * slots
 
 
 @triton.jit
 def fates_at(words, slots):
-    """Where a row keeps pairs of words, one a slot: birth, and span + ramp as float32 bits."""
+    """Address of pairs of words, one pair per slot: birth, and span + ramp as float32 bits."""
     return words + HEAD + 3 * slots
 
 
 @triton.jit
 def extents_at(words, slots):
-    """Where a row keeps four numbers a tile: all of the first kind, then all of the second, and so on."""
+    """Address of the tiles' extents, four numbers per tile: the first number of all tiles, then the second, and so on."""
     return words + HEAD + 5 * slots
 
 
 @triton.jit
 def entry_at(words, qt, slots, num_tiles, PLAN_M: tl.constexpr):
-    """Where a row keeps the entry of query tile `qt`. The address is even, so that pairs are read at once."""
+    """Address of the entry of query tile `qt`. It is even, so that pairs of words are read in one load."""
     num_extents = tl.multiple_of(4 * num_tiles, 2)
     return extents_at(words, slots) + num_extents + qt * (WORDS + PLAN_M)

@@ -1,20 +1,21 @@
-"""Which memories each query tile must read, found on the device without the host waiting for it.
+"""Builds the plan: which memories each query tile must read. It is built on the device, without the host waiting for it.
 
 Every memory is seen by one contiguous range of queries: from the first one at or after its birth to the last one before
-its death. So memories are sorted stably by how long they live into a few classes (alive to the last query; then lives of up to
+its death. So memories are sorted stably into a few classes by how long they live (alive to the last query; then lives of up to
 2**n x SHORTEST queries, from long to short; then never seen), and cut into tiles of `block_n`. A class with few members is
-merged into the next longer one where that needs fewer tiles in all. Inside a class births are in order and lives are of similar
-length, so that the living tiles of a query tile form one run per class with hardly a dead tile in it, and a memory that outlives
+merged into the next longer one where that needs fewer tiles in all. Inside a class, births are in order and lives are of similar
+length. So the living tiles of a query tile form one run per class with hardly a dead tile in it, and a memory that outlives
 thousands of neighbours shares its tile with others that live as long. Keys and values are copied into that order once, so that
 the attention kernels read whole contiguous tiles.
 
-The plan's size is linear in T and S: no list of pairs, no list of indices per query. Its passes:
+The plan's size is linear in T and S: there is no list of pairs and no list of indices per query. Its passes:
 
-    classify   first, last and first-fading query of each memory; its class; how many of each class per block
-    scatter    which classes are joined; `order`: which memory stands in which slot; classes start on a tile boundary
-    gather     keys, values and per-memory numbers into that order; the extent of each tile
-    find_runs  per query tile and class: runs of fully living tiles, and runs of tiles that need the mask; and where its
-               queries stand, so that the attention kernels need no positions
+    classify   for each memory: the first and last query that see it, the first query at which it is on its ramp, its class; the
+               number of members of each class per block of memories
+    scatter    which classes are merged; `order`, the memory in each slot; every class starts on a tile boundary
+    gather     keys, values and per-memory numbers are copied into that order; the extent of each tile
+    find_runs  per query tile and class: runs of tiles of full weight, and runs of tiles that need the mask; and the positions of
+               the tile's queries, so that the attention kernels need no q_pos
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from .layout import (
 )
 
 BLOCK = 1024
-"""Memories per program while building."""
+"""Number of memories per program in the passes that build the plan."""
 FIRST_LIMIT = tl.constexpr(SHORTEST)
 
 
@@ -72,7 +73,8 @@ def _lower_bound(sorted_ptr, length, steps, target):
 
 @triton.jit
 def _scratch_row(scratch, row, S, num_blocks):
-    """A row of the scratch memory: first, end, fades and class of each memory (4 x S), then members per class and block."""
+    """Address of one row of the scratch buffer: first, end, fades and class of each memory (4 x S), then the number of members per
+    class and block."""
     return scratch + row * (4 * S + CLASSES * num_blocks)
 
 
@@ -126,9 +128,9 @@ def _classify(
 def _join_thin(total, T, BLOCK_N: tl.constexpr):
     """The class that each class [CLASSES] is merged into, itself or one of longer lives, given `total` members of each.
 
-    A query walks one tile of a class for every BLOCK_N members that are alive to it, plus one that is partly filled. Of n members
-    that live at most l of T queries, n l / T are alive to a query: 1 + n l / (BLOCK_N T) tiles. Merged into a class of lives of at
-    most l' > l they save the partly filled tile and cost n (l' - l) / (BLOCK_N T) more, so that merging pays
+    A query reads one tile of a class for every BLOCK_N members that are alive for it, plus one that is partly filled. Of n members
+    with lives of at most l of T queries, n l / T are alive for a query, so it reads 1 + n l / (BLOCK_N T) tiles. Merged into a class
+    with lives of at most l' > l, they save the partly filled tile and cost n (l' - l) / (BLOCK_N T) more tiles: merging pays
     if n (l' - l) < BLOCK_N T. The loop goes from the shortest lives to the longest and merges what it has gathered so far.
     """
     c = tl.arange(0, CLASSES)
@@ -187,7 +189,7 @@ def _scatter(
 ):  # fmt: skip
     """The slot of every memory: stably sorted by class. Each class starts on a tile boundary, and -1 fills its last tile.
 
-    Every program adds up all counts for itself, which is cheaper than a launch that does it once.
+    Every program adds up all counts by itself, which is cheaper than another kernel launch that does it once.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scratch = _scratch_row(scratch, row, S, num_blocks)
@@ -224,7 +226,7 @@ def _gather(
     words += row * row_words
     used_tiles = tl.load(words + CLASSES)
     living = tl.load(words + DEAD)
-    paired = (living + 1) // 2 * 2  # a kernel that takes tiles in pairs finds zeros beside the last living one
+    paired = (living + 1) // 2 * 2  # kernels that take tiles in pairs must find zeros beside the last living tile
     if tile >= tl.maximum(used_tiles, paired):
         return
     slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -243,10 +245,11 @@ def _gather(
         scratch = _scratch_row(scratch, row, S, num_blocks)
         first = tl.load(scratch + at, mask=used, other=NEVER)
         end = tl.load(scratch + S + at, mask=used, other=0)
-        fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding hides no full tile
+        fades = tl.load(scratch + 2 * S + at, mask=used, other=NEVER)  # padding does not make a tile need the mask
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + at * kp_s, mask=used, other=0).to(tl.int64)
         plain = tl.max(first, 0)
-        if WINDOW > 0:  # a tile with a memory of age WINDOW or less takes its scores' bias in the masked walk
+        # A tile with a memory of age WINDOW or less must be among the masked ones, where the table is read.
+        if WINDOW > 0:
             youngest = tl.max(tl.where(used, born, -(1 << 62)), 0)
             plain = tl.maximum(plain, _lower_bound(q_pos + b * qp_b, T, steps, youngest + (WINDOW + 1)))
         born = tl.minimum(tl.maximum(born - tl.load(q_pos + b * qp_b).to(tl.int64), -FAR), FAR).to(tl.int32)
@@ -267,7 +270,7 @@ def _gather(
 
 @triton.jit
 def _store_run(runs, rank, start, length):
-    """Write a run as the one of this rank, unless it is empty; the next rank."""
+    """Write a run at place `rank` of the list, unless it is empty; returns the next free place."""
     some = length > 0
     tl.store(runs + 2 * rank, start, mask=some)
     tl.store(runs + 2 * rank + 1, length, mask=some)
@@ -276,7 +279,7 @@ def _store_run(runs, rank, start, length):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_M: tl.constexpr, PIECE: tl.constexpr):
-    """Runs of each class from one pass over its tiles' extents. Births never fall in a class, so that its born tiles come first."""
+    """Find the runs of each class in one pass over its tiles' extents. Births do not decrease within a class: born tiles come first."""
     row, qt = tl.program_id(1).to(tl.int64), tl.program_id(0)
     q0 = qt * BLOCK_M
     q1 = tl.minimum(q0 + BLOCK_M, T)
@@ -300,10 +303,10 @@ def _find_runs(words, q_pos, T, slots, num_tiles, heads, row_words, qp_b, BLOCK_
         start = tl.load(words + kind)
         stop = tl.load(words + kind + 1)
         if stop > start:
-            high = start  # tiles before it are born before the query tile ends
+            high = start  # tiles before it have a memory that is born before the query tile ends
             low = stop  # tiles before it are dead
-            full_high = start  # tiles before it are wholly born
-            full_low = start  # tiles from here on that are wholly born do not fade
+            full_high = start  # tiles before it hold only memories that are born before the query tile begins
+            full_low = start  # tiles from here to full_high have no memory on its ramp
             for piece in range(start, stop, PIECE):
                 tile = piece + tl.arange(0, PIECE)
                 inside = tile < stop

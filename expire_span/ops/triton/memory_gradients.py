@@ -22,7 +22,7 @@ from .layout import (
 )
 
 ROUNDING = tl.constexpr(2.0**-23)
-"""Two roundings of a float32, as a share of it."""
+"""Relative error of two roundings to float32."""
 
 
 @triton.jit
@@ -34,15 +34,18 @@ def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
 @triton.jit
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, table, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, entries, first, end, born, reach, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
+    dy_t, entries, first, end, born, edge, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One memory tile against the query tiles [begin, pause) and [again, stop): all is transposed, [BLOCK_N, BLOCK_M]."""
-    # On the ramp is where 0 < life < ramp. At the age that equals the span, life is the ramp, up to two roundings of the sum of
-    # both; without this allowance such a memory, whose mask is 1, would get a gradient.
-    half = (ramp - reach * ROUNDING) / 2
+    """Add the gradients of one memory tile over the query tiles [begin, pause) and [again, stop).
+
+    Scores and weights are transposed, [BLOCK_N, BLOCK_M]. `edge` is span + ramp of each memory, in steps.
+    """
+    # A memory is on its ramp where 0 < life < ramp. Where its age equals its span, life equals the ramp up to two roundings of
+    # span + ramp; without this allowance such a memory, whose mask is 1, would get a gradient.
+    half = (ramp - edge * ROUNDING) / 2
     for n in range(begin, pause + stop - again):
         qt = n
         if MASKED:
@@ -68,7 +71,7 @@ def _walk_queries(
         dp -= delta_tile
         if MASKED:
             birth = (born - t0).to(tl.float32)
-            life = find_life(birth[:, None], (reach + birth)[:, None], since[None, :], MIN_AGE, False)
+            life = find_life(birth[:, None], (edge + birth)[:, None], since[None, :], MIN_AGE, False)
             if HAS_DOCS:
                 life = tl.where((q_index[None, :] >= first[:, None]) & (q_index[None, :] < end[:, None]), life, 0.0)
             m = fade(life, inv_ramp)
@@ -91,7 +94,7 @@ def _walk_queries(
 
 @triton.jit
 def _extent(words, tile, slots, PLAN_N: tl.constexpr, WIDTH: tl.constexpr):
-    """The joint extent of WIDTH neighbouring tiles, without dead ones; next to a dead tile the others always need the mask."""
+    """The joint extent of WIDTH neighbouring tiles, dead ones left out. If one of them is dead, the others always need the mask."""
     num_tiles = slots // PLAN_N
     tiles = extents_at(words, slots)
     living = tl.load(words + DEAD)
@@ -124,10 +127,10 @@ def memory_gradients(
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program per memory tile and `window` query tiles of its life; the longest-lived tiles come first.
+    """One program per memory tile and window of `window` query tiles of its life; the longest-lived tiles come first.
 
-    A tile whose life fits into one window writes its gradients. The parts of a longer one are added into `sums`, which
-    `long_tiles` then rounds into dk and dv.
+    A tile whose life fits into one window writes its gradients directly. The partial sums of a longer one are added into `sums`,
+    which `long_tiles` then rounds into dk and dv.
     """
     part, bh = tl.program_id(0) % splits, (tl.program_id(0) // splits % num_rows).to(tl.int64)
     tile = tl.program_id(0) // (splits * num_rows)
@@ -153,7 +156,7 @@ def memory_gradients(
     end = tl.load(end_at(words, slots) + slot, mask=taken, other=0)
     fates = fates_at(words, slots) + 2 * slot
     born = tl.load(fates, mask=taken, other=FAR)
-    reach = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
+    edge = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
     full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
@@ -171,12 +174,12 @@ def memory_gradients(
         )
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, full_from, full_to,
-            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, edge,
             log_scale, ramp, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, begin, full_from,
-            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, reach,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, edge,
             log_scale, ramp, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
     index = tl.load(order_at(words) + slot, mask=taken, other=-1)
@@ -203,7 +206,7 @@ def long_tiles(
     words, dk, dv, dspan, sums, S, slots, kv_heads, heads, row_words, window, FINISH: tl.constexpr, PLAN_N: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """For tiles that live longer than a window: clear their sums before the parts are added, or round them into dk and dv after."""
+    """For tiles that live longer than a window: clear their sums before `memory_gradients`, or (FINISH) round them into dk and dv."""
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     words += (b * heads + tl.minimum(h, heads - 1)) * row_words

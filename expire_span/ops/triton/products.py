@@ -1,7 +1,7 @@
 """The linear maps of a decoding step, each as one kernel: RMS norm, product and squared ReLU, or product and residual.
 
-With few rows a step is bound by the number of kernels, not by arithmetic. The norm's scale of a row is a factor of its whole
-output, so it is found while the product runs and applied at the end; no normalised row is ever stored.
+With few rows the time of a step depends on the number of kernels, not on arithmetic. The norm multiplies a whole row by one factor.
+So that factor is computed while the product runs and applied to the result; no normalised row is ever stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .launch import run_kernel
 
 
 class Tiles(NamedTuple):
-    """Rows, outputs and inputs that a program multiplies at once; its warps and stages."""
+    """Tile sizes of a program (rows, outputs, inputs), its warps, and its pipeline stages."""
 
     rows: int
     outputs: int
@@ -28,9 +28,9 @@ class Tiles(NamedTuple):
 
 FEW_ROWS = Tiles(16, 16, 128, 4, 4)
 MANY_ROWS = (Tiles(64, 64, 128, 4, 3), Tiles(64, 32, 128, 4, 3), Tiles(32, 32, 128, 4, 4))
-"""The largest tiles first: they read least. Smaller ones where larger ones would leave a part of the GPU idle."""
+"""Tiles for many rows, the largest first, since they read least; smaller ones are used where larger ones leave the GPU partly idle."""
 MULTIPROCESSORS = 132
-"""Of a large GPU."""
+"""Number of multiprocessors of a large GPU (H100, H200)."""
 _override: Tiles | None = None
 
 

@@ -1,4 +1,4 @@
-"""Backward pass, one program per query tile, along the runs of the forward pass: dq. See `backward.py`."""
+"""Backward pass, one program per query tile, over the same runs of memory tiles as the forward pass: dq. See `backward.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _walk_tiles(
         ds = p * (dp - delta[:, None])
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
-        if MASKED and WINDOW > 0:  # no two memories have one age, so that no entry is stored twice
+        if MASKED and WINDOW > 0:  # living memories have different ages, so no entry of dtable is stored twice
             tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         run, tile, left = next_tile(runs, run, tile, left)
@@ -71,7 +71,7 @@ def query_gradient(
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq; delta, which the memories' gradients need; and with relative keys the gradient of their table."""
+    """Writes dq; delta, which the memories' gradients need; and, with relative keys, the gradient of their table."""
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     kv_bh = b * (q_heads // group) + h // group

@@ -30,9 +30,10 @@ class Tiles(NamedTuple):
     programs: int = 1056
     """Programs that a GPU runs at once, eight for each multiprocessor of a large one: tiles are distributed over so many."""
     skip_dead: bool = False
-    """Whether a program waits for the edges of slots before it reads their keys and values, and leaves out the dead."""
+    """Whether a program first reads the edges of a tile's slots, and then only the keys and values of living ones."""
     apart: bool = False
-    """Whether each slot of a tile keeps its own maximum and sums, joined once at the end, so that tiles need no exchange."""
+    """Whether each slot of a tile has a maximum and sums of its own, combined once at the end: threads then need no exchange per
+    tile."""
 
 
 _tiles = Tiles()

@@ -5,7 +5,7 @@ appends it to the fresh slots, and attends to what lives. How many slots there a
 numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. Further programs of the same head
 share its tiles of slots (slot_tiles.py says how many there are), and a second kernel adds their partial sums.
 
-The slot that is written is never read in the same launch: programs take the new memory from its projections.
+The slot that is written is never read in the same launch: programs compute the new memory from its projections.
 """
 
 from __future__ import annotations
@@ -199,9 +199,9 @@ def triton_step(
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
-    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: what spans are predicted from.
-    With `hidden_eps` hidden states are taken before their RMS norm, whose gain the form's weight then contains.
-    column: the fresh slot to write, an int32 on the device. angles: cosines and signed sines [fresh, D] of its slots.
+    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: the hidden states from which spans
+    are predicted; with `hidden_eps` they come before their RMS norm, and form.weight must contain the norm's gain.
+    column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines [fresh, D].
     """
     batch, kv_heads = fields.counts.shape
     dim, width, chosen = fields.k.shape[-1], hidden.shape[1], tiles()

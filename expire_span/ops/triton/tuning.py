@@ -13,24 +13,24 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel runs: queries per tile, warps per program, pipeline depth, most registers per thread."""
+    """Launch parameters of one kernel: queries per tile, warps per program, pipeline depth, limit of registers per thread."""
 
     block_m: int
     warps: int = 4
     stages: int = 2
     registers: int | None = None
-    """None leaves it to the compiler. Fewer let more programs share a multiprocessor."""
+    """Limit of registers per thread; None leaves it to the compiler. Fewer let more programs share a multiprocessor."""
 
     @property
     def options(self) -> dict[str, int]:
-        """As Triton wants them."""
+        """The same as keyword arguments of a Triton launch."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the three kernels run. dq and dkv use the plan of the forward pass's query tiles, so that their block_m divide its."""
+    """Launch parameters of the three kernels. The block_m of dq and dkv must divide that of the forward pass, whose plan they use."""
 
     block_n: int
     """Memories per tile."""
@@ -42,7 +42,7 @@ class Tuning:
     tma: bool = False
     """Read tiles through tensor descriptors (the copy engine of Hopper and later)."""
     split_at: int = 4096
-    """Memory tiles seen by more queries than this are divided among several programs: a single one would finish long after others."""
+    """The queries of a memory tile that more than this many see are split among several programs, to balance the load."""
 
     def splits(self, queries: int) -> int:
         """Programs per memory tile in the dkv kernel."""
@@ -76,7 +76,7 @@ _override: Tuning | None = None
 
 
 def choose(dim: int, dtype: torch.dtype, relative: bool = False) -> Tuning:
-    """The table's entry; head dim 96 runs as 128. relative: with relative keys, whose scores need further registers."""
+    """The table's entry for a head dim and dtype; head dim 96 runs as 128. relative: with relative keys, which need more registers."""
     if _override is not None:
         return _override
     padded = 128 if dim == 96 else dim
@@ -91,6 +91,6 @@ def override(tuning: Tuning | None) -> None:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """float32 products are exact unless PyTorch was told that TF32 will do."""
+    """Triton's input precision: float32 products are exact unless PyTorch is set to allow TF32."""
     exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return "ieee" if exact else "tf32"

@@ -28,7 +28,7 @@ class AdaptiveSpanConfig:
 
 
 def _with_budget(recipe: Recipe, memories: int | None) -> AdaptiveSpanConfig:
-    """Heads may reach as far as the recipe's spans; held to a budget, all start there."""
+    """Settings with the recipe's max_span and ramp; with a budget, all heads start with spans of that many memories."""
     start = recipe.initial_span if memories is None else min(memories / recipe.max_span, 1.0)
     return AdaptiveSpanConfig(max_span=recipe.max_span, ramp=recipe.ramp, initial_span=start)
 

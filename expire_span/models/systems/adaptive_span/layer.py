@@ -2,12 +2,12 @@
 
     m(x) = clamp((R + z - x) / R, 0, 1) on distance x,  loss = L * mean(ratio)
 
-This is expiring attention with a span per head that does not depend on the token, so that the store trims each head's memories
-to its own span and the same kernels serve it.
+This is expiring attention whose span depends on the head and not on the token, so that the same kernels compute it and the
+store deletes each head's memories by that head's span.
 
-Differences from the original: instead of being clamped after each update, the ratio is clamped to [0, 1] in the forward pass,
-and only a gradient that would push it further out is dropped, so that a closed head can open again at once; grouped query heads
-share the span of their key/value head.
+Differences from the original: the ratio is clamped to [0, 1] in the forward pass instead of after each update, and a gradient
+is dropped only if it would push the ratio further out, so that a closed head can open again at once; query heads that share a
+key/value head also share its span.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BigBird, causal: each block of queries reads the last blocks, the first blocks and some random earlier ones.
 
-Blocks count from a row's first token; the random ones follow from the seed, the layer and the block's number alone, so that
-streaming is exact. Any past block may be drawn later: the state keeps everything, though a query reads little of it.
+Blocks count from a row's first token. The random blocks depend only on the seed, the layer and the number of the query's block,
+so that streaming is exact. Any past block may be drawn later, so the state keeps everything, though a query reads little of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from expire_span.store import NEVER, ExpiringMemory
 
 
 class BigBird(AttentionMixer):
-    """State {"memory": store of k and v, "start": position of each row's first token [B], "position"}."""
+    """State {"memory": ExpiringMemory of k and v, "start": position of each row's first token [B], "position": of the next}."""
 
     settings_class = BigBirdConfig
     settings: BigBirdConfig
@@ -57,9 +57,8 @@ class BigBird(AttentionMixer):
         size, count, heads = self.settings.block, q.shape[2], q.shape[1]
         phase = (now - start) % size  # [B]: place of the first query in its block
         blocks = -(-(count + size - 1) // size)
-        own = ((now - start) // size).unsqueeze(1) + torch.arange(
-            blocks, device=q.device
-        )  # [B, N]: number of each block
+        # [B, N]: number of each block.
+        own = ((now - start) // size).unsqueeze(1) + torch.arange(blocks, device=q.device)
         index, places, seen = self._find_pairs(own, (now + count - start)[:, None, None])
         slots = (places + (start - base)[:, None, None]).clamp(0, k.shape[2] - 1).flatten(1)
         keys, values = (self._gather(x, slots, blocks, heads) for x in (k, v))
@@ -73,8 +72,11 @@ class BigBird(AttentionMixer):
         return take_rows(y, phase, count), live
 
     def _find_pairs(self, own: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For query blocks `own` [B, N] of rows with so many `tokens`: the queries' numbers [B, N, size], the keys' numbers
-        [B, N, K * size], and which query sees which key [B, N, size, K * size]. Tokens are numbered from the row's first."""
+        """For query blocks with the numbers `own` [B, N], in rows of `tokens` [B] tokens: the tokens' numbers of the queries
+        [B, N, size] and of the keys [B, N, K * size], and which query sees which key [B, N, size, K * size] (bool).
+
+        A token's number counts from its row's first token.
+        """
         within = torch.arange(self.settings.block, device=own.device)
         index = own[..., None] * self.settings.block + within
         places = (self._blocks(own)[..., None] * self.settings.block + within).flatten(2)
@@ -88,7 +90,7 @@ class BigBird(AttentionMixer):
 
     @torch.compiler.disable()  # little work; the compiler would treat the numbers as symbolic expressions, and fails
     def _blocks(self, own: Tensor) -> Tensor:
-        """The blocks that query blocks `own` [B, N] read, [B, N, K]; NEVER where there is none or it is named twice."""
+        """The numbers of the K blocks that query blocks `own` [B, N] read, [B, N, K]; NEVER for a missing or repeated one."""
         m = self.settings
         window = own[..., None] - torch.arange(m.window_blocks, device=own.device)
         first = torch.arange(m.global_blocks, device=own.device).expand(*own.shape, -1)

@@ -16,15 +16,16 @@ class CompressiveConfig:
 
     kind: Literal["compressive"] = "compressive"
     window: int = 256
-    """Steps a memory is kept as it is; it leaves with its group, so up to rate - 1 steps later."""
+    """Steps for which a memory is kept unpooled; it is pooled together with its group, so up to rate - 1 steps later."""
     compressed: int = 256
-    """How many pooled memories are kept."""
+    """Number of pooled memories that are kept."""
     rate: int = 4
-    """How many memories become one (c)."""
+    """Number of memories that are pooled into one (c)."""
     pooling: Literal["mean", "max", "conv"] = "mean"
-    """How a group's hidden states become one: their mean, their largest, or a learned convolution."""
+    """How a group's hidden states are pooled: mean, maximum, or a learned convolution."""
     reconstruction: bool = False
-    """Add the loss that asks pooled memories to answer today's queries as the raw ones would; it trains the pooling only."""
+    """Add the attention-reconstruction loss: the current queries should read the same from pooled memories as from raw ones. It
+    trains the pooling only."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "window", "compressed", "rate")

@@ -1,11 +1,12 @@
 """Compressive memory: a window of raw memories, and older groups of c pooled to one in a second queue.
 
-A row's tokens form groups of c from its first token on. Query n reads the groups that its window of W touches as they are,
-and the N groups before them pooled. A group's hidden states are pooled once it is complete (mean, max or a convolution),
-and keys and values of the result are kept at the group's last position. Each past token is read once, raw or pooled.
+A row's tokens form groups of c, counted from its first token. A query reads every group that overlaps its window of W tokens
+unpooled ("raw"), and the N groups before those pooled. Once a group is complete, its hidden states are pooled (mean, maximum or
+a convolution), and the key and value of the result are stored with the position of the group's last token. So a query reads
+each token once, raw or pooled.
 
 Streaming in pieces of any size is exact. Differences from the original: the border between raw and pooled moves with the query
-instead of the block, and carried keys and values are detached rather than recomputed from hidden states.
+instead of the block, and carried keys and values are stored detached instead of being recomputed from hidden states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from expire_span.store import NEVER
 
 
 class ConvPool(nn.Module):
-    """A convolution over each group; starts as the mean."""
+    """A learned convolution over each group, initialised as the mean."""
 
     def __init__(self, dim: int, rate: int) -> None:
         super().__init__()
@@ -38,7 +39,8 @@ class ConvPool(nn.Module):
 
 
 class Compressive(AttentionMixer):
-    """State: "raw" and "pooled" {"k", "v" [B, S, Hkv, D], "pos" [B, S]}, "hidden" of the unfinished group, "seen" [B]."""
+    """State: "raw" and "pooled" {"k", "v" [B, S, Hkv, D], "pos" [B, S]}, "hidden" states of the unfinished group, and "seen",
+    the number of each row's tokens so far [B]."""
 
     settings_class = CompressiveConfig
     settings: CompressiveConfig
@@ -49,7 +51,8 @@ class Compressive(AttentionMixer):
         m = self.settings
         self.window, self.rate, self.compressed = m.window, m.rate, m.compressed
         self.raw = m.rate * -(-(m.window + m.rate - 1) // m.rate)  # raw slots before the current group
-        self.pooled = m.compressed + self.raw // m.rate  # the youngest wait here until their tokens leave the window
+        # A group is pooled as soon as it is complete, but read only once its tokens have left the window.
+        self.pooled = m.compressed + self.raw // m.rate
         self.pooling, self.reconstruction = m.pooling, m.reconstruction
         self.pool = ConvPool(self.shape.dim, m.rate) if m.pooling == "conv" else None
 
@@ -88,14 +91,17 @@ class Compressive(AttentionMixer):
         return MixerOutput(self.out(y.flatten(2)), after, aux)
 
     def _extend(self, old: Tensor, new: Tensor, phase: Tensor, length: int) -> Tensor:
-        """Stored raw slots, then the current group and the new ones, [B, raw + length, ..]; empty places have NEVER."""
+        """The stored raw slots followed by the current and the new groups, [B, raw + length, ..].
+
+        Positions of empty places are NEVER.
+        """
         before = old[:, self.raw :]
-        if old.dim() == 2:  # positions: what is empty must say so
+        if old.dim() == 2:  # positions, where empty places must be marked
             before = F.pad(before, (0, length - before.shape[1]), value=NEVER)
         return torch.cat([old[:, : self.raw].to(new.dtype), place_rows(new, phase, length, before)], 1)
 
     def _compress(self, hidden: Tensor, pos: Tensor) -> dict[str, Tensor]:
-        """Groups of hidden states [B, length, C] -> pooled keys and values; unfinished groups are empty."""
+        """Pool groups of hidden states [B, length, C] to keys, values and positions; unfinished groups give empty slots."""
         groups, places = hidden.unflatten(1, (-1, self.rate)), pos.unflatten(1, (-1, self.rate))
         h = self.pool_groups(groups)  # [B, N, C]
         last = torch.where((places != NEVER).all(-1), places[..., -1], NEVER)
@@ -108,7 +114,7 @@ class Compressive(AttentionMixer):
         return groups.mean(2) if self.pooling == "mean" else groups.amax(2)
 
     def _read(self, q: Tensor, raw: dict[str, Tensor], pooled: dict[str, Tensor], block: int) -> Tensor:
-        """q [B, length, H, D] in N blocks, each over one stretch of raw and one of pooled memories."""
+        """Attention of q [B, length, H, D], cut into N blocks; each reads one range of raw and one of pooled memories."""
         cut = {name: x.unfold(1, self.raw + block, block) for name, x in raw.items()}  # [B, N, .., raw + block]
         far = {name: x.unfold(1, self.pooled + block // self.rate, block // self.rate) for name, x in pooled.items()}
         keys, values = (  # the head dim last in memory, or torch's fused attention would not serve
@@ -124,9 +130,9 @@ class Compressive(AttentionMixer):
         return y.transpose(1, 2).unflatten(0, (raw["pos"].shape[0], -1)).flatten(1, 2)
 
     def _seen_in_block(self, block: int, device: torch.device) -> Tensor:
-        """Which pooled and which raw memories of its stretch each query of a block reads, [block, pooled + raw slots].
+        """Which of a block's pooled and raw memories each of its queries reads, [block, pooled + raw slots] (bool).
 
-        Raw memories are read from the start of the group in which the query's window begins; pooled ones up to there.
+        A query reads raw memories from the start of the group in which its window begins, and pooled ones before that.
         """
         place = self.raw + torch.arange(block, device=device)[:, None]  # of the query in its stretch
         border = (place + 1 - self.window).div(self.rate, rounding_mode="floor") * self.rate
@@ -137,7 +143,7 @@ class Compressive(AttentionMixer):
         return torch.cat([old, near], -1)
 
     def _advance(self, state, raw, pooled, hidden, phase: Tensor, count: int) -> dict[str, Any]:
-        """The last slots of every row, counted from its newest group."""
+        """The state after the block: for every row its last raw and pooled slots, and the hidden states of its open group."""
         groups = (phase + count) // self.rate  # finished by this block
         first = groups * self.rate
         room = self.rate - 1  # the newest group may lie at the very end
@@ -152,6 +158,6 @@ class Compressive(AttentionMixer):
 
     def _live(self, seen: Tensor, count: int) -> Tensor:
         past = seen.unsqueeze(1).double() + torch.arange(1, count + 1, device=seen.device)
-        # Not in whole numbers: torch.compile fails to sum quotients of indices.
+        # In floating point, since torch.compile fails to sum integer quotients of indices.
         groups = ((past - self.window).clamp_min(0) / self.rate).floor()
         return (past - groups * self.rate + groups.clamp(max=self.compressed)).float().mean()

@@ -1,4 +1,5 @@
-"""The loss that asks pooled memories to answer today's queries as the raw ones would. It trains the pooling only."""
+"""The attention-reconstruction loss: queries should read the same from pooled memories as from raw ones. Trains the pooling
+only."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class Pooled(Protocol):
 
 
 def reconstruction_loss(layer: Pooled, q: Tensor, raw: dict[str, Tensor], hidden: Tensor, block: int) -> Tensor:
-    """Mean squared difference [B] between what a block's queries read from its finished groups, raw and pooled.
+    """Mean squared difference [B] between what a block's queries read from its complete groups unpooled and pooled.
 
-    q [B, length, H, D] and hidden [B, length, C] are aligned to groups; everything but the pooling is held fixed.
+    q [B, length, H, D] and hidden [B, length, C] are aligned to groups. Only the pooling gets gradients.
     """
     pos = raw["pos"][:, layer.raw :]
     whole = (pos.unflatten(1, (-1, layer.rate)) != NEVER).all(-1)  # [B, groups]: which are finished

@@ -1,4 +1,4 @@
-"""Learned expiry: the system that this package is named after."""
+"""Expire-Span: settings and declaration of learned expiry, the system that this package is named after."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class PaperDetails:
     include_self: bool = True
     """Whether a token attends to itself (the paper's does not)."""
     noisy: bool = False
-    """In training, clamp all spans to one random share of max_span per forward pass; deletion still uses the unclamped."""
+    """In training, clamp all spans to one random share of max_span per forward pass; deletion uses the unclamped spans."""
     initial_memories: int = 0
-    """Zero vectors that stand in the memory before the first token (the released code starts with a block of them)."""
+    """Number of zero vectors that the memory holds before the first token (the released code starts with a block of them)."""
     normalizer_eps: float = 0.0
-    """Added to the attention normaliser, as a share of the living memories' unmasked sum (the released code uses 1e-8)."""
+    """Added to the attention normaliser, in units of the sum of the living memories' unmasked weights (released code: 1e-8)."""
 
     def __post_init__(self) -> None:
         require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")
@@ -38,15 +38,16 @@ class HeadReach:
 
     learned: bool = False
     """Let each head learn its average span in steps, as Adaptive-Span does; `own_heads` of them distribute it over tokens, the
-    others give every token the same. Off, the predictor's bias is one more weight."""
+    others give every token the same span. Off, a head's average span follows from the predictor's bias."""
     own_heads: int | None = None
     """Number of heads that give each token a span of its own; all others share one more. None is all heads."""
     spread: float = 1.0
-    """Longest over shortest initial span of a layer's heads, which lie in equal ratios around initial_span."""
+    """Ratio of the longest to the shortest initial span of a layer's heads, which form a geometric sequence around
+    initial_span."""
     shortest_shared: float | None = None
     """With learned: the shortest span of the heads beyond own_heads; None is min_span."""
     stop_gradient: bool = False
-    """Stop the predictor's gradient at the hidden states that it reads: it learns from them as they are, and costs less."""
+    """Stop the span predictor's gradient at the hidden states that it reads: it trains its own weights only, and costs less."""
 
     def __post_init__(self) -> None:
         require(self.spread >= 1, f"spread must be at least 1, got {self.spread}")
@@ -70,16 +71,18 @@ class ExpireSpanConfig:
     initial_span: float = 0.1
     """Share of max_span that every memory gets before training (p)."""
     min_span: float = 0.0
-    """Shortest span, in steps, to which the sigmoid adds. Below 0, memories may be born on their ramp and live for less than
-    it; at -ramp they would be born dead."""
+    """Shortest span that can be predicted, in steps. Below 0, memories may be born on their ramp and live for less than it; at
+    -ramp they would be born dead."""
     temperature: float = 1.0
-    """Divides the predictor's input; above 1 it keeps one optimizer step from moving spans by thousands (tau)."""
+    """Divides the predictor's logit w . h (tau); above 1 it keeps one optimizer step from moving spans by thousands of
+    steps."""
     span_per: Literal["layer", "kv_head"] = "layer"
     """One span per memory shared by all heads of the layer, or one for each key/value head."""
     span_loss: Literal["ramp", "l1"] = "ramp"
-    """How spans are charged: while they are on the ramp (the released code's form), or all at birth (mean span)."""
+    """What the loss counts: ramp, memories while they are on their ramp (the released code's form); l1, the mean span at
+    birth."""
     cap: int | None = None
-    """Hard limit on stored memories per row; the smallest remaining span goes first. Such evictions are counted."""
+    """Hard limit on stored memories per row: those with the fewest steps left are evicted, and counted. None: no limit."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
     reach: HeadReach = field(default_factory=HeadReach)
@@ -109,7 +112,7 @@ class ExpireSpanConfig:
 
     @classmethod
     def upgrade(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Settings as run folders of format 1 hold them, all on one level, sorted into today's groups."""
+        """Convert settings of run-folder format 1, which were all on one level, to today's nested groups."""
         flat = dict(settings)
         reach, paper = flat.pop("reach", {}), flat.pop("paper", {})
         reach = dict(reach) if isinstance(reach, dict) else {"learned": reach == "learned"}

@@ -2,8 +2,9 @@
 
     e_i = L sigmoid(w . h_i / tau + b),  m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
 
-Differences from the paper: spans per key/value head, a reach that heads learn, a hard cap and the L1 form of the loss are
-options; dropout acts on the layer's output instead of the attention weights; with pre-norm, memories are stored after the norm.
+Differences from the paper: spans per key/value head, a learned average span per head, a hard cap and the L1 form of the loss
+are options; dropout acts on the layer's output instead of the attention weights; with pre-norm, memories are stored after the
+norm.
 """
 
 from __future__ import annotations

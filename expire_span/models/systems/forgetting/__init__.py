@@ -20,7 +20,7 @@ class ForgettingConfig:
     chunk: int = 512
     """Queries that are scored at once; it does not change the result."""
     impl: Literal["auto", "torch", "fla"] = "auto"
-    """The kernel of the fla package on a GPU, for blocks with no memory before them, or plain PyTorch; auto takes the kernel
+    """torch: plain PyTorch; fla: the GPU kernel of the fla package, for blocks with no memory before them; auto: the kernel
     where it can run."""
 
     def __post_init__(self) -> None:

@@ -3,11 +3,11 @@
 f = sigmoid(w . x + b), one gate per head and step. Nothing is deleted: the state grows with the stream. The running sum c of
 log f is kept in float64, so that differences of it stay exact on long streams.
 
-The sum is c_t - c_i, and c_t is the same for all memories of a query, so that softmax does not see it. What is left belongs to
-the memory alone: -c_i is written into a few further dimensions of its key, where queries hold ones, and torch's fused attention
-does the rest. Learned relative positions need the scores themselves: then queries are scored in chunks, recomputed in the
-backward pass. Either way memory stays linear in the length. On a GPU with the extra `fla`, blocks with no memory before them
-run on that package's kernel, which takes no other keys than those of the block itself.
+The sum of log gates is c_t - c_i. Since c_t is the same for all memories of a query, softmax cancels it. What remains, -c_i,
+depends on the memory alone: it is written into a few additional dimensions of the key, where queries hold ones, so that torch's
+fused attention adds it to the score. Learned relative positions must be added to the scores themselves: then queries are scored
+in chunks, which the backward pass recomputes. In both cases memory use is linear in the length. On a GPU with the extra `fla`,
+blocks with no memory before them run on that package's kernel, which has no input for keys of earlier blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from expire_span.store import NEVER, ExpiringMemory
 
 
 class Forgetting(AttentionMixer):
-    """State {"memory": store of k, v and the running sum at birth, "total": running sum [B, Hq], "position"}."""
+    """State {"memory": ExpiringMemory of k, v and c_i, "total": c of the last token [B, Hq], "position": of the next}."""
 
     settings_class = ForgettingConfig
     settings: ForgettingConfig
@@ -56,7 +56,7 @@ class Forgetting(AttentionMixer):
         start, memory = state["position"], state["memory"]
         q, k, v, pos = self.project(x, start)
         log_gate = self._log_gate(x)
-        # The sum so far is the first summand: added afterwards, it makes PyTorch 2.11 fail to compile this for a GPU.
+        # The sum so far enters as the first summand: PyTorch 2.11 fails to compile this for a GPU if it is added afterwards.
         sums = torch.cat([state["total"].unsqueeze(2), log_gate.double()], 2).cumsum(2)[:, :, 1:]  # [B, H, T]
         k_pos, k_sums, keys, values = pos.expand(len(x), -1), sums, k, v
         if len(memory):
@@ -78,7 +78,7 @@ class Forgetting(AttentionMixer):
         return MixerOutput(self.join_heads(y), after, MixerAux(live=live, bytes_held=bytes_of(after)))
 
     def _log_gate(self, x: Tensor) -> Tensor:
-        """[B, T, C] -> [B, H, T], in float32 or better."""
+        """Log forget gates, [B, T, C] -> [B, H, T], in float32 or better."""
         with torch.autocast(x.device.type, enabled=False):
             return F.logsigmoid(self.gate(x.to(self.gate.weight.dtype))).transpose(1, 2)
 
@@ -109,7 +109,8 @@ class Forgetting(AttentionMixer):
         return [(slice(n, n + self.chunk), keys - queries + min(n + self.chunk, queries)) for n in starts]
 
     def _read_fused(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, k_sums: Tensor, k_pos: Tensor) -> Tensor:
-        """Fused attention over heads that are wider by the running sums [B, H, T] and [B, H, S]."""
+        """Fused attention with the running sums c of queries [B, H, T] and keys [B, H, S] in additional columns of the
+        heads."""
         dim, device = q.shape[3], q.device
         dtype = attention_dtype(q)
         k_sums = (k_sums - sums[..., -1:].detach()).masked_fill((k_pos == NEVER).unsqueeze(1), UNSEEN)
@@ -136,19 +137,19 @@ def attention_dtype(q: Tensor) -> torch.dtype:
 
 
 EXTRA = 8
-"""Columns added to every head: fused kernels want multiples of eight."""
+"""Number of columns added to every head: fused kernels need a head dim that is a multiple of eight."""
 DIGITS = 3
-"""How many of them hold a memory's bias: three bfloat16 numbers have the digits of one float32."""
+"""How many of them hold a memory's bias: the sum of three bfloat16 numbers has the precision of one float32."""
 UNSEEN = 1e30
-"""Running sum of an empty slot: its bias leaves it no weight."""
+"""Running sum of an empty slot: its bias, the negative of this, gives it a weight of zero."""
 
 
 def _query_columns(own: Tensor, dtype: torch.dtype) -> Tensor:
     """Columns [B, H, T, EXTRA] beside the queries: ones, which read the keys' bias, and the query's own bias [B, H, T].
 
-    Softmax does not depend on a query's own bias, so its value here is zero. It is present for its gradient alone: that
-    gradient is zero except for rounding errors, which also sit in the gradients of the keys' biases and must cancel in the
-    long sum that a gate receives.
+    Softmax does not depend on a query's own bias, so its value here is zero. It is there for its gradient: mathematically that
+    is zero as well, but its rounding errors cancel those in the gradients of the keys' biases, in the long sum that a gate
+    receives.
     """
     ones, zero_with_gradient = own.new_ones(*own.shape, DIGITS), own - own.detach()
     columns = torch.cat([ones, zero_with_gradient.unsqueeze(-1)], -1)
@@ -158,7 +159,7 @@ def _query_columns(own: Tensor, dtype: torch.dtype) -> Tensor:
 def _key_columns(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Columns [B, H, S, EXTRA] beside the keys: the bias [B, H, S] as a sum of numbers of `dtype`, and a one."""
     first, *rest = split_digits(bias.detach().clamp_min(torch.finfo(dtype).min), dtype, DIGITS)
-    first = first + (bias - bias.detach()).to(dtype)  # adds zero, and the gradient
+    first = first + (bias - bias.detach()).to(dtype)  # adds zero, and lets the gradient through to the bias
     columns = torch.stack([first, *rest, torch.ones_like(first)], -1)
     return F.pad(columns, (0, EXTRA - DIGITS - 1))
 

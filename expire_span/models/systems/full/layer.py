@@ -1,7 +1,7 @@
 """Full attention: the Transformer that never forgets.
 
-Sequences that stand alone run on torch's fused attention. With carried memory it is expiring attention with spans that never
-end, so that the same stores and kernels serve it.
+Sequences without carried memory run on torch's fused attention. With carried memory, this is expiring attention with spans that
+never end, so that the same stores and kernels can be used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expire_span.models.mixer import Steadiness
 from expire_span.models.systems.full import FullConfig
 
 FOREVER = 2**31
-"""A span in steps that no stream outlives."""
+"""A span, in steps, longer than any stream."""
 
 
 class Full(ExpiringAttention):
@@ -28,7 +28,7 @@ class Full(ExpiringAttention):
 
     def steadiness(self) -> Steadiness:
         steady = super().steadiness()
-        return replace(steady, alone=steady.alone or self.relative_keys is None)  # torch's own attention serves these
+        return replace(steady, alone=steady.alone or self.relative_keys is None)  # these run on torch's fused attention
 
     def attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
         alone = k.shape[2] == x.shape[1]

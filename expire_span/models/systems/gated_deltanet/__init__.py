@@ -9,7 +9,7 @@ from expire_span.checks import checked
 from expire_span.models.systems.contract import Budget, LayerShape, MemorySystem, StateSize, at_least
 
 KEY_DIM = 128
-"""Size of a key in models that are wide enough for it: the size that the rule's GPU kernels are made for."""
+"""Default size of a key, for which the rule's GPU kernels are tuned."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class GatedDeltaNetConfig:
     key_dim: int | None = None
     """Size of a query and a key of one head; None takes 128, or a quarter of dim where that is smaller."""
     own_heads: int | None = None
-    """Heads, each with keys and values of its own; None takes as many as make all keys together three quarters of dim."""
+    """Number of heads, each with keys and values of its own; None takes so many that all keys together are 3/4 of dim wide."""
     value_factor: int = 2
     """Size of a value, as a multiple of key_dim."""
     conv: int = 4
-    """Steps that the short convolution over queries, keys and values looks at, the present one included."""
+    """Width in steps of the short causal convolution over queries, keys and values."""
     chunk: int = 64
-    """Tokens that training handles at once; it does not change the result."""
+    """Tokens that training computes at once; it does not change the result."""
     impl: Literal["auto", "torch", "fla"] = "auto"
-    """The kernels of the fla package on a GPU, or plain PyTorch; auto takes the kernels where they can run."""
+    """torch: plain PyTorch; fla: the GPU kernels of the fla package; auto: the kernels where they can run."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "value_factor", "conv", "chunk", "key_dim", "own_heads")
@@ -37,7 +37,7 @@ class GatedDeltaNetConfig:
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """How many heads a layer has, and the sizes of a key and a value of each."""
+    """Number of heads of a layer, and the size of a key and a value of each head."""
 
     heads: int
     key: int
@@ -52,12 +52,12 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Numbers of a step that the short convolution reads: queries, keys and values of all heads."""
+        """Channels of the short convolution: queries, keys and values of all heads."""
         return self.heads * (2 * self.key + self.value)
 
 
 def _held(s: StateSize, steps: int) -> int:
-    """Bytes of the matrices and of the steps that the short convolution still reads."""
+    """Bytes of the matrices and of the convolution's last inputs."""
     shape = DeltaShape.of(s.shape, s.settings)
     return (shape.heads * shape.key * shape.value + (shape.conv - 1) * shape.channels) * s.element
 

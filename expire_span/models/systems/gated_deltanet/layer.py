@@ -4,8 +4,8 @@
     b = sigmoid(w . x),  g = -exp(A) softplus(w' . x + dt)
     y = W_out (rms_norm(rule(q, k, v, g, b)) silu(W_gate x))
 
-The number of heads and the sizes of keys and values are settings of this system, independent of the model's heads. Order is
-seen through the convolution and the fading, so no positions are added. The state is of fixed size and streaming is exact.
+The number of heads and the sizes of keys and values are settings of this system, independent of the model's heads. The order of
+tokens shows in the convolution and in the decay, so no positions are added. The state has a fixed size and streaming is exact.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from expire_span.models.systems.gated_deltanet import DeltaShape, GatedDeltaNetC
 from .rule import chunked_delta_rule
 
 STRONGEST_FADING, SHORTEST_STEP, LONGEST_STEP = 16.0, 1e-3, 1e-1
-"""Before training exp(A) lies between 0 and the first, and softplus(dt) between the others: half-lives of a few steps to
-thousands of them."""
+"""Initial values: exp(A) lies between 0 and the first, softplus(dt) between the other two. Half-lives then range from a few
+steps to thousands."""
 
 
 class GatedDeltaNet(Mixer):
@@ -49,9 +49,8 @@ class GatedDeltaNet(Mixer):
         self.fading = nn.Linear(dim, own.heads, bias=False)
         self.out = nn.Linear(own.heads * own.value, dim, bias=False)
         bound = own.conv**-0.5
-        self.taps = nn.Parameter(
-            torch.empty(own.conv, 1, own.channels).uniform_(-bound, bound)
-        )  # the oldest step first
+        taps = torch.empty(own.conv, 1, own.channels).uniform_(-bound, bound)
+        self.taps = nn.Parameter(taps)  # weights of the convolution, the oldest step first
         self.norm_weight = nn.Parameter(torch.ones(own.value))
         self.log_fading = nn.Parameter(torch.empty(own.heads).uniform_(1e-3, STRONGEST_FADING).log())
         step = torch.empty(own.heads).uniform_(math.log(SHORTEST_STEP), math.log(LONGEST_STEP)).exp()
@@ -88,7 +87,7 @@ class GatedDeltaNet(Mixer):
     def _convolve(self, x: Tensor, count: int) -> Tensor:
         """Each channel's weighted sum over the last steps, [B, conv - 1 + T, channels] -> [B, T, channels].
 
-        It is written as shifted products, which a compiler joins with what stands before and after them.
+        It is written as a sum of shifted products, which torch.compile fuses with the operations before and after it.
         """
         taps = self.taps.to(x.dtype)
         total = x[:, :count] * taps[0]
@@ -100,9 +99,8 @@ class GatedDeltaNet(Mixer):
         """Log gate and writing strength [B, T, H], in float32 or better."""
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.fading.weight.dtype)
-            step = -(
-                self.fading(x) + self.step_bias
-            )  # softplus(-step) is -logsigmoid(step), whose strides compilers know
+            step = -(self.fading(x) + self.step_bias)
+            # logsigmoid(step) is -softplus(-step); torch.compile knows the strides of its result.
             log_gate = self.log_fading.exp() * F.logsigmoid(step)
             return log_gate, self.strength(x).sigmoid()
 

@@ -1,9 +1,9 @@
 """The gated delta rule in plain PyTorch: the definition, step by step, and the same in chunks.
 
-A head's state S is a matrix from keys to values. A step with query q, key k, value v, log gate g and writing strength b:
+A head's state S is a matrix that maps keys to values. A step with query q, key k, value v, log gate g and writing strength b:
 
-    S' = exp(g) S                     everything fades
-    S  = S' + k (b (v - S'^T k))^T    what the key gave is replaced by the new value, by the share b
+    S' = exp(g) S                     all entries decay
+    S  = S' + k (b (v - S'^T k))^T    the value stored for the key moves towards the new value, by the share b
     y  = S^T q / sqrt(K)
 
 Queries and keys have length 1. Shapes: q, k [B, H, T, K], v [B, H, T, V], g, b [B, H, T], S [B, H, K, V].
@@ -23,7 +23,7 @@ def recurrent_delta_rule(
     outputs = []
     for t in range(q.shape[2]):
         faded = state * log_gate[:, :, t, None, None].exp()
-        given = (k[:, :, t, :, None] * faded).sum(2)  # what the key reads so far, [B, H, V]
+        given = (k[:, :, t, :, None] * faded).sum(2)  # the value stored for the key, [B, H, V]
         written = strength[:, :, t, None] * (v[:, :, t] - given)
         state = faded + k[:, :, t, :, None] * written[:, :, None]
         outputs.append((q[:, :, t, :, None] * state).sum(2))
@@ -33,7 +33,7 @@ def recurrent_delta_rule(
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, strength: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The same with a loop over chunks in place of steps: inside a chunk, all writes follow from one triangular solve.
+    """The same with a loop over chunks instead of steps: inside a chunk, all writes are found by one triangular solve.
 
     With G the sum of log gates since the chunk's start and u_i what step i writes, u_i = b_i (v_i - S'_i^T k_i) reads
     u_i = b_i (v_i - exp(G_i) S_0^T k_i - sum_(j<i) exp(G_i - G_j) (k_i . k_j) u_j): a unit lower triangular system.
@@ -52,7 +52,7 @@ def chunked_delta_rule(
     scores = (q @ k.transpose(-1, -2)) * fading
     from_start = q * sums.exp().unsqueeze(-1)
     to_end = k * (sums[..., -1:] - sums).exp().unsqueeze(-1)
-    whole = sums[..., -1].exp()[..., None, None]  # how much of S_0 a chunk leaves, [B, H, N, 1, 1]
+    whole = sums[..., -1].exp()[..., None, None]  # decay of S_0 over a whole chunk, [B, H, N, 1, 1]
     outputs = []
     for n in range(q.shape[2]):
         written = fresh[:, :, n] - old[:, :, n] @ state

@@ -16,14 +16,14 @@ class LinearConfig:
 
     kind: Literal["linear"] = "linear"
     chunk: int = 64
-    """Tokens that training handles at once; it does not change the result."""
+    """Tokens that training computes at once; it does not change the result."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "chunk")
 
 
 def sums_held(s: StateSize, features: int) -> int:
-    """Bytes of the running sums with so many features per head, and of the count of tokens."""
+    """Bytes of the running sums with `features` features per head, and of the count of tokens."""
     return s.shape.num_kv_heads * features * (s.shape.head_dim + 1) * s.element + 8
 
 

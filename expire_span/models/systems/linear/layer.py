@@ -1,9 +1,9 @@
 """Linear attention: y_t = phi(q_t) S_t / phi(q_t) z_t with S_t = sum phi(k_i) v_i and z_t = sum phi(k_i), phi = elu + 1.
 
-The state is the two sums, in float32 or better. Training works chunk by chunk: inside a chunk the quadratic form, between
-chunks the running sums; no loop over time. Under autocast to bfloat16 products are in it, sums over time are not. Without
-positions the order within the past would be invisible, so where the model has rotary ones, counted from a row's first token,
-they turn the features of S_t; those of z_t stay positive.
+The state is the two sums, in float32 or better. Training works in chunks, without a loop over time: inside a chunk it uses the
+quadratic form, between chunks the running sums. Under autocast to bfloat16, products are in bfloat16 and sums over time are
+not. The sums alone do not show the order of tokens, so where the model has rotary positions, counted from a row's first token,
+the features in S_t are rotated; those in z_t are not, so that they stay positive.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def running_attention(
 ) -> tuple[Tensor, Tensor]:
     """Non-negative features q, k [B, H, T, M] and values v [B, H, T, D] -> y [B, H, T, D] and the sums [B, H, M, D + 1] after.
 
-    Products are in the dtype of what they are of, sums over time in that of `before`: the last column sums phi(k) itself.
-    turned: q and k as the weighted sum of values sees them, where that differs from what its normaliser sees.
+    before: the sums [B, H, M, D + 1] before the first token; the last column is the sum of phi(k), the normaliser's. Products
+    are in the dtype of their factors, sums over time in that of `before`. turned: rotated q and k for the sum of values, while
+    the normaliser uses q and k; None uses q and k for both.
     """
     count, size, dtype = q.shape[2], min(chunk, q.shape[2]), before.dtype
     short = -count % size
@@ -47,7 +48,7 @@ def running_attention(
 
 
 def _add_up(before: Tensor, each: Tensor) -> Tensor:
-    """The sum before each chunk and after the last, [B, H, N + 1, ..], from `before` [B, H, ..] and the part of each."""
+    """Running sums before each chunk and after the last, [B, H, N + 1, ..], from `before` [B, H, ..] and each chunk's sum."""
     return torch.cat([before.unsqueeze(2), each.to(before.dtype)], 2).cumsum(2)
 
 
@@ -77,21 +78,23 @@ class Linear(AttentionMixer):
         return empty_rows(state, fresh, self.initial_state(len(fresh)))
 
     def turn_features(self, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features at pos [B, T], or None if these carry their positions already or have none."""
+        """Features rotated to pos [B, T]; None where the model has no rotary positions, or where they act before the
+        features."""
         if self.shape.positions != "rotary":
             return None
         angles = self.angles(pos.unsqueeze(1), q.dtype)
         return rotate(q, angles), rotate(k, angles)
 
     def _queries_and_keys(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads of x that the features read, at pos [B, T] from each row's first token: not used here."""
+        """Queries and keys [B, H, T, D] from which features are computed. pos [B, T] is for subclasses that rotate them
+        here."""
         q, k = self.split_heads(self.query(x)), self.split_heads(self.key(x))
         if self.shape.qk_norm:
             q, k = (F.rms_norm(part, (self.shape.head_dim,)) for part in (q, k))
         return q, k
 
     def _product_dtype(self, sums: Tensor) -> torch.dtype:
-        """bfloat16 under autocast to it. A long stream's sums have no place in float16."""
+        """bfloat16 under autocast to bfloat16, else that of the sums: float16 cannot hold the sums of a long stream."""
         dtype = storage_dtype(sums)
         return dtype if dtype == torch.bfloat16 else sums.dtype
 

@@ -22,9 +22,9 @@ class LongformerConfig:
     max_window: int = 1024
     """No layer's window is larger."""
     dilation: int = 4
-    """Dilated heads read every so-many-th token, and so reach as many times further."""
+    """Dilated heads read every d-th token, for this d, and so see d times further back."""
     dilated_heads: int = 0
-    """How many key/value heads are dilated."""
+    """Number of key/value heads that are dilated."""
     global_tokens: int = 1
     """The first tokens of a row that every later query reads."""
 
@@ -35,7 +35,7 @@ class LongformerConfig:
 
 
 def window_at(settings: LongformerConfig, depth: int) -> int:
-    """Tokens that a query reads in the layer above `depth` others."""
+    """Tokens that a query reads in the layer with `depth` layers below it."""
     return min(round(settings.window * settings.growth**depth), settings.max_window)
 
 
@@ -52,7 +52,7 @@ def _held(s: StateSize, n: int) -> int:
 
 
 def _with_budget(recipe: Recipe, memories: int) -> LongformerConfig:
-    """Windows grow fourfold from the first layer to the last, and are `memories` in the mean."""
+    """Windows that grow fourfold from the first layer to the last and are `memories` tokens on average."""
     growth = 4 ** (1 / (recipe.layers - 1)) if recipe.layers > 1 else 1.0
     window = round((memories - 1) * recipe.layers / sum(growth**n for n in range(recipe.layers)))
     return LongformerConfig(window=max(1, window), growth=growth, max_window=4 * memories, global_tokens=1)

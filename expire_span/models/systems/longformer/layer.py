@@ -1,7 +1,7 @@
 """Longformer, causal: a window that grows with depth, some dilated heads, and global first tokens.
 
-A global token is read by every later query. That it also reads everything before it needs no rule of its own here: before
-the first tokens there is nothing else.
+A global token is read by every later query. In the original it also reads all other tokens; here the global tokens are the
+first ones of a row, so a causal window already covers everything before them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class PerformerConfig:
     seed: int = 0
     """Draws the features; they are saved with the weights."""
     chunk: int = 64
-    """Tokens that training handles at once; it does not change the result."""
+    """Tokens that training computes at once; it does not change the result."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "features", "chunk")

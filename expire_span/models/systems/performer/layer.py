@@ -4,9 +4,8 @@
 
 The rows of W are blocks of orthogonal directions with the lengths of normal vectors.
 
-The features are drawn once from a seed and saved with the weights. A query's features are scaled by their largest, which
-leaves the quotient as it is. Rotary positions, counted from a row's
-first token, act on q and k before the features.
+The features are drawn once from a seed and saved with the weights. A query's features are divided by their largest, which does
+not change the quotient. Rotary positions, counted from a row's first token, act on q and k before the features.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def draw_features(count: int, dim: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(-(-count // dim), dim, dim, generator=generator, dtype=torch.float64)
     turns, upper = torch.linalg.qr(normal)
-    turns = turns * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # else directions are not uniform: a bias
+    turns = turns * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # makes directions uniform; else there is a bias
     lengths = torch.randn(count, dim, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (turns.transpose(1, 2).flatten(0, 1)[:count] * lengths).to(torch.get_default_dtype())
 

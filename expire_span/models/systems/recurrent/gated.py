@@ -1,4 +1,4 @@
-"""The gated recurrent unit as the post on recurrent memory writes it.
+"""The gated recurrent unit in its original form, which docs/recurrent.md studies.
 
     z = sigmoid(Wz x + Uz h' + bz),  r = sigmoid(Wr x + Ur h' + br)
     c = tanh(Wc x + Uc (r * h') + bc),  h = (1 - z) h' + z c

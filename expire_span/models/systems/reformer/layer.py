@@ -5,10 +5,10 @@
 Several rounds with different W are merged by their log-sum-exp. A token reads itself only where its bucket has nothing else,
 as in the original.
 
-With `selection="recent"` a query reads the last w members of its bucket, and training and streaming are one function. With
-`selection="chunks"`, the original's, training sorts the block by bucket and reads the own and the previous chunk of w
-entries: how far back a query sees then depends on where later tokens of other buckets push the chunks' borders. Evaluation
-and streaming use the last w members in either case.
+With `selection="recent"` a query reads the last w members of its bucket, and training and streaming compute the same function.
+With `selection="chunks"`, as in the original, training sorts the block by bucket, cuts it into chunks of w entries, and a query
+reads its own chunk and the one before: how far back it sees then depends on where later tokens shift the borders of the chunks.
+Evaluation and streaming use the last w members in either case.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.systems.reformer import ReformerConfig
 
 ALONE = -1e5
-"""Score of a token with itself: counts only where there is nothing else."""
+"""Score of a token with itself: so low that it has weight only where the query reads nothing else."""
 
 
 def attend_with_weight(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_keys: Tensor | None
 ) -> Tensor:
-    """Attention that avoids the token itself; y [N, H, T, D] with the log-sum-exp of its scores in one more column."""
+    """Attention that avoids the token itself, called like `attend`; y [N, H, T, D + 1] with the log-sum-exp of a query's scores
+    in the last column."""
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
     if relative_keys is not None:
         scores = scores + relative_scores(q, relative_keys, age)
@@ -41,7 +42,7 @@ def attend_with_weight(
 
 
 class Reformer(AttentionMixer):
-    """State {"slots": for every round and head, "position"}."""
+    """State {"slots": the last members of every bucket, for each round and head, "position": of the next token}."""
 
     settings_class = ReformerConfig
     settings: ReformerConfig
@@ -67,7 +68,7 @@ class Reformer(AttentionMixer):
         start, rounds = state["position"], self.settings.rounds
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         plain = self.split_heads(self.query(x))  # [B, H, T, D]
-        unit = F.rms_norm(plain, (self.shape.head_dim,))  # length sqrt(D): the scale of the scores divides by it
+        unit = F.rms_norm(plain, (self.shape.head_dim,))  # of length sqrt(D), by which the scale of the scores divides
         q, k = self.rotate(unit if self.shape.qk_norm else plain, pos), self.rotate(unit, pos)
         v = share_heads(self.values(x), plain.shape[1])
         q, k, v = (part.repeat(1, rounds, 1, 1) for part in (q, k, v))
@@ -81,7 +82,7 @@ class Reformer(AttentionMixer):
         return MixerOutput(self.join_heads(y), after, MixerAux(live=live.float().mean(), bytes_held=bytes_of(after)))
 
     def _buckets(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B, rounds * H, T]."""
+        """The bucket of each token in each round: [B, H, T, D] -> [B, rounds * H, T]."""
         turned = torch.einsum("bhtd,rhdn->brhtn", x.detach(), self.hashes.to(x.dtype))
         both = turned if self.settings.buckets == 1 else torch.cat([turned, -turned], -1)
         return both.argmax(-1).flatten(1, 2)

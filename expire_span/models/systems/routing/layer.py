@@ -1,12 +1,12 @@
 """Routing Transformer: tokens go to the nearest of learned centroids, and read the members of their own cluster.
 
-Queries serve as keys, normalised. A token belongs to the centroid that is nearest to it before rotation; it reads the last w
-members of that cluster, itself included. Centroids follow their members by a running mean in training. Some heads read a
-plain window instead.
+Normalised queries serve as keys. A token belongs to the centroid that is nearest to its query before the rotary rotation, and
+reads the last w members of that cluster, itself included. In training, centroids follow their members by a running mean. Some
+heads, the local ones, read a window instead.
 
-With `selection="recent"` training and streaming are one function. With `selection="top"`, the original's, training gives each
-cluster its w closest tokens of the whole block: which tokens those are depends on later ones (a leak), a token may be in
-several clusters or in none, and carried memory is not read; evaluation and streaming still use the last w members.
+With `selection="recent"` training and streaming compute the same function. With `selection="top"`, as in the original, training
+gives each cluster its w closest tokens of the whole block: which tokens those are depends on later ones (a leak), a token may
+be in several clusters or in none, and carried memory is not read. Evaluation and streaming still use the last w members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from expire_span.models.systems.routing import RoutingConfig
 
 
 class Routing(AttentionMixer):
-    """State {"slots": of the routed heads, "ring": of the local heads, "position"}."""
+    """State {"slots": the last members of the routed heads' clusters, "ring": the local heads' window, "position": of the
+    next}."""
 
     settings_class = RoutingConfig
     settings: RoutingConfig
@@ -84,7 +85,7 @@ class Routing(AttentionMixer):
         return y, slots, live
 
     def _read_top(self, near: Tensor, q: Tensor, v: Tensor) -> Tensor:
-        """Every cluster's w closest tokens attend to one another, causally; a token's results are averaged."""
+        """Causal attention among each cluster's w closest tokens; a token in several clusters gets the mean of its results."""
         width = min(self.settings.members, q.shape[2])
         index = near.transpose(2, 3).topk(width, dim=-1).indices.sort(-1).values  # [B, H, G, w]
         flat = index.flatten(2).unsqueeze(3).expand(-1, -1, -1, q.shape[3])
@@ -97,7 +98,7 @@ class Routing(AttentionMixer):
 
     @torch.no_grad()
     def _follow(self, plain: Tensor, cluster: Tensor) -> None:
-        """Centroids move towards the mean of the tokens they got; those that got none stay."""
+        """Move centroids towards the mean of the tokens assigned to them; those without tokens stay."""
         if self.settings.decay == 1:
             return
         member = F.one_hot(cluster, self.settings.clusters).to(plain.dtype)  # [B, H, T, G]

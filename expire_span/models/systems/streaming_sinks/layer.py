@@ -1,7 +1,7 @@
 """Attention sinks: the first k tokens of a row and a window of the last ones.
 
 Difference from the original, which renumbers positions inside the cache: rotary positions stay those of the stream, so that
-training in parallel and streaming are one function.
+parallel training and streaming compute the same function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fixed span, as in Transformer-XL: each query reads exactly the last L steps, itself included.
 
-It is expiring attention with one constant span and a hard edge: memories are deleted when they are L steps old. In learning the
-memory holds hidden states and recomputes keys and values from today's weights, as Transformer-XL does.
+It is expiring attention with one constant span and a hard edge: memories are deleted when they are L steps old. In training the
+memory holds hidden states, from which keys and values are recomputed with the current weights, as in Transformer-XL.
 
 Difference from the original: there a query sees between L and L + block - 1 steps, depending on its place in the block.
 """
@@ -18,5 +18,5 @@ class TransformerXL(ExpiringAttention):
     settings: TransformerXLConfig
 
     def build_lifetimes(self) -> ConstantLifetimes:
-        """With a ramp of 1, age `span` is the first that is dead."""
+        """A constant span with a ramp of 1 is a hard edge: memories of age `span` are dead, younger ones have full weight."""
         return ConstantLifetimes(self.shape.num_kv_heads, self.settings.span - 1)
