@@ -138,9 +138,9 @@ def draw_training(
             ),
         ),
         (
-            "How hard training presses on the spans: the weight of the span loss.",
+            "The weight of the span loss, which shortens spans.",
             draw_curves(
-                {"weight": series_of(metrics, "span_weight", "train")}, title="Span pressure", ylabel="weight", log=True
+                {"weight": series_of(metrics, "span_weight", "train")}, title="Span weight", ylabel="weight", log=True
             ),
         ),
     ]
@@ -168,8 +168,7 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         unit=unit,
     )
     about_heat = (
-        f"One column for each {piece}, one row for each layer. "
-        "What is bright is kept long, what is dark is dropped at once."
+        f"One column for each {piece}, one row for each layer. Bright ones have long spans, dark ones expire at once."
     )
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
@@ -214,11 +213,11 @@ def explain_budget(run: RunFolder) -> str:
     target = f"The budget was {budget.live:g} memories alive per query and layer, and the model ended with {live:.1f}."
     if live < NEARLY * budget.live:
         return (
-            f"{target} A budget is a mark that training presses down to. Below it the pressure falls, but what has become "
-            "short is made longer again only if the task gains by it, and it did not."
+            f"{target} The span loss shortens spans until the budget is met. Below it, its weight falls, but spans grow "
+            "again only if that lowers the task's loss, which it did not."
         )
     if live > budget.live / NEARLY:
-        return f"{target} The pressure on spans had not brought it down by the last step; train longer to come nearer."
+        return f"{target} The span loss had not shortened spans enough by the last step; train longer to come nearer."
     return target
 
 
@@ -229,9 +228,9 @@ def explain_spare(result: dict[str, Any]) -> str:
     if full is None or held <= full:
         return ""
     return (
-        "It holds more bytes than if nothing were forgotten, for its sequences are short: a store has room for at least "
-        f"{LEAST_SPARE} further memories, every memory carries its span and its position, and all rows of a batch are as wide "
-        "as the fullest. Longer sequences change that, because memories that die make room."
+        "It holds more bytes than if nothing were forgotten, because its sequences are short: a store has spare slots for at "
+        f"least {LEAST_SPARE} further memories, every memory has a span and a position, and all rows of a batch are as wide as "
+        "the fullest. With longer sequences this changes, because dead memories are deleted."
     )
 
 
