@@ -1,4 +1,4 @@
-"""Trains with FSDP in CPU processes: accelerate shards on GPUs only, so that check is patched; all other code is unchanged."""
+"""Trains with FSDP in CPU processes: accelerate shards on GPUs only, so its state is patched; all other code is unchanged."""
 
 import sys
 

@@ -99,7 +99,8 @@ def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
 
 
 def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
-    """The recipe's budget settings with another target; without a wait for systems whose heads start at the target."""
+    """The recipe's budget settings with another target. Systems other than expire_span start with spans at the target, so for
+    them the span loss does not wait for the task loss to fall."""
     budget = replace(budget, live=float(memories), bytes=None, patience_loss=None)
     return budget if kind == "expire_span" else replace(budget, start_loss=None)
 

@@ -22,7 +22,7 @@ KEPT = float(2**28)
 
 
 def is_kept(span: Tensor) -> Tensor:
-    """Which spans are KEPT. They are compared with a tolerance, since adding and subtracting a ramp may have rounded them."""
+    """Which spans are KEPT: those above half of it, since adding and subtracting a ramp may have rounded them."""
     return span > KEPT / 2
 
 

@@ -152,7 +152,7 @@ def build_app(source: Source, port: int) -> FastAPI:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    """Answer nothing, without a traceback, if the client disconnected during its request."""
+    """An empty response instead of a traceback in the log, if the client disconnected during its request."""
     return Response(status_code=400)
 
 

@@ -42,7 +42,7 @@ def entropy(weight: Tensor, scores: Tensor) -> Tensor:
 
 
 def column_spread(weight: Tensor, scores: Tensor) -> Tensor:
-    """Sum over memories of the square root of all attention that each gets, divided by queries: small if few are read."""
+    """Mean over memories of the square root of all attention that each gets, averaged over heads: small if few are read."""
     received = weight.mean(1).sum(-2)  # [B, T]
     return (received + 1e-6).sqrt().mean(-1)
 
