@@ -28,7 +28,7 @@ class TrainAgent:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run from whose best weights training starts: its name under --runs-dir, or its path. Both models must be of one shape."""
+    """A run whose best weights are the initial weights: its name under --runs-dir, or its path. The shapes must match."""
 
 
 USUAL = (

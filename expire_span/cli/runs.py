@@ -38,8 +38,7 @@ class Train:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run with whose newest weights training starts: its name under --runs-dir, or its path. The models must have one
-    shape."""
+    """A run whose newest weights are the initial weights: its name under --runs-dir, or its path. The shapes must match."""
 
 
 @dataclass(frozen=True)
