@@ -1,9 +1,9 @@
-"""The operator beside its rivals, all in one run: `python -m benchmarks.attention [--out DIR] [--seconds N]`.
+"""Times the operator and its alternatives in one run: `python -m benchmarks.attention [--out DIR] [--seconds N]`.
 
-Ours, cuDNN's and flash causal attention, FlexAttention with the same learned expiry, and the dense definition where it fits.
-Each is compared with float64 first; what is wrong is not timed. Times are medians of calls on random bf16 inputs; `forward`
-runs as in training, with what backward needs kept; `graph` replays the same work as one CUDA graph, so that the host's
-launches are seen apart. Real TFLOP/s count living pairs only; dense-equivalent ones count all causal pairs.
+The alternatives are cuDNN's and flash causal attention, FlexAttention with the same learned expiry, and the dense definition
+where it fits. Each is first compared with float64; a wrong one is not timed. Times are medians of calls on random bf16 inputs.
+`forward` runs as in training and stores what the backward pass needs; `graph` replays the same work as one CUDA graph, so that
+the time of the host's launches can be told apart. Real TFLOP/s count living pairs only; dense-equivalent ones all causal pairs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FORWARD_KERNEL = "_forward"
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """Largest relative error in norm: a few roundings of bf16, or of float32 sums."""
 CHECK_LENGTH = (1000, 1024)
-"""Queries of the check: an awkward length for all but FlexAttention, which is compiled for whole blocks."""
+"""Number of queries in the check: not a multiple of a block, except for FlexAttention, which is compiled for whole blocks."""
 REFERENCE_PAIRS = 2**29
-"""Most scores (B x H x T x T) that the dense definition is asked to hold at once."""
+"""Largest number of scores (B x H x T x T) for which the dense definition is timed."""
 LINEAR = [Workload(1, 8, 2**n, 64, 0.02, 128.0) for n in (16, 18, 20)]
 LENGTHS = [
     Workload(1, 8, 2**n, 64, *spans) for n in range(12, 19) for spans in ((1.0, 0.0), (0.02, 128.0), (0.2, 256.0))
@@ -40,7 +40,7 @@ SHARES = [Workload(1, 8, 32768, 64, s, 128.0) for s in (0.005, 0.01, 0.02, 0.05,
 
 @dataclass
 class Session:
-    """What a run shares: where it runs, how long it may take, what it found."""
+    """The state of one benchmark run: device, time limit, results."""
 
     deadline: Deadline
     out: Path
@@ -57,7 +57,7 @@ class Session:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def fit(self, w: Workload) -> Workload:
-        """The workload itself, or in a smoke run one of the same kind that takes milliseconds."""
+        """The workload itself; in a smoke run, one of the same kind that takes milliseconds."""
         return replace(w, batch=1, heads=2, queries=max(w.queries // 256, 128), dim=w.dim // 2) if self.smoke else w
 
     def fits(self, workloads: list[Workload]) -> list[Workload]:
@@ -81,7 +81,7 @@ def pairs(w: Workload, span: Tensor) -> tuple[int, int]:
     return int(alive.sum()), w.batch * length * (length + 1) // 2
 
 
-# Correct first
+# Correctness
 
 
 def gradients(run: System, x: Inputs, wanted: list[Tensor], dy: Tensor) -> list[Tensor]:
@@ -90,7 +90,7 @@ def gradients(run: System, x: Inputs, wanted: list[Tensor], dy: Tensor) -> list[
 
 
 def learning(x: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Copies that can get gradients; positions stay as they are."""
+    """Copies that require gradients; positions stay as they are."""
     return {
         n: t.detach().to(dtype or t.dtype).clone().requires_grad_() if t.is_floating_point() else t
         for n, t in x.items()
@@ -111,7 +111,7 @@ def errors_of(session: Session, name: str, w: Workload, run: Callable[[Inputs], 
     return {
         n: float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
         for n, a, b in zip(("y", "dq", "dk", "dv", "dspan"), got, want)
-        if n != "dspan" or bool(b.any())  # where nothing fades there is no gradient to compare
+        if n != "dspan" or bool(b.any())  # if no memory is on its ramp, spans have no gradient to compare
     }
 
 
@@ -127,7 +127,7 @@ def is_correct(session: Session, name: str, w: Workload, run: Callable[[Inputs],
     return good
 
 
-# Then timed
+# Timing
 
 
 def time_system(
@@ -150,7 +150,9 @@ def time_system(
     row |= peak_gib(both)
     if full and session.device == "cuda":
         errors = session.result["errors"]
-        if not any(key.startswith(f"graph {name}") for key in errors):  # what cannot be captured once never can
+        if not any(
+            key.startswith(f"graph {name}") for key in errors
+        ):  # a system that could not be captured is not tried again
             row["graph"] = guarded(errors, f"graph {name}, {w.name}", lambda: replay_ms(both))
         if name == "ours":
             profile = guarded(
@@ -161,7 +163,7 @@ def time_system(
 
 
 def list_building(forward: dict[str, float], both: dict[str, float]) -> dict[str, Any]:
-    """Share of the device's time that finding the living memories takes: all of the forward pass but its attention kernel."""
+    """Share of the device's time for building the plan: all of the forward pass except its attention kernel."""
     attending = sum(us for kernel, us in forward.items() if kernel.startswith(FORWARD_KERNEL))
     if not attending:
         raise ValueError(f"no kernel named {FORWARD_KERNEL} among {sorted(forward)}; name the forward kernel here")
@@ -206,7 +208,7 @@ def add_rows(
 
 
 def add_flex(session: Session, anchors: list[Workload]) -> None:
-    """FlexAttention compiles anew for each shape, slowly: shapes come in turn, as long as there is time."""
+    """Time FlexAttention, shape after shape while there is time: it compiles for each shape, which is slow."""
     errors = session.result["errors"]
     for dim in dict.fromkeys(w.dim for w in anchors):
         probe = next(w for w in anchors if w.dim == dim and 0 < w.share < 1)
@@ -227,7 +229,7 @@ def add_flex(session: Session, anchors: list[Workload]) -> None:
 
 
 def flex_works(session: Session, probe: Workload) -> bool:
-    """Correct with gradients to the spans, or else without them, which is then said."""
+    """Whether it is correct, with gradients to the spans or else without them, in which case a note says so."""
     good = is_correct(session, "flex", probe, session.flex.prepare)
     if good or not session.flex.learn_span:
         return good
@@ -237,7 +239,7 @@ def flex_works(session: Session, probe: Workload) -> bool:
     return is_correct(session, "flex", probe, session.flex.prepare)
 
 
-# What it means
+# Evaluation of the figures
 
 
 def goals(w: dict[str, Any]) -> dict[str, float]:
@@ -269,7 +271,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Memory and time a token at the longest length over those at the shortest: 1 is linear, more grows faster."""
+    """Memory and time per token at the longest length divided by those at the shortest; 1 means linear growth."""
     if len(rows) < 2 or rows[0]["extra_gib"] is None:
         return None
     first, last = rows[0], rows[-1]

@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates() -> list[Candidate]:
-    """Block sizes, warps and stages worth a look: (block_n, block_m, warps, stages)."""
+    """The block sizes, warps and stages to try: (block_n, block_m, warps, stages)."""
     tables = {
         ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 3)],
         ("dq", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3)],

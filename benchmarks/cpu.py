@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu [--length 8192] [--rounds 3]
 
-Each measurement runs in a process of its own, so that its peak memory is its own. `dense` is PyTorch's
+Each measurement runs in a process of its own, so that its peak memory can be measured. `dense` is PyTorch's
 scaled_dot_product_attention with is_causal; `dense, learned mask` is the same with the expiry as a differentiable mask, which
-is what learned expiry costs without this library: PyTorch then keeps all T x T scores.
+is what learned expiry costs without this library: PyTorch then stores all T x T scores.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ def problem(length: int, workload: str) -> tuple[list[Tensor], Tensor]:
     if workload == "1% on a ramp":
         left = torch.arange(length - 1, -1, -1.0)  # steps of the sequence after each memory's birth
         span = torch.where(chosen < 0.01, place * left, span)
-    elif (
-        workload == "under 5% alive"
-    ):  # survivors of a bounded life: long, not endless, so that the share stays under 5%
+    elif workload == "under 5% alive":
+        # The long-lived memories expire too, so that the share of living pairs stays under 5%.
         span = torch.where(chosen < 0.02, length / 2, 32.0)
     return [q, k, v], span.requires_grad_()
 
 
 def live_share(span: Tensor, length: int) -> float:
-    """Living query-memory pairs over all causal pairs."""
+    """Living pairs of query and memory divided by all causal pairs."""
     alive = live_queries(span.detach(), torch.arange(length), 0, length - 1, ramp=RAMP, include_self=True)
     return float(alive.sum()) / (length * (length + 1) / 2)
 
@@ -71,11 +70,11 @@ def systems(length: int, workload: str) -> dict[str, Callable[[], Tensor]]:
 
 
 def measure_here(length: int, workload: str, system: str, rounds: int) -> dict:
-    """Median seconds of forward + backward and the peak of resident memory above what the inputs and PyTorch itself take."""
+    """Median seconds of forward + backward, and the peak resident memory beyond that of the inputs and PyTorch itself."""
     run = systems(length, workload)[system]
     systems(256, workload)[system]().sum().backward()  # load the libraries before the baseline is read
     before = peak_resident()
-    run().sum().backward()  # the first round also pays for fresh memory
+    run().sum().backward()  # a warm-up round, which also allocates memory
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

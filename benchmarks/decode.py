@@ -1,14 +1,14 @@
-"""Tokens a second of endless streams beside plain decoders of the same size: `python -m benchmarks.decode`.
+"""Tokens per second of streams, compared with plain decoders of the same size: `python -m benchmarks.decode`.
 
 On a GPU the model is the enwik8 recipe's (12 layers of 512, bfloat16, learned reach): a trained one with --run and --text, else
-one with random weights and spans set so that heads differ; on a CPU 6 layers of 256. In one run, at each batch size:
+one with random weights and spans that differ between heads. On a CPU it has 6 layers of 256. In one run, at each batch size:
 
-- ours: `Stream`, a recorded step a token, the host reading tokens one step late;
-- ring: a plain decoder that holds as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled too;
-- full: the same with 1k, 8k and 64k tokens of context, recorded.
+- ours: `Stream`, with one CUDA graph per step, whose tokens the host reads one step late;
+- ring: a plain decoder with a ring cache of as many tokens as our mean live count, rounded up to 64: eager, recorded, compiled;
+- full: a plain decoder with 1k, 8k and 64k tokens of context, recorded.
 
-Before anything is timed, small models of every kind are streamed and compared with the computation in which nothing is
-deleted. Far into a stream, time and bytes a token are compared with those at its beginning.
+Before anything is timed, small models of every kind are streamed and compared with a computation without deletion. Far into a
+stream, time and bytes per token are compared with those at its beginning.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def smoke_config() -> DecoderConfig:
 def verdicts(
     rows: list[dict[str, Any]], marks: list[dict[str, Any]], prompt: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Each figure beside its goal."""
+    """Each figure with its goal and whether it was met."""
     found = [*compare_with_others(rows), *compare_marks(marks)]
     if prompt:
         found.append(at_least("prompt over forward pass, tokens/s", prompt["share"], GOALS["prompt"]))
@@ -83,7 +83,7 @@ def at_least(name: str, value: float, goal: float) -> dict[str, Any]:
 
 
 def compare_with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Our decoding against a ring of as many memories, and against full attention at 64k tokens."""
+    """Compare our decoding with a ring of as many memories, and with full attention at 64k tokens."""
 
     def find(start: str, batch: int, slots: int | None = None) -> dict[str, Any] | None:
         wanted = (r for r in rows if r["system"].startswith(start) and r["batch"] == batch)
@@ -106,7 +106,7 @@ def compare_with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_marks(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Time and bytes late in a long stream against those early in it."""
+    """Compare time and bytes late in a long stream with those early in it."""
     if len(marks) < 2:
         return []
     first, last = marks[0], marks[-1]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time a token by batch on the left, bytes held on the right, both on logarithmic scales."""
+    """Time per token by batch size on the left, bytes held on the right, both on logarithmic scales."""
     import matplotlib
 
     matplotlib.use("agg")

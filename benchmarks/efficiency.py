@@ -1,11 +1,12 @@
 """The paper's efficiency table in one command: `python -m benchmarks.efficiency --seconds 60 --enwik8 FILE --books FOLDER`.
 
-Three tasks (enwik8, books, object collision) x memory systems: score, memory of the device in training, milliseconds a batch,
-bytes that a row holds. Within a task every system has the same parameters, batch and training time; each is trained in a
-process of its own by the machinery of `expire-span compare`, so an interrupted table goes on where it stopped. Systems that do
-not fit are left out of the table and named below it.
+Three tasks (enwik8, books, object collision) x memory systems: score, device memory in training, milliseconds per batch, bytes
+per row. Within a task every system has the same parameters, batch and training time; each is trained in a process of its own by
+the code of `expire-span compare`, so that an interrupted table continues where it stopped. Systems that do not fit are left out
+of the table and named below it.
 
-Published figures stand beside ours. They are of the authors' code, batch and hardware: only their order can be compared.
+Published figures are listed beside ours. They come from the authors' code, batch and hardware, so only their order is
+comparable.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ TASKS: dict[str, Callable[[str], RunConfig]] = {"enwik8": enwik8_run, "books": b
 
 
 def with_one_evaluation(config: RunConfig, rows: int = 32, batches: int = 8) -> RunConfig:
-    """One evaluation at the end, of as many tokens a row as a training window has, memory carried from empty."""
+    """The run with one evaluation, at the end: as many tokens per row as a training window, starting with an empty memory."""
     never, block = 10**6, config.train.block // batches
     train = replace(config.train, eval_every=never, checkpoint_every=never, eval_batches=1, test_batches=batches)
     return replace(config, train=replace(train, eval_batch=rows, eval_block=block))
 
 
 def shrink(task: str, path: str) -> RunConfig:
-    """The same kind of run in seconds on any machine."""
+    """A run of the same kind that takes seconds on any computer."""
     small = collision() if task == "collision" else text_small()
     sources = {"enwik8": TextTask(path=path), "books": BooksTask(path=path), "collision": CollisionTask(size=8)}
     mixer = replace(small.model.mixer, max_span=64, ramp=8)
@@ -92,7 +93,7 @@ def shrink(task: str, path: str) -> RunConfig:
 
 
 def write_sample(folder: Path) -> dict[str, str]:
-    """Little files of random words, for --tiny: a text, and a folder of books."""
+    """Write small files of random words, for --tiny: a text, and a folder of books."""
     draw = random.Random(0)
     words = ["memory", "span", "expires", "Egypt", "the", "of", "1984", "\n"]
     books = folder / "books"
@@ -104,7 +105,7 @@ def write_sample(folder: Path) -> dict[str, str]:
 
 
 def compare(task: str, config: RunConfig, kinds: list[str], seconds: float, folder: Path) -> dict[str, Any]:
-    """Train the systems of one task, as far as they are not trained yet; its rows, and why others failed."""
+    """Train the systems of one task that are not trained yet; returns its rows, and the reasons of failed ones."""
     path, left_out, systems = folder / task, {}, list_systems(kinds, [], [config.seed])
     parts = []
     for system in systems:
@@ -135,7 +136,7 @@ def _outcome(comparison: Comparison, name: str) -> str:
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
-    """One table over all tasks; the published score, GB and ms of the same cell at its end."""
+    """One table over all tasks; the last column has the published score, GB and ms."""
     heads = ("task", "system", "score", "GB", "ms a batch", "bytes a row", "alive", "steps", "published: score, GB, ms")
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for result in results:

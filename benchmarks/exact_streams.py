@@ -1,4 +1,4 @@
-"""Whether streams compute what they should: deleted against undeleted, over small models of every kind, in float32."""
+"""Checks streams of small models of every kind against a computation without deletion, in float32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def build(config: DecoderConfig) -> Decoder:
 
 @torch.inference_mode()
 def difference(config: DecoderConfig, device: torch.device, steps: int, recorded: bool = True) -> float:
-    """The largest difference between a stream's logits, with all that a GPU records, and those of one undeleted pass."""
+    """The largest difference between a stream's logits (on a GPU with recorded graphs) and those of one pass without
+    deletion."""
     decoder = build(config).to(device)
     tokens = torch.randint(256, (3, 30 + steps), generator=torch.Generator().manual_seed(0))
     wanted = decoder.cpu()(tokens, decoder.cpu().initial_state(3, "hidden"))[0][:, 29:]
@@ -60,7 +61,7 @@ def difference(config: DecoderConfig, device: torch.device, steps: int, recorded
 
 
 def largest_differences(device: torch.device, short: bool = False) -> dict[str, float]:
-    """For each kind of memory, printed too."""
+    """The largest difference for each kind of memory, which is also printed."""
     found = {}
     for name, config in list(kinds().items())[: 2 if short else None]:
         found[name] = difference(config, device, 80 if short else 130)

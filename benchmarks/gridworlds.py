@@ -1,9 +1,8 @@
-"""Steps a second of the grid worlds: python -m benchmarks.gridworlds [--device cuda] [--envs 256] [--seconds 1].
+"""Steps per second of the grid worlds: python -m benchmarks.gridworlds [--device cuda] [--envs 256] [--seconds 1].
 
-Uniformly random actions, which are drawn before the clock starts; an episode that ends is followed at once by the next one of
-its row. Every step gives the whole observation. `with_info` also asks for the expert, as the Gymnasium environments do. On
-the CPU seconds are those of the process, so that other programs on the machine do not count; it should have one core
-(taskset).
+Actions are uniformly random and drawn before the clock starts; when an episode ends, its row begins the next one. Every step
+computes the whole observation. `with_info` also computes the expert's facts, as the Gymnasium environments do. On the CPU,
+process time is measured, so that other programs do not count; the process should have one core (taskset).
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from expire_span.tasks.gridworlds.levels import LEVELS, build_engine
 from .record import save
 
 GOALS = {"cpu": 200_000, "cuda": 5_000_000}
-"""Steps a second: in batches of 256 on the CPU, of 32,768 on a GPU."""
+"""Goals in steps per second: in batches of 256 on the CPU, of 32,768 on a GPU."""
 WORLDS = ("Corridor", "Portal", "Instruction")
 AHEAD = 64
-"""Steps whose actions are drawn beforehand; then they are repeated."""
+"""Number of steps whose actions are drawn beforehand; they are used again and again."""
 
 
 def measure(engine: Engine, seconds: float, *, info: bool) -> float:
-    """Environment steps a second, after episodes have come to stand at different places."""
+    """Environment steps per second, measured after a warm-up in which the rows' episodes get out of phase."""
     on_gpu = engine.arrays.device != "cpu"
     clock = time.perf_counter if on_gpu else time.process_time
     draw = np.random.default_rng(0)

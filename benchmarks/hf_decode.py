@@ -1,7 +1,7 @@
-"""Time of a decoding step of a retrofitted model after a long context, for caches that hold everything and for ours.
+"""Time of a decoding step of a retrofitted model after a long context, for full caches and for expiring ones.
 
     full, static     transformers' StaticCache and its attention, the forward pass recorded as a CUDA graph
-    full, slots      our slots and kernel with spans that never end, recorded: the same code, only nothing expires
+    full, slots      our slots and kernel with spans that never end, recorded: the same code without any expiry
     expire, slots    the adapter's spans, recorded
     expire, cache    the ExpiringCache, launched kernel by kernel
 
@@ -22,7 +22,7 @@ from expire_span.hf.decoding import RetrofitEngine
 
 STEPS = 256
 ENDLESS = 1e4
-"""A dial with which nothing expires."""
+"""A dial (factor of all spans) with which nothing expires."""
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def decode_times(handle: Any, ids: Tensor, chunk: int = 512) -> list[dict[str, A
         torch.cuda.empty_cache() if ids.is_cuda else None
         try:
             line = measure(handle, ids, chunk)
-        except (RuntimeError, ValueError, AttributeError) as error:  # the others are still worth measuring
+        except (RuntimeError, ValueError, AttributeError) as error:  # the other caches are still measured
             line = {"error": f"{type(error).__name__}: {error}"}
         lines.append({"cache": name, "rows": len(ids), "context": ids.shape[1], **line})
         print(lines[-1], flush=True)
@@ -74,7 +74,7 @@ def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str,
         engine.tokens.copy_(ids[:, -1])
         engine.advance(None)
         first = engine.logits.clone()
-        for _ in range(70):  # past a compaction, so that everything is recorded
+        for _ in range(70):  # more than the 64 steps between compactions, so that everything has been recorded
             engine.advance(None)
         seconds = _time(lambda: engine.advance(None), ids.device)
         wanted = _wanted(handle, ids, chunk, full=False)
@@ -112,7 +112,7 @@ def _fill(model: Any, cache: Any, ids: Tensor, chunk: int) -> Tensor:
 
 
 def _wanted(handle: Any, ids: Tensor, chunk: int, *, full: bool) -> Tensor:
-    """Logits after the first two documents, by a cache that was tested elsewhere."""
+    """Logits after the first two documents, computed with a cache that the test suite covers."""
     from transformers import DynamicCache
 
     if not full:
@@ -122,7 +122,7 @@ def _wanted(handle: Any, ids: Tensor, chunk: int, *, full: bool) -> Tensor:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """Mean difference over the spread of the logits."""
+    """Mean absolute difference divided by the standard deviation of the logits."""
     found = found[: len(wanted)].float()
     return float((found - wanted.float()).abs().mean() / wanted.float().std())
 

@@ -49,7 +49,7 @@ SWEEP = {
 
 @dataclass
 class Problem:
-    """One workload in the kernels' own terms, with plans kept by block sizes."""
+    """One workload as the kernels' arguments, with a cache of plans by block sizes."""
 
     q: Tensor
     k: Tensor
@@ -109,7 +109,7 @@ class Problem:
 
 
 def small_problem(dim: int) -> Problem:
-    """1008 queries over 1120 memories of mixed spans: awkward for every block size, and quick in float64."""
+    """1008 queries over 1120 memories of mixed spans: no multiples of a block size, and quick in float64."""
     g = torch.Generator(DEVICE).manual_seed(1)
     like = dict(device=DEVICE, dtype=torch.bfloat16, generator=g)
     q = torch.randn(2, 8, 1008, dim, **like)
@@ -134,7 +134,7 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 def guarded(log: dict[str, str], name: str, run: Any) -> Any:
-    """The result of `run`, or None with the error's text in the log: one bad candidate must not stop the rest."""
+    """The result of `run`, or None with the error in the log, so that one failing candidate does not stop the others."""
     try:
         return run()
     except Exception as error:
@@ -217,7 +217,7 @@ def relative_cost(c: Candidate, workloads: list[dict[str, float | None]]) -> flo
 
 
 def pick(report: dict, dim: int) -> Tuning:
-    """The fastest combination over the sweep's workloads, each weighed alike."""
+    """The fastest combination over the sweep's workloads, which have equal weights."""
     names = [w.name for w in SWEEP[dim]]
     times = report["times"]
     totals: dict[tuple, tuple[float, list[Candidate]]] = {}
@@ -279,7 +279,8 @@ def ours_ms(w: Workload, chosen: Tuning) -> dict[str, Any]:
 
 
 def host(w: Workload) -> None:
-    """The host's time for a forward and a backward call, and both by the wall clock: plain launches, then quick ones."""
+    """Print the host's time for a forward and a backward call, and the wall time of both, with plain and with quick
+    launches."""
     x = w.tensors(DEVICE)
     leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "span")]
     dy = torch.randn_like(x["q"])

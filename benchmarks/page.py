@@ -1,12 +1,12 @@
-"""The page measured in a real browser: `python -m benchmarks.page [RUN] [--out FILE]`. Needs Chromium and playwright.
+"""Measures the page in a real browser: `python -m benchmarks.page [RUN] [--out FILE]`. Needs Chromium and playwright.
 
-- frames: 100,000 memories at 1280x720, one device pixel each, drawn by the processor; zooming, panning and scrubbing at once
-- first picture: 2,048 tokens of the run's sample (by default of the model that ships), from opening the page and from the
-  request to the first picture and to the picture of all tokens
-- live: from the moment at which the model has drawn a token to the frame that shows it, of every token
+- frames: frames per second with 100,000 memories at 1280x720, drawn by the CPU, while zooming, panning and scrubbing at once
+- first picture: time until the first picture, and until the picture of all 2,048 tokens of the run's sample (by default of the
+  model that ships), from opening the page and from the request
+- live: time from the moment at which the model has drawn a token to the frame that shows it, for every token
 - report: bytes of a page of 2,048 tokens
 
-A busy machine makes the wall clock slow but changes processor time little, so both are written down, with the load average.
+Other programs slow the wall clock down but change CPU time little, so both are recorded, with the load average.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCRUB = """async (frames) => {
 
 
 def processor_seconds() -> dict[int, float]:
-    """Of each process that this one has started, and of theirs."""
+    """CPU seconds of each process that this one has started, directly or not, by process id."""
     out = {}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -59,7 +59,7 @@ def processor_seconds() -> dict[int, float]:
 
 
 def busy_since(before: dict[int, float]) -> list[float]:
-    """Seconds of processor time of each process since then, busiest first."""
+    """CPU seconds of each process since `before` was taken, busiest first."""
     return sorted((now - before.get(pid, 0) for pid, now in processor_seconds().items()), reverse=True)
 
 
@@ -95,7 +95,7 @@ def running(run: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def measure_first_picture(browser: Any, address: str, server: psutil.Process, rounds: int) -> dict[str, Any]:
-    """The page opened, then the sample read again and again."""
+    """Times of opening the page, then of reading the sample `rounds` times."""
     tab = Watched(browser)
     tab.open(address)
     opened, rows = int(tab.view("view.dataset.opened")), []

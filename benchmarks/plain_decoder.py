@@ -1,8 +1,8 @@
 """A plain decoder of the same size as ours, for comparison: attention over a ring of the last tokens, or over a static cache.
 
-It is what one writes without expiry: joint projection of queries, keys and values, normalised and rotated queries and keys,
-torch's fused attention. A ring holds the last `slots` tokens and is read whole; a static cache is read under a mask of
-what it holds.
+It is the usual decoder without expiry: a joint projection of queries, keys and values, normalised and rotated queries and keys,
+torch's fused attention. A ring holds the last `slots` tokens and is read whole; a static cache is read with a mask over its
+empty slots.
 """
 
 from __future__ import annotations

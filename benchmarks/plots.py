@@ -1,4 +1,4 @@
-"""Pictures of what benchmarks.attention found: `python -m benchmarks.plots attention.json [--out docs/img]`."""
+"""Draws the figures of benchmarks.attention: `python -m benchmarks.plots attention.json [--out docs/img]`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def draw(groups: dict[str, list[dict[str, Any]]], key: str, label: str, title: str, path: Path) -> None:
-    """Two panels over the same axis: time, and memory beyond the inputs. A system without that axis is a level line."""
+    """Two panels over the same axis: time, and memory beyond the inputs. A system that does not depend on it is a level
+    line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

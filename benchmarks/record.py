@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
 
 
 def _name_of(value: object) -> str:
-    """Of files and folders their last name: where they lay on one machine says nothing to a reader of the figures."""
+    """The last part of a path, for JSON: the folder of a file means nothing to a reader of the figures."""
     if isinstance(value, Path):
         return value.name
     raise TypeError(f"a figure must be a number, a text, a list or a table, got {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""Documents to learn from in which numbers are named and asked for later, in other words than the test's questions.
+"""Training documents in which numbers are stated and asked for later, in other words than in the test's questions.
 
-Books alone rarely ask for something said thousands of tokens before, so a model that learns from them only has little reason to
-keep it. A fact is stated once and asked for once, some time after; the model's own answer is the lesson, not ours.
+Books rarely ask for something that was said thousands of tokens before, so a model trained on them alone has little reason to
+keep it. Each fact is stated once and asked for once, some time later. The target is the base model's own prediction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASKED = (
 
 
 def weave_facts(tokenizer: Any, text: Tensor, *, every: int, within: int, seed: int) -> Tensor:
-    """A document [n] with a fact for every so many tokens, each asked for at most `within` tokens after it was stated."""
+    """A document [n] with one fact per `every` tokens, each asked for at most `within` tokens after it was stated."""
     rng = numpy.random.default_rng(seed)
     places = []
     for _ in range(len(text) // every):

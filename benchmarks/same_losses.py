@@ -24,7 +24,7 @@ RECIPES = ("recall", "text_small", "entrances", "words")
 
 
 def write_text(path: Path, size: int = 400_000) -> None:
-    """Words that repeat, the same on every machine."""
+    """Write a text of repeating words, which is always the same."""
     draw = random.Random(7)
     words = [bytes(draw.choices(range(97, 123), k=draw.randint(2, 9))).decode() for _ in range(300)]
     path.write_text(" ".join(draw.choice(words) for _ in range(size // 6)))
@@ -42,7 +42,7 @@ def list_commands(text: Path, runs: Path) -> list[list[str]]:
 
 
 def run_side(source: Path, text: Path, runs: Path) -> dict[str, bytes]:
-    """Train everything with the package in `source`; the metrics by their place in the runs folder."""
+    """Train everything with the package in `source`; returns the metrics files by their path in the runs folder."""
     env = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     for args in list_commands(text, runs):
         command = [sys.executable, "-m", "expire_span", *args]
@@ -65,7 +65,7 @@ def find_difference(before: bytes, after: bytes) -> str | None:
 
 
 def check_out(side: str, folder: Path) -> Path:
-    """The source tree of one side; a folder's is copied, so that it can be edited meanwhile."""
+    """The source tree of one side; that of a folder is copied, so that the folder can be edited meanwhile."""
     if Path(side).is_dir():
         shutil.copytree(Path(side) / "expire_span", folder / "expire_span")
         return folder

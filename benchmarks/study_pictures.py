@@ -15,7 +15,7 @@ from expire_span.view.pictures import STYLE
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"
 HAND_MADE = {1: "counter", 3: "stack", 4: "leak", 5: "sensitivity", 8: "gated_counter"}
-"""Which pictures of the hand-made memories docs/recurrent.md shows, by their place on the page."""
+"""The pictures of the hand-made memories in docs/recurrent.md, by their place on the study's page."""
 
 
 def save(figure: Figure, name: str) -> None:

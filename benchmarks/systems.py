@@ -1,8 +1,7 @@
-"""The systems that are timed side by side, each as a function of the same inputs: ours and what a user would take instead.
+"""The systems that are timed, each as a function of the same inputs: our operator and its alternatives.
 
-Dense causal attention (cuDNN's and flash) computes another function, the one without expiry; it is the price to beat.
-FlexAttention computes ours: the expiry as a score modification whose captured spans get gradients, with a block mask built
-exactly from the spans.
+Dense causal attention (cuDNN's and flash) computes another function, without expiry; it is the baseline. FlexAttention computes
+ours: the expiry is a score modification whose captured spans get gradients, with a block mask built exactly from the spans.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Inputs = dict[str, Any]
 System = Callable[[Inputs], Tensor]
 FLEX_BLOCK = 128
 TINY = 1e-20
-"""Floor of the mask under the logarithm: memories at zero are removed by the block mask, and 0 x inf must not arise."""
+"""Least value of the mask before its logarithm is taken, so that 0 x inf cannot occur; the block mask removes dead memories."""
 
 
 def ours(x: Inputs) -> Tensor:
@@ -92,10 +91,10 @@ class Flex:
 
 
 def expiry_blocks(span: Tensor) -> BlockMask:
-    """Which blocks hold a living pair, from the spans alone [B, T]: nothing of size T x T is made.
+    """The block mask of spans [B, T], computed without a tensor of size T x T.
 
-    Block (a, j) of queries and memories lives while a memory of j outlives the first query of a, and is full when all of
-    them outlive its last query and were born before it.
+    Block (a, j) of queries and memories is needed if a memory of j outlives the first query of a, and it is full if all of its
+    memories are born before its first query and alive for its last one.
     """
     batch, length = span.shape
     blocks = -(-length // FLEX_BLOCK)

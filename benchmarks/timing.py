@@ -1,4 +1,4 @@
-"""How the benchmarks time and guard: medians with their spread, peak memory, CUDA-graph replay, a limit on the whole run.
+"""Timing for the benchmarks: medians with their spread, peak memory, CUDA-graph replay, and a time limit for the whole run.
 
 Everything also works without a GPU, on the host's clock, so that the benchmarks themselves can be tested anywhere.
 """
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Deadline:
-    """Seconds left of a run that must end in time."""
+    """The time limit of a run."""
 
     def __init__(self, seconds: float) -> None:
         self.start, self.seconds = time.monotonic(), seconds
@@ -28,7 +28,7 @@ class Deadline:
         return time.monotonic() - self.start
 
     def part(self, share: float) -> Deadline:
-        """The same clock, ending after this share of the whole."""
+        """A deadline with the same start that ends after this share of the whole time."""
         part = Deadline(self.seconds * share)
         part.start = self.start
         return part
@@ -39,13 +39,13 @@ class Deadline:
 
 
 def guarded(errors: dict[str, str], name: str, run: Callable[[], T], deadline: Deadline | None = None) -> T | None:
-    """The result of `run`; or None, with the reason in `errors`, so that one failure does not cost the other figures."""
+    """The result of `run`, or None with the reason in `errors`, so that one failure does not stop the other measurements."""
     if deadline is not None and deadline.left <= 0:
         errors[name] = f"skipped: no time left of {deadline.seconds:.0f} s"
         return None
     try:
         return run()
-    except Exception as error:  # any rival may fail in its own way; what it said is recorded
+    except Exception as error:  # other libraries fail with errors of their own; the message is recorded
         errors[name] = f"{type(error).__name__}: {str(error)[:400]}"
         return None
     finally:
@@ -83,7 +83,7 @@ def measure_ms(run: Callable[[], object], budget_ms: float = 200.0, most: int = 
 
 
 def host_us(run: Callable[[], object], count: int = 50) -> float:
-    """Median time that the host takes to hand one call to an idle device, in microseconds."""
+    """Median time in microseconds that the host needs to launch one call on an idle device."""
     times = []
     for _ in range(count + 5):
         synchronize()
@@ -99,7 +99,7 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 def replay_ms(run: Callable[[], object]) -> dict[str, float]:
-    """The same work replayed as one CUDA graph: what the device needs, without the host's launches."""
+    """Time of the same work replayed as one CUDA graph: that of the device, without the host's launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -116,7 +116,7 @@ def replay_ms(run: Callable[[], object]) -> dict[str, float]:
 
 
 def peak_gib(run: Callable[[], object]) -> dict[str, float | None]:
-    """Most memory held while `run` ran: in all, and beyond what was held before it. None without a GPU."""
+    """Peak GPU memory while `run` ran, in total and beyond what was allocated before it; None without a GPU."""
     if not torch.cuda.is_available():
         run()
         return {"peak_gib": None, "extra_gib": None}

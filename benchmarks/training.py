@@ -1,9 +1,9 @@
-"""Whole training steps in tokens a second and peak memory: `python -m benchmarks.training [--profile] [--only NAME]`.
+"""Tokens per second and peak memory of whole training steps: `python -m benchmarks.training [--profile] [--only NAME]`.
 
-The paper's two enwik8 models at the spans they start with, their memory filled to its steady state, beside figures of the
-authors' released code; and modern twins of the same size, trained in blocks and in parallel on long sequences. A step is
-all of it: forward, backward, clipping, optimizer, deletion of memories. Steps are timed ten at a time, since memory is
-compacted only every few of them and the host runs ahead of the device.
+The paper's two enwik8 models with their initial spans and a full memory are compared with figures of the authors' released
+code; and modern models of the same size are trained in blocks and in parallel on long sequences. A step includes forward,
+backward, clipping, optimizer and deletion of memories. Steps are timed ten at a time, since memory is compacted only every few
+steps and the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Case:
 
     name: str
     size: str
-    """Which released figure it stands beside."""
+    """The size of the released model with whose figure it is compared."""
     model: DecoderConfig
     train: TrainConfig
 
     @property
     def same_model(self) -> bool:
-        """Whether it is the released model itself; the goals are about these."""
+        """Whether it is the released model itself, for which the goals hold."""
         return self.name.startswith("paper")
 
     @property
     def fill(self) -> int:
-        """Steps until the memory is as full as it gets."""
+        """Number of steps until the memory is full."""
         if not self.train.carry:
             return 3
         life = self.model.mixer.initial_span * self.model.mixer.max_span + self.model.mixer.ramp
@@ -91,7 +91,7 @@ def cases() -> list[Case]:
 
 
 def shrink(case: Case) -> Case:
-    """The same kind of case in a fraction of a second on any machine."""
+    """A case of the same kind that takes a fraction of a second on any computer."""
     paper = case.model.mixer.paper
     paper = replace(paper, initial_memories=paper.initial_memories and 8)
     mixer = replace(case.model.mixer, max_span=64, ramp=4, paper=paper)
@@ -133,7 +133,7 @@ class Bench:
 
 
 def time_steps(bench: Bench, count: int) -> float:
-    """Mean milliseconds of a step when the host need not wait for each: as in training."""
+    """Mean milliseconds per step when the host does not wait for each step, as in training."""
     start = time.perf_counter()
     for _ in range(count):
         bench.step()
@@ -218,7 +218,7 @@ def run(chosen: list[Case], device: torch.device, seconds: float, folder: Path, 
     whole, together = Deadline(seconds), 2 if smoke else 10
     for n, case in enumerate(chosen):
         box = Deadline(max(whole.left, 0) / (len(chosen) - n) * 0.8)
-        torch._dynamo.reset()  # graphs of another model must not count against this one's recompile limit
+        torch._dynamo.reset()  # graphs of other models count towards the recompile limit
         row = guarded(errors, case.name, lambda c=case, b=box: time_case(c, device, b, together), whole)
         if row is not None:
             result["rows"].append(row)

@@ -1,7 +1,7 @@
-"""The docs' pictures of the page: `python -m benchmarks.view_pictures [RUN] [--agent RUN] [--out docs/img]`.
+"""Draws the documentation's pictures of the page: `python -m benchmarks.view_pictures [RUN] [--agent RUN] [--out docs/img]`.
 
-- view.png: the page as it opens, with its own example in the layer that keeps longest
-- view.gif: memories that appear and expire while the model writes on after a shorter beginning
+- view.png: the page as it opens, with its own example, in the layer with the longest lifetimes
+- view.gif: memories that appear and expire while the model continues a short prompt
 - view_agent.png, only with --agent: an episode of a trained agent, such as a run of `expire-span train agent_corridor`
 
 Needs Chromium and playwright. Text, seed and steps are fixed, so the same model draws the same pictures again.
@@ -23,23 +23,23 @@ from expire_span.view.server import Source
 from tests.browser import Watched, open_browser, serving
 
 WIDE = 1100
-"""Pixels of the page; the animation is made smaller."""
+"""Width of the page in pixels; the animation is smaller."""
 PROMPT = slice(328, 525)
-"""What the animation goes on from: a sentence or two of the sample's prose."""
+"""The prompt of the animation: a sentence or two of the sample's prose."""
 FRAMES, STRIDE, LASTING = 16, 14, 350
-"""Frames of the animation, tokens written between two, milliseconds of each."""
+"""Number of frames of the animation, tokens generated between two frames, milliseconds per frame."""
 GIF_WIDE, COLOURS = 680, 64
-"""Pixels and colours of the animation, which must load at once."""
+"""Width in pixels and number of colours of the animation, which must load quickly."""
 LOW = "#es-tokens { height: 8.5rem; } #es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
 EPISODE, CURSOR = 0, 40
 """Number of the agent's episode, and the step at which it is shown; in a shorter episode, its last step."""
 LAYER = 6
-"""Layer of the animation: most of what it writes expires within the picture, and a few words stay."""
+"""Layer of the animation: most of its memories expire within the picture, and a few words stay."""
 
 
 def choose(tab: Watched, layer: int) -> None:
-    """Move the slider of layers, where there are several."""
+    """Move the slider of layers, if there are several layers."""
     if tab.page.is_visible("#es-layer"):
         tab.page.fill("#es-layer", str(layer))
     tab.rest()
@@ -55,7 +55,7 @@ def shoot(tab: Watched, first: str, last: str, *, below: int = 0) -> bytes:
 
 
 def draw_still(tab: Watched, path: Path) -> None:
-    """What the page shows now."""
+    """Save what the page shows now."""
     tab.page.evaluate("document.getElementById('es-tokens').scrollTop = 0")
     picture = Image.open(io.BytesIO(shoot(tab, "choice", "strips", below=200)))
     picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -70,7 +70,7 @@ def draw_agent(tab: Watched, address: str, path: Path, episode: int = EPISODE) -
 
 
 def write_step_by_step(tab: Watched, text: str) -> None:
-    """Begin to write, held from the first token on: the page then moves only when a step is asked for."""
+    """Start generating in the paused state, so that the page advances only when the step button is pressed."""
 
     def hold(route: Any) -> None:
         route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"paused": True}))
@@ -98,7 +98,7 @@ def draw_moving(tab: Watched, text: str, path: Path, frames: int = FRAMES) -> No
 
 
 def save_gif(pictures: list[Image.Image], path: Path) -> None:
-    """All frames in the palette of the last, which has every colour; where nothing changes, nothing is stored twice."""
+    """Save all frames with the palette of the last one, which has every colour; unchanged areas are not stored again."""
     wide, high = pictures[0].width, min(picture.height for picture in pictures)
     shape = (GIF_WIDE, round(high * GIF_WIDE / wide))
     small = [picture.crop((0, 0, wide, high)).resize(shape, Image.Resampling.LANCZOS) for picture in pictures]

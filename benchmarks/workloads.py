@@ -14,7 +14,7 @@ RAMP = 128.0
 
 @dataclass(frozen=True)
 class Workload:
-    """B, H, T, D, and spans: a random share of tokens lives for ever, the rest `short` steps."""
+    """Shapes B, H, T, D, and spans: a random share of tokens lives for ever, the others for `short` steps."""
 
     batch: int
     heads: int

@@ -1,4 +1,4 @@
-"""Attention over memories that expire, and the promise behind it: deleting the dead changes nothing.
+"""Attention over memories that expire, and a check that deleting dead memories changes no output.
 
 python examples/01_operator.py
 """
@@ -20,7 +20,7 @@ y = expire_attention(q, k, v, span, positions, positions, ramp=ramp)
 y.square().mean().backward()
 print(f"output {tuple(y.shape)}; gradient reaches {int((span.grad != 0).sum())} of {length} spans: those on their ramp")
 
-# Now the last 64 queries alone, over only those memories that are still alive for them.
+# Now only the last 64 queries, over only those memories that are still alive for them.
 first = length - 64
 alive = (positions + span[0] + ramp > first) | (positions >= first)
 kept = positions[alive]  # positions with gaps: that is how a compacted store looks

@@ -1,4 +1,4 @@
-"""Stream tokens through a decoder one by one: memory stays flat, however long the stream.
+"""Stream tokens through a decoder one by one: the bytes held stay constant, however long the stream.
 
 python examples/02_stream.py
 """

@@ -22,7 +22,7 @@ training = TrainConfig(
     lr=1e-2,
     warmup=10,
     schedule="constant",
-    # First learn the task; once its loss is below 0.5, press on the spans until about 7 memories are alive.
+    # First learn the task; once its loss is below 0.5, the span loss shortens spans until about 7 memories are alive.
     budget=BudgetConfig(live=7, initial_weight=1e-3, max_weight=1e-2, start_loss=0.5, patience_loss=0.5),
     eval_every=80,
 )

@@ -1,4 +1,4 @@
-"""A memory system of one's own: register it, test it with the shared matrix, train it, compare it.
+"""A memory system outside the package: register it, test it with the shared test matrix, train it, compare it.
 
 python examples/04_own_memory_system.py [folder for the runs]
 

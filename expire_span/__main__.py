@@ -1,6 +1,6 @@
-"""So that `python -m expire_span`, `accelerate launch -m expire_span` and torchrun work; also the installed command.
+"""The entry point of the installed command, of `python -m expire_span`, and of `accelerate launch -m expire_span` and torchrun.
 
-Everything is imported inside `main`, so that Ctrl-C while modules are loading is answered with a sentence as well.
+Everything is imported inside `main`, so that Ctrl-C while modules are loading also ends with a sentence instead of a traceback.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 def main() -> int:
     """Run the command line with this process's arguments."""
-    # Python looks for modules in the current folder first; worker processes must run no file that lies there.
+    # Without this, worker processes would look for modules in the current folder first and could run a file that lies there.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         from expire_span.cli import main as run

@@ -18,18 +18,19 @@ from expire_span.train_configs import BudgetConfig, LearningConfig
 @dataclass(frozen=True)
 @checked
 class ObservationField:
-    """One part of an observation, as a policy must know it to read it."""
+    """The description of one part of an observation, from which a policy builds its encoder."""
 
     name: str
     """Its key in the observation; nested keys are joined by dots, and an observation without keys has the name "value"."""
     form: Literal["numbers", "choices", "words", "grid"]
-    """Real numbers; integers that each count in their own range; integers of one common range; cells of MiniGrid's encoding."""
+    """numbers: real numbers; choices: integers with a range per place; words: integers of one common range; grid: cells in
+    MiniGrid's encoding."""
     shape: tuple[int, ...]
     """Shape of one observation."""
     sizes: tuple[int, ...] = ()
-    """Of choices and words: how many values each place can have."""
+    """For choices and words, the number of values of each place."""
     lows: tuple[int, ...] = ()
-    """Of choices and words: the smallest value of each place."""
+    """For choices and words, the smallest value of each place; empty means 0."""
 
     @property
     def places(self) -> int:
@@ -49,7 +50,7 @@ class EnvTask:
     options: str = "{}"
     """Arguments of the environment as JSON, like '{"recue_prob": 0.5}'."""
     previous_action: bool = False
-    """Show the agent its last action. Off, because it can write what it must remember into its actions and read it there."""
+    """Show the agent its last action. It is off by default, since an agent could store what it must remember in its actions."""
     success_return: float | None = None
     """Where the environment does not report success itself: an episode with at least this return is one."""
     processes: bool = False
@@ -78,7 +79,7 @@ class PolicyConfig(BackboneConfig):
     observation: tuple[ObservationField, ...] = ()
     """What the policy reads; filled in from the environment."""
     actions: tuple[int, ...] = ()
-    """How many values each choice of an action has; filled in from the environment."""
+    """Number of values of each choice of an action; filled in from the environment."""
     cell_dim: int = 16
     """Width of the embedding of a grid's cell, or of a word."""
 
@@ -118,15 +119,15 @@ class AgentTrainConfig(LearningConfig):
     window: int = 32
     """Steps between two updates, replayed from one stored state as one block: the horizon of the gradient."""
     epochs: int = 2
-    """How often each window is learned from."""
+    """Number of passes over each window."""
     minibatches: int = 1
     """Optimizer steps per epoch, each on a part of the environments."""
     gamma: float = 0.99
-    """Discount of a reward for every step that it lies ahead."""
+    """Discount of rewards per step."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation: 0 is one-step advantages, 1 those of whole returns."""
     clip_ratio: float = 0.2
-    """Clipping range of PPO: by which share an action's probability may change before the objective no longer improves."""
+    """Clipping range of PPO: relative change of an action's probability beyond which the objective no longer improves."""
     kl_limit: float = 0.02
     """Stop learning from a window once an epoch has changed the policy by this much (Kullback-Leibler divergence, nats)."""
     least_spread: float = 0.1
@@ -141,8 +142,8 @@ class AgentTrainConfig(LearningConfig):
     expert_share: float = 0.5
     """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
     averaging: float = 0.0
-    """Evaluate a running mean of the weights, of which each update keeps this share: policy gradients are noisy, and the mean
-    forgets what one unlucky window did. The agent plays and learns with the newest weights. 0 evaluates those."""
+    """Evaluate an exponential moving average of the weights with this decay, since policy gradients are noisy. The agent plays
+    and learns with the newest weights. 0 evaluates the newest weights."""
     goal: float = 0.95
     """Success, in the hardest band of episodes, from which weights count as solving the task. Among those the ones with the
     fewest live memories are best; once the budget's target is met, those with the highest success, and of equals the newest."""
@@ -166,7 +167,7 @@ class AgentTrainConfig(LearningConfig):
 
     @property
     def batch(self) -> int:
-        """Rows that the processes share."""
+        """Number of environments over all processes."""
         return self.envs
 
     @property

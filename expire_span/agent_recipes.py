@@ -13,8 +13,8 @@ from expire_span.train_configs import BudgetConfig
 
 def agent() -> AgentRunConfig:
     """Any Gymnasium environment (--task.env ID, or module:ID), by PPO; one layer of 64, minutes on a CPU."""
-    # Spans start near their limit, since a cue that expires before its use is known sends no gradient back. The temperature
-    # keeps the noise of policy gradients from throwing spans about.
+    # Spans start near their limit, since a cue that expires before it was used gets no gradient. The temperature keeps the
+    # noise of policy gradients from changing spans by much.
     mixer = ExpireSpanConfig(max_span=128, ramp=16, initial_span=0.9, span_loss="l1", temperature=8.0)
     model = PolicyConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
     return AgentRunConfig(EnvTask(), model, AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2))
@@ -33,8 +33,8 @@ def agent_corridor() -> AgentRunConfig:
     """Corridor Medium by reinforcement: remember a colour for up to 60 steps, and little else; minutes on a CPU."""
     base = agent_corridor_tiny()
     mixer = replace(base.model.mixer, max_span=96, ramp=16)
-    # A window is longer than the cue must live: where they are shorter, the step at the door sends no gradient back to the
-    # span of a cue that lies in an earlier window, and pressure alone decides how long it lives.
+    # A window is longer than the cue must live. With shorter windows, the step at the door gives no gradient to the span of a
+    # cue in an earlier window, and the span loss alone decides how long it lives.
     budget = BudgetConfig(live=17, initial_weight=2e-5, max_weight=4e-5, start_loss=0.05, patience_loss=0.05)
     train = replace(base.train, steps=150, envs=32, window=96, lr=2e-3, decay_share=0.8, budget=budget, averaging=0.9)
     train = replace(train, goal=0.97, eval_every=20, eval_episodes=960, test_episodes=3200)
@@ -51,8 +51,8 @@ def agent_corridor_window() -> AgentRunConfig:
 
 def agent_corridor_lesson() -> AgentRunConfig:
     """A lesson before agent_corridor_hard: corridors of up to 10 cells, by imitation; minutes on a CPU."""
-    # Four colours and doors in a new order each time: which door is right is one step in six here, and one in a hundred in
-    # Corridor Hard, where imitation and reinforcement both stayed at chance.
+    # Four colours, and doors in a new order in each episode. The choice of a door is one step in six here, and one in a hundred
+    # in Corridor Hard, where imitation and reinforcement both stayed at chance without this lesson.
     base = agent_corridor_hard()
     task = replace(base.task, options='{"max_length": 10}')
     train = replace(base.train, steps=90, imitate=90, expert_share=0.75, envs=64, window=32, lr=1e-3)
@@ -72,7 +72,7 @@ def agent_corridor_hard() -> AgentRunConfig:
 
 def agent_portal() -> AgentRunConfig:
     """Portal Medium: imitate the expert first, then reinforcement; one GPU."""
-    # What a door does shows one step later, so memories of neighbouring steps must be told apart: rotary positions.
+    # The effect of a door shows one step later, so memories of neighbouring steps must be told apart, by rotary positions.
     base = agent_corridor_hard()
     mixer = replace(base.model.mixer, max_span=640, initial_span=0.9)
     model = replace(base.model, dim=128, ff_dim=256, positions="rotary", mixer=mixer)
@@ -84,8 +84,8 @@ def agent_portal() -> AgentRunConfig:
 
 def agent_repeat_previous_medium() -> AgentRunConfig:
     """popgym's RepeatPrevious Medium: answer with the card of 31 steps ago."""
-    # An answer is rewarded at once and changes nothing later, so rewards ahead are hardly counted. Learned keys of distances
-    # find one age among many sooner than rotary angles.
+    # An answer is rewarded at once and changes nothing later, so later rewards are discounted strongly. Learned relative
+    # positions learn to attend to one age among many sooner than rotary ones.
     base = agent_repeat_previous()
     task = replace(base.task, env="popgym:popgym-RepeatPreviousMedium-v0", success_return=0.9)
     mixer = replace(base.model.mixer, max_span=40, ramp=8, initial_span=0.95)

@@ -1,11 +1,11 @@
-"""Checkpoints: complete or absent, checked by sha256, unable to run code.
+"""Checkpoints: written whole or not at all, checked by sha256, and loaded without running any code.
 
-`load_decoder("runs/mine")` is the model of a run, for use in code of your own; training writes and reads whole snapshots.
+`load_decoder("runs/mine")` loads the model of a run, for use in your own code; training writes and reads whole snapshots.
 
     checkpoints/step-00000200/
       model.safetensors      the decoder's weights
       optimizer.safetensors  the optimizers' tensors; plain values as JSON in the file's metadata
-      memory.safetensors     what each row remembers, random generators, unlogged metrics; memory-1... for further processes
+      memory.safetensors     the memories of each row, random generators, unlogged metrics; memory-1... for further processes
       state.json             step, place in the data, budget controller, generators of the host
       checksums.json         sha256 of every other file, written last
 
@@ -48,7 +48,7 @@ Warn = Callable[[str], None]
 
 @dataclass
 class Snapshot:
-    """All that a run needs to go on."""
+    """Everything that a run needs to continue."""
 
     step: int
     state: dict[str, Any]
@@ -59,7 +59,7 @@ class Snapshot:
     """Weights; may be empty on all processes but the first."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     weights_only: bool = False
-    """Whether there are weights and nothing else: the start of a run that takes them from elsewhere."""
+    """Whether it holds weights only: the start of a run from given weights."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Tensor], step: int = 0) -> Snapshot:
@@ -67,7 +67,7 @@ class Snapshot:
 
     @property
     def best_weights(self) -> dict[str, Tensor]:
-        """What the run is judged by: the best weights it has seen where it keeps them (agents do), else the newest."""
+        """The weights by which the run is judged: the best ones if it keeps them, as agents do, else the newest."""
         best = self.worker.get("best") if isinstance(self.worker, dict) else None
         return best["weights"] if best is not None else self.model
 
@@ -77,7 +77,7 @@ def folder_of(run: RunFolder, step: int) -> Path:
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
-    """Complete checkpoint folders, newest first, whether sound or damaged. Files that are no checkpoint are ignored."""
+    """Checkpoint folders, newest first, intact or damaged. Anything that is not a checkpoint is ignored."""
     found = [
         path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()
     ]
@@ -113,7 +113,7 @@ def save(
 def load(
     run: RunFolder, *, rank: int = 0, warn: Warn | None = None, device: torch.device | str = "cpu"
 ) -> Snapshot | None:
-    """The newest sound checkpoint, or None where there is none at all; damaged newer ones are named through `warn`."""
+    """The newest intact checkpoint, or None if there is no checkpoint; `warn` is called for damaged newer ones."""
     folder = newest_sound(run, warn)
     if folder is None:
         return None
@@ -133,13 +133,13 @@ def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snaps
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights under the names that they have today."""
+    """The weights under their current names."""
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     return {upgrade_name(name): x for name, x in weights.items()}
 
 
 def _upgrade_names(tree: Any) -> Any:
-    """Today's names of weights in every key and value of an optimizer's nested state."""
+    """An optimizer's nested state with the current names of weights in all keys and values."""
     if isinstance(tree, str):
         return upgrade_name(tree)
     if isinstance(tree, dict):
@@ -149,7 +149,8 @@ def _upgrade_names(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """A checkpoint that matches its checksums and still cannot be read was not written by this package."""
+    """Turn errors of reading a checkpoint into StorageError: it matches its checksums, so another program must have written
+    it."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
@@ -161,7 +162,7 @@ def _readable(folder: Path) -> Iterator[None]:
 def load_model(
     run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
 ) -> tuple[Decoder, RunConfig]:
-    """The decoder of a run's newest sound checkpoint, in eval mode, and the run's config."""
+    """The decoder of a run's newest intact checkpoint, in eval mode, and the run's config."""
     if isinstance(run.config, RetrofitRunConfig):
         raise UserError(
             f"run {run.path} taught a Hugging Face model to forget; use its adapter with: expire-span chat, serve, verify "
@@ -181,7 +182,7 @@ def load_model(
 
 
 def load_policy(run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None) -> Policy:
-    """The policy of an agent's run, in eval mode: the best weights that its newest sound checkpoint knows of."""
+    """The policy of an agent's run, in eval mode, with the best weights of its newest intact checkpoint."""
     if not isinstance(run.config, AgentRunConfig):
         raise UserError(f"run {run.path} is not an agent's: its task is {run.config.task.kind}")
     snapshot = load(run, warn=warn)
@@ -208,9 +209,9 @@ def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sou
 
 
 def load_decoder(run: str | os.PathLike[str] = SHIPPED, device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a run folder's newest sound checkpoint, in eval mode: `load_decoder("runs/mine")`.
+    """The decoder of a run folder's newest intact checkpoint, in eval mode: `load_decoder("runs/mine")`.
 
-    Without a folder, the model that ships with the package; its tokens are bytes.
+    Without a folder, it is the model that ships with the package, whose tokens are bytes.
     """
     return load_model(RunFolder.open(Path(run)), device)[0]
 
@@ -226,7 +227,7 @@ def newest_sound(run: RunFolder, warn: Warn | None = None) -> Path | None:
             warn(f"checkpoint {folder} is damaged ({fault}); it is skipped and the one before it is tried")
     if folders:
         raise StorageError(
-            f"no checkpoint of run {run.path} is sound ({len(folders)} tried); delete {run.checkpoints} to start anew"
+            f"no checkpoint of run {run.path} is intact ({len(folders)} tried); delete {run.checkpoints} to start again"
         )
     return None
 
@@ -248,7 +249,7 @@ def find_fault(folder: Path) -> str | None:
 
 
 def remove_damaged(run: RunFolder) -> None:
-    """Delete damaged checkpoints newer than the newest sound one, so that training can write them again."""
+    """Delete damaged checkpoints newer than the newest intact one, so that training can write them again."""
     for folder in list_checkpoints(run):
         if find_fault(folder) is None:
             return
@@ -259,7 +260,7 @@ def remove_damaged(run: RunFolder) -> None:
 
 
 def remove_unfinished(run: RunFolder) -> None:
-    """Delete what a killed process was still building."""
+    """Delete checkpoints that a killed process had not finished."""
     for folder in run.checkpoints.glob(".step-*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -269,7 +270,7 @@ def _memory_name(rank: int) -> str:
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], step: int = 0) -> None:
-    """Write a checkpoint that holds weights alone into a run folder that is still being made."""
+    """Write a checkpoint that holds only weights into a run folder that is still being built."""
     final = folder / "checkpoints" / f"step-{step:08d}"
     final.mkdir(parents=True)
     write_synced(final / "model.safetensors", safetensors.torch.save(weights))
@@ -309,7 +310,7 @@ def _check_finite(run: RunFolder, snapshot: Snapshot) -> None:
 
 
 def last_good(run: RunFolder) -> str:
-    """Where the run can go on from, in words."""
+    """In words, from which checkpoint the run can continue."""
     folders = list_checkpoints(run)
     return f"the last checkpoint is {folders[0]}" if folders else "there is no earlier checkpoint"
 

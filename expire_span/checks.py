@@ -19,7 +19,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def at_least(settings: Any, least: int, *names: str) -> None:
-    """Refuse settings whose named fields, or any number of a list there, are smaller than `least`; None is no number."""
+    """Refuse settings whose named fields, or any number in a list there, are smaller than `least`; None is allowed."""
     for name in names:
         given = getattr(settings, name)
         for value in given if isinstance(given, (tuple, list)) else (given,):
@@ -27,19 +27,19 @@ def at_least(settings: Any, least: int, *names: str) -> None:
 
 
 def above_zero(settings: Any, *names: str) -> None:
-    """Refuse settings whose named fields are zero or negative; None is no number."""
+    """Refuse settings whose named fields are zero or negative; None is allowed."""
     for name in names:
         value = getattr(settings, name)
         require(value is None or value > 0, f"{name} must be greater than 0, got {value}")
 
 
 def check_seed(seed: int, name: str = "seed") -> None:
-    """Refuse what no random generator can start from."""
+    """Refuse a number that cannot be a seed of a random generator."""
     require(0 <= seed < 2**63, f"{name} must lie between 0 and 2**63 - 1, got {seed}")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse an argument that is no whole number of at least `least`."""
+    """Refuse an argument that is not a whole number of at least `least`."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(whole, f"{name} must be a whole number of at least {least}, got {show(value)}")
 
@@ -64,7 +64,7 @@ def checked(cls: type[T]) -> type[T]:
 def check_fields(config: Any, *, finite: bool = True) -> None:
     """Refuse values of a config that do not fit the type of their field, in one sentence that names the field.
 
-    finite: off, infinities and NaN pass as numbers, for configs whose owner refuses them under their full name.
+    finite: if False, infinities and NaN are allowed, for configs inside others that check them and report their full name.
     """
     for name, members in _types_of(type(config)).items():
         value = getattr(config, name)
@@ -87,7 +87,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a value is what a field of this type holds."""
+    """Whether a field of this type may have this value."""
     origin = typing.get_origin(hint)
     if hint is Any:
         return True
@@ -95,7 +95,7 @@ def fits(hint: Any, value: Any) -> bool:
         return any(value == word and type(value) is type(word) for word in typing.get_args(hint))
     if origin in (tuple, list):
         return isinstance(value, (tuple, list))
-    if hint is float:  # JSON writes 1.0 as 1 in some programs; NaN and infinity are no numbers that one can set
+    if hint is float:  # some programs write 1.0 as 1 in JSON; NaN and infinity are refused
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -105,7 +105,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def _holds(hint: Any, value: Any) -> bool:
-    """Whether a value fits, and of a list every item too."""
+    """Whether a value fits; for a list, whether every item does."""
     if typing.get_origin(hint) is not tuple or not fits(hint, value):
         return fits(hint, value)
     kinds = typing.get_args(hint)
@@ -114,7 +114,7 @@ def _holds(hint: Any, value: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What a field of this type holds, in words."""
+    """The values that a field of this type may have, in words."""
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if dataclasses.is_dataclass(hint):
@@ -134,7 +134,7 @@ def show(value: Any) -> str:
 
 
 def _settings_hint(members: tuple[Any, ...], value: Any) -> str:
-    """What to write instead, where settings belong and a word or a class was given."""
+    """What to write instead, if a string or a class was given where a settings object belongs."""
     classes: list[Any] = [member for member in members if dataclasses.is_dataclass(member)]
     named = [cls for cls in classes if value is cls or (isinstance(value, str) and value == getattr(cls, "kind", None))]
     found = next(iter(named), None)

@@ -1,8 +1,8 @@
 """Frozen dataclasses that describe a run. Standard library only, so that `--help` needs no torch.
 
-A run is a `RunConfig`: a task (task_configs.py), a model (model_configs.py), how to train it (train_configs.py). Every field
-is documented under it; the same words are the command line's help. `to_dict` and `from_dict` turn any config into JSON and
-back; what is read back is checked field by field, because a file may be damaged or come from elsewhere.
+A run is a `RunConfig`: a task (task_configs.py), a model (model_configs.py), and how to train it (train_configs.py). The string
+under each field documents it and is also the command line's help. `to_dict` and `from_dict` convert any config to JSON values
+and back; `from_dict` checks every field, because a file may be damaged or come from elsewhere.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ FORMAT_VERSION = 2
 
 
 LARGEST = 2**48
-"""No size of a run can be as large as this; larger ones overflow the arithmetic of libraries below."""
+"""Sizes must be smaller than this, since larger ones overflow the arithmetic of libraries."""
 
 MOST_LAYERS = 10_000
-"""No decoder is as deep as this; settings are looked at layer by layer."""
+"""Largest number of layers; larger values are mistakes, and checking them layer by layer would take long."""
 
 
 @documented
 @dataclass(frozen=True)
 @checked
 class RunConfig:
-    """A whole run: what is learned, by which model, how."""
+    """A whole run: the task, the model, and the training."""
 
     task: TaskConfig
     """The data and the score."""
@@ -101,8 +101,8 @@ def from_dict(cls: Any, data: Any, where: str = "") -> Any:
     """The inverse of `to_dict`. Unknown and missing fields, wrong types and unknown words are refused, naming the field."""
     name = where or cls.__name__
     require(isinstance(data, dict), f"{name} must be a table of fields, got {show(data)}")
-    data = cls.upgrade(data) if hasattr(cls, "upgrade") else data  # settings as older run folders hold them
-    hints = typing.get_type_hints(cls)  # read anew each time: systems and tasks may be registered from outside
+    data = cls.upgrade(data) if hasattr(cls, "upgrade") else data  # converts settings of older run folders
+    hints = typing.get_type_hints(cls)  # not cached, since systems and tasks may be registered from outside at any time
     for field in data:
         if field not in hints:
             near = difflib.get_close_matches(str(field), hints, n=1)
@@ -115,7 +115,7 @@ def from_dict(cls: Any, data: Any, where: str = "") -> Any:
 
 
 def _parse(hint: Any, value: Any, where: str) -> Any:
-    """One value as its field's type wants it; lists from JSON become tuples."""
+    """One value converted to its field's type; lists from JSON become tuples."""
     members = members_of(hint)
     if value is None and type(None) in members:
         return None

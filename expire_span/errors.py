@@ -33,17 +33,17 @@ EXTRAS = {
     "tokenizers": "tokens",
     "triton": "gpu",
 }
-"""Which extra of this package brings a package that is not always installed."""
+"""For packages that are not always installed, the extra of this package that installs them."""
 
 
 class RunError(Exception):
-    """A run cannot go on; the message says why and what to do. The command line prints it and exits with `exit_code`."""
+    """A command cannot continue; the message says why and what to do. The command line prints it and exits with `exit_code`."""
 
     exit_code = 1
 
 
 class UserError(RunError, ValueError):
-    """What was asked for cannot be done: bad names, values or folders."""
+    """The input is wrong: a name, a value or a folder."""
 
     exit_code = 2
 
@@ -60,9 +60,9 @@ def describe(error: OSError) -> str:
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """The sentence and the exit code for an error that a user can meet, or None for a bug of this package.
+    """The sentence and the exit code for an error that a user can cause, or None for a bug of this package.
 
-    Errors of other libraries are known by their names, so that a command that did not load torch need not load it here.
+    Errors of other libraries are recognised by their names, so that a command that did not load torch need not load it here.
     """
     if isinstance(error, RunError):
         return str(error), error.exit_code

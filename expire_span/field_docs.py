@@ -1,6 +1,6 @@
 """The documentation of settings: the string under each field of a dataclass, for `help()` and for the command line.
 
-Standard library only. Python forgets such strings when it runs a file, so they are read from the source when somebody asks.
+Standard library only. Python does not keep such strings at run time, so they are read from the source file when needed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 _without_fields = False
 
 _parsing = threading.Lock()
-"""One thread at a time: in Python 3.11 two threads that parse at once may both fail ("recursion depth mismatch")."""
+"""Lets one thread parse at a time: in Python 3.11 two threads that parse at once may both fail ("recursion depth mismatch")."""
 
 
 @contextlib.contextmanager
 def without_fields() -> Iterator[None]:
-    """Within the block, docstrings do not list fields: the command line's parser reads the strings itself, and faster."""
+    """A context in which docstrings do not list fields: the command line's parser reads the strings itself, and faster."""
     global _without_fields
     before, _without_fields = _without_fields, True
     try:
@@ -41,7 +41,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 class _WithFields:
-    """A class's documentation, put together when it is read."""
+    """The docstring of a class, with its fields listed when it is read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -71,7 +71,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _classes_of(path: str | None) -> dict[str, ast.ClassDef]:
-    """The classes of a file by name. None without a source, as in a frozen program: names and defaults still help."""
+    """The classes of a source file by name; empty if there is no source, as in a frozen program."""
     try:
         with _parsing:
             tree = ast.parse(Path(path or "").read_text(encoding="utf-8"))

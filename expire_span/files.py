@@ -44,8 +44,8 @@ def write_synced(path: Path, data: bytes) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` atomically: a reader, or a crash, sees the old content or the new, never a part.
 
-    A link is replaced, not followed: a run folder from elsewhere cannot make us write outside of it. Devices and pipes are
-    refused, since a rename would put a plain file in their place.
+    A link is replaced, not followed, so that a run folder from elsewhere cannot cause writes outside of it. Devices and pipes
+    are refused, since a rename would replace them by a plain file.
     """
     if not path.name:
         raise UserError(f"{path} names no file to write; give a name")
@@ -70,7 +70,7 @@ def write_picture(path: Path, figure: Any, **options: Any) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that the user named where it cannot be written, before the work whose result goes there."""
+    """Refuse an output file that cannot be written, before the work whose result it shall hold is done."""
     if not path.name:
         raise UserError(f"--out {path} names no file to write; give a name")
     if path.is_dir():
@@ -84,7 +84,7 @@ def check_output(path: Path) -> None:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file that the user named: where it is a link, what the link leads to; into a device or a pipe, as it is."""
+    """Write an output file that the user named: a link is followed, and a device or a pipe is written to directly."""
     if path.exists() and not path.is_file() and not path.is_dir():
         with open(path, "wb") as file:
             file.write(data)
@@ -97,7 +97,7 @@ def to_json(value: Any) -> bytes:
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """The table of fields in a JSON file's content; anything else is refused in a sentence that names the file."""
+    """The JSON object in a file's content; anything else is refused in a sentence that names the file."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

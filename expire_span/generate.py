@@ -1,6 +1,6 @@
-"""Streaming decode of one prompt: tokens or bytes are yielded as they are drawn, without end if wanted, in bounded memory.
+"""Streaming generation from one prompt: tokens or bytes are yielded as they are drawn, any number of them, in bounded memory.
 
-A thin layer over `Stream`: the prompt is read once, and its memory is copied for every sample.
+It is a thin layer over `Stream`: the prompt is read once, and its memory is copied for every sample.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 START = b"\n"
-"""What an empty prompt stands for: the model needs one byte to begin with."""
+"""Used in place of an empty prompt, since the model must read one byte before it can predict."""
 
 
 def generate_tokens(
@@ -65,7 +65,7 @@ def generate_text(
     max_tokens: int | None = 256,
     samples: int = 1,
 ) -> Iterator[list[bytes]]:
-    """The same for a model of a tokenizer's tokens: yields the text that each sample's new token adds, maybe none."""
+    """The same for a model with a tokenizer: yields the text that each sample's new token adds, which may be empty."""
     ids = tokenizer.encode(prompt or START, "the prompt")[0].tolist()
     if not ids:
         raise ValueError(f"the prompt {prompt.decode(errors='replace')!r} has no token; give a prompt of some words")

@@ -1,7 +1,7 @@
-"""Configs of older run folders in today's form. Standard library only.
+"""Converts configs of older run folders to the current format. Standard library only.
 
-A field that is new has a default, so it needs nothing here. A field that moves or changes its meaning gets a step below, and a
-test with a config as the older version wrote it (tests/data/run-format-1).
+A new field has a default and needs nothing here. A field that moves or changes its meaning gets a step below, and a test with a
+config that the older version wrote (tests/data/run-format-1).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def _from_1(config: dict[str, Any]) -> dict[str, Any]:
 
 
 STEPS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}
-"""What turns the config of a format into that of the next."""
+"""For each format, the function that converts its config to the next format."""
 
 
 def migrate(config: dict[str, Any], version: int, wanted: int) -> dict[str, Any]:
-    """The config of a run folder of format `version` as format `wanted` has it."""
+    """Convert the config of a run folder of format `version` to format `wanted`."""
     for step in range(version, wanted):
         config = STEPS[step](config)
     return config

@@ -1,5 +1,5 @@
-"""The former place of the memory systems' settings; each lies in its system's folder under `expire_span.models.systems` since
-0.2.0. These aliases go with 0.3.0.
+"""The former place of the memory systems' settings, which moved to their systems' folders under `expire_span.models.systems` in
+0.2.0; these aliases are removed in 0.3.0.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class BackboneConfig(AttentionShape):
         require(paired, f"pattern and partner go together, got pattern {self.pattern!r} and partner {self.partner}")
 
     def shape(self, layer: int) -> LayerShape:
-        """The shape of the layer above `layer` others."""
+        """The shape of the layer with index `layer`, from 0."""
         return LayerShape(**{f.name: getattr(self, f.name) for f in fields(AttentionShape)}, depth=layer)
 
     def mixer_of(self, layer: int) -> Any:
-        """The settings of the memory system in the layer above `layer` others."""
+        """The settings of the memory system in the layer with index `layer`, from 0."""
         mark = self.pattern[layer % len(self.pattern)] if self.pattern else "m"
         return self.mixer if mark == "m" else self.partner
 

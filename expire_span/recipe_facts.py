@@ -1,6 +1,6 @@
 """What to expect of each recipe: size, the hardware it is meant for, how long it takes, the score. Standard library only.
 
-Scores are those that were measured with the recipe as it stands, or "not run"; docs/results.md has the whole record.
+Scores were measured with the recipe as it is, or are "not run"; docs/results.md has the whole record.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class RecipeFacts:
     size: Literal["tiny", "small", "paper"]
     """tiny: minutes on two CPU cores; small: about ten minutes on one GPU; paper: the published setting."""
     hardware: str
-    """What it is meant for."""
+    """Hardware for which it is meant."""
     time: str
-    """How long it takes there."""
+    """Time that it takes on that hardware."""
     score: str
-    """What it reached, or "not run"."""
+    """Score that it reached, or "not run"."""
 
 
 FACTS: dict[str, RecipeFacts] = {

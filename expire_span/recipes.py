@@ -29,9 +29,9 @@ from expire_span.task_recipes import TASK_RECIPES
 
 def recall() -> RunConfig:
     """Remember a colour through a long corridor and forget the corridor: the demo, minutes on a CPU."""
-    # Short corridors in the mix and many heads find the cue soon; blank episodes make every colour worth keeping. The spans
-    # start so high that an early step cannot end a life, and are pressed only once the task is solved: a cue that has
-    # expired sends no gradient back.
+    # With short corridors in the mix and many heads, the cue is found soon; blank episodes make every colour worth keeping.
+    # Spans start so long that early updates cannot make the cue expire, and the span loss starts only once the task is solved:
+    # a cue that has expired gets no gradient.
     task = RecallTask(min_length=5, max_length=400, blank_prob=0.2)
     mixer = ExpireSpanConfig(max_span=1024, ramp=3, initial_span=0.999, span_loss="l1")
     model = DecoderConfig.modern(dim=128, layers=1, heads=8, ff_dim=128, positions="none", mixer=mixer)
@@ -80,9 +80,9 @@ def text_small() -> RunConfig:
 
 def enwik8() -> RunConfig:
     """enwik8 (--task.path): 12 layers of 512 (38M weights), parallel training on windows of 8192; minutes on one H200."""
-    # Few heads of a layer have a use for long memory: each learns its average span, from 98 steps on. Two distribute it
-    # over tokens; the others may end with lives of 8 steps, the ramp included. At a lower temperature noise alone
-    # spreads spans.
+    # Few heads of a layer need long memory, so each learns its average span, starting from 98 steps. Two heads distribute it
+    # over tokens; the others may shrink to lifetimes of 8 steps, the ramp included. At a lower temperature, noise alone would
+    # make spans differ.
     mixer = ExpireSpanConfig(max_span=8192, ramp=48, initial_span=0.012, span_loss="l1", temperature=32.0)
     reach = HeadReach(learned=True, own_heads=2, shortest_shared=-40.0, stop_gradient=True)
     mixer = replace(mixer, span_per="kv_head", reach=reach)
@@ -105,8 +105,9 @@ def enwik8_long() -> RunConfig:
 
 def shipped() -> RunConfig:
     """The model that ships with the package (--task.path: Wikipedia and books): 3.9M weights; minutes on one H200."""
-    # One span a layer, so that the page has one number to show for each token. Spans start long and are pressed down gently: a
-    # memory that has expired sends no gradient back. The feed-forward part is as wide as 8 MB at two bytes a weight allow.
+    # One span per layer, so that the page has one number to show for each token. Spans start long and are shortened slowly,
+    # since a memory that has expired gets no gradient. The feed-forward part is as wide as 8 MB at two bytes per weight
+    # allow.
     mixer = ExpireSpanConfig(max_span=2048, ramp=48, initial_span=0.2, span_loss="l1", temperature=8.0)
     model = DecoderConfig.modern(dim=256, layers=6, heads=4, ff_dim=704, mixer=mixer)
     train = replace(enwik8().train, steps=12_000, batch=32, block=2048, weight_decay=0.02, span_weight=1e-6)

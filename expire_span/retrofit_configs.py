@@ -20,16 +20,16 @@ class RetrofitConfig:
     max_span: int = 4096
     """Longest span a memory can be given, in tokens (L). A memory is gone after max_span + ramp tokens at the latest."""
     ramp: int = 128
-    """Soft edge of the mask, in tokens (R). Only memories on the ramp teach the span predictors."""
+    """Soft edge of the mask, in tokens (R). Only memories on the ramp give gradients to the span predictors."""
     initial_span: float = 0.999
     """Share of max_span that every memory gets before training: nothing expires in a context of this length."""
     temperature: float = 1.0
-    """Divides the predictors' input; below 1 they learn faster what sets tokens apart."""
+    """Divides the predictors' logits w . h; below 1 spans learn faster to differ between tokens."""
     keep_first: int = 0
-    """Number of tokens at the beginning that are kept whatever is predicted for them: pretrained models need a place where
-    attention goes when it has nothing to look for (attention sinks), and most use the first four tokens."""
+    """Number of first tokens that are never deleted, whatever their predicted span: pretrained models use the first tokens,
+    mostly four, as attention sinks."""
     cap: int | None = None
-    """Hard limit on stored memories per row and head; the one closest to its end goes first, which is not exact."""
+    """Hard limit on stored memories per row and head: the one with the fewest steps left is evicted, which is not exact."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
 
@@ -39,7 +39,7 @@ class RetrofitConfig:
         require(0 <= self.keep_first <= self.max_span, f"keep_first must lie in [0, max_span], got {self.keep_first}")
 
     def lifetimes(self) -> ExpireSpanConfig:
-        """The same in the words of the memory system: a span per key/value head that leaves hidden states as they are."""
+        """The same as settings of the memory system: one span per key/value head, with a stop-gradient at the hidden states."""
         return ExpireSpanConfig(
             max_span=self.max_span,
             ramp=self.ramp,
@@ -55,7 +55,7 @@ class RetrofitConfig:
 @dataclass(frozen=True)
 @checked
 class DistillConfig:
-    """How the predictors learn what a frozen model can forget."""
+    """How the span predictors of a frozen model are trained."""
 
     budget: float | None = None
     """Living memories at the end of a context, as a share of its tokens."""
@@ -74,9 +74,9 @@ class DistillConfig:
     seconds: float | None = None
     """Time limit in seconds since the start or the last resume; the schedule then follows the clock, and steps are skipped."""
     lora_rank: int = 0
-    """Rank of low-rank additions to the model's linear layers that learn too (LoRA, needs peft); 0 trains predictors only."""
+    """Rank of LoRA weights for the model's linear layers, which are trained too (needs peft); 0 trains the predictors only."""
     lora_lr: float = 1e-4
-    """Learning rate of those additions."""
+    """Learning rate of the LoRA weights."""
     calibrate: int = 0
     """Number of contexts from whose attention in the base model the initial spans are fitted; 0 starts with spans so long that
     nothing expires."""
@@ -140,7 +140,7 @@ class DistillConfig:
 
     @property
     def precision(self) -> str:
-        """Of the run's own arithmetic; the frozen model has a dtype of its own."""
+        """Precision of the run's own arithmetic; the frozen model has a dtype of its own."""
         return "fp32"
 
     @property
@@ -188,7 +188,7 @@ class BaseModel:
     family: str = ""
     """Its model type, like llama."""
     hash: str = ""
-    """Name of its weights."""
+    """Hash that identifies its weights; see hf/adapter.py."""
     dim: int = 1
     """Width of its hidden states."""
     ff_dim: int = 1

@@ -1,7 +1,7 @@
 """The run folder: the only interface between training, evaluation, generation and reports. Standard library only.
 
 runs/<name>/
-  config.json      format, version, recipe, config, environment, fingerprint of the data; all under a checksum
+  config.json      format, version, recipe, config, environment, fingerprint of the data; and a checksum of all of it
   metrics.jsonl    one line per log or evaluation; deterministic values only
   speed.jsonl      wall-clock values, kept apart so that metrics.jsonl can be compared byte for byte
   checkpoints/     step-00000200/ ...
@@ -62,11 +62,11 @@ __all__ = [
 TOKENIZER = "tokenizer.json"
 """The run folder's copy of the tokenizer that its text is read with, where one is."""
 LONGEST_NAME = 200
-"""Bytes of a run's name at most: file systems allow 255, and temporary names are longer than the name."""
+"""Largest number of bytes of a run's name: file systems allow 255, and temporary names are longer than the name."""
 
 
 def _lock(handle: int, path: Path) -> None:
-    """Lock an open folder, or refuse if another process has; where folders cannot be locked, nothing happens."""
+    """Lock an open folder, or refuse if another process has locked it; where folders cannot be locked, do nothing."""
     try:
         import fcntl
     except ImportError:
@@ -134,9 +134,9 @@ class RunFolder:
     recipe: str
     environment: dict[str, Any]
     data: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the data that the run began with; empty where the data is generated, or the run is of format 1."""
+    """Fingerprint of the data with which the run began; empty if the data is generated, or the run is of format 1."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """Where the first weights came from; empty where they were drawn at random."""
+    """Where the initial weights came from; empty if they were random."""
 
     @classmethod
     def create(
@@ -150,9 +150,9 @@ class RunFolder:
         origin: dict[str, Any] | None = None,
         fill: Callable[[Path], None] = lambda folder: None,
     ) -> RunFolder:
-        """Make the folder at once, complete with config.json; an existing one is refused.
+        """Make the folder, atomically and with its config.json; an existing one is refused.
 
-        `fill` may put more into the folder before it gets its name, such as a first checkpoint.
+        fill: may write more into the folder before it gets its name, such as a first checkpoint.
         """
         from expire_span import __version__
 
@@ -182,7 +182,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Within the block, no other process can train this run. The lock ends with the process, however it ends."""
+        """A context in which no other process can train this run. The lock ends with the process, however that ends."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             _lock(handle, self.path)
@@ -249,7 +249,7 @@ class RunFolder:
         return [line for line, _ in self._read_lines("speed.jsonl")]
 
     def truncate(self, step: int) -> None:
-        """Forget every metric after `step`, and a line that a crash cut short, so that a resumed run writes them anew."""
+        """Delete all metrics after `step`, and a line that a crash cut short, so that a resumed run writes them again."""
         for name in ("metrics.jsonl", "speed.jsonl"):
             if (self.path / name).exists():
                 kept = [data for line, data in self._read_lines(name) if line["step"] <= step]
@@ -276,7 +276,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _resumable(self, name: str) -> Iterator[None]:
-        """A failed write ends the command with a sentence that says how to go on later."""
+        """Turn a failed write into StorageError, with a sentence that says how to continue later."""
         try:
             yield
         except OSError as error:
@@ -300,14 +300,14 @@ class RunFolder:
 
 
 def copy_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Put the tokenizer that a run's text is read with into its folder, so that the run can be used without the first one."""
+    """Copy the tokenizer file of a run on text into its folder, so that the run can be used without the original."""
     tokenizer = getattr(config.task, "tokenizer", "")
     if tokenizer:
         write_synced(folder / TOKENIZER, Path(tokenizer).read_bytes())
 
 
 def with_own_tokenizer(config: RunConfig, path: Path, data: dict[str, Any]) -> RunConfig:
-    """The config of a run with the tokenizer in its folder in place of the one that it was copied from."""
+    """The config of a run with the tokenizer in its folder instead of the original."""
     task, own = config.task, path / TOKENIZER
     if not getattr(task, "tokenizer", "") or not own.is_file():
         return config

@@ -56,7 +56,7 @@ def narrow(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """One token for each row of logits [B, V], on their device and without waiting for it: [B].
 
-    The token whose probability over an exponential draw is largest is a draw from the probabilities.
+    The token for which probability / (exponential random number) is largest is a sample from the probabilities.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)

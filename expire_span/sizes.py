@@ -1,4 +1,4 @@
-"""Sizes as people read them. Standard library only."""
+"""Formats numbers of bytes for display. Standard library only."""
 
 from __future__ import annotations
 

@@ -93,11 +93,11 @@ class EntrancesTask:
     spread: float = 1.5
     """Standard deviation of the series around 0.5, before the margin."""
     smooth: int = 3
-    """Draws that each value is the mean of; neighbours share all but one."""
+    """Number of draws of which each value is the mean; neighbouring values share all but one."""
     margin: float = 0.2
     """No value lies nearer than this to 0 or to 1, so that nothing depends on the exact place of an edge."""
     levels: int = 4
-    """Tokens for each unit of the series: what a decoder reads of a value."""
+    """Number of tokens per unit of the series, into which values are quantised for a decoder."""
 
     def __post_init__(self) -> None:
         for name in ("min_length", "max_count", "smooth", "levels"):
@@ -122,7 +122,7 @@ class WordsTask:
     path: str = ""
     """File of text; empty takes built-in tales, in which things said early matter late."""
     words: int = 5000
-    """Vocabulary: so many of the commonest words and marks of the training part; all others are "unknown"."""
+    """Number of the commonest words and marks of the training part that have a token; all others are "unknown"."""
     tales: int = 2000
     """How many tales are told, where no file is given."""
     valid_share: float = 0.05
@@ -219,7 +219,7 @@ class BooksTask:
     path: str = "data/books"
     """Folder of .txt books, or with train, validation and test folders of them (the layout of PG-19)."""
     characters: int = 255
-    """Vocabulary: so many of the commonest characters of the training books; all others share one token."""
+    """Number of the commonest characters of the training books that have a token; all others share one token."""
 
     def __post_init__(self) -> None:
         require(1 <= self.characters <= 65_000, f"characters must lie in 1..65000, got {self.characters}")
@@ -247,7 +247,7 @@ class CorridorTask:
     shuffled: bool = False
     """Whether the doors' places are drawn anew for every episode; otherwise each colour has its own."""
     passive: bool = False
-    """Whether the agent is carried along by itself, so that only the choice of a door is its own."""
+    """Whether the agent moves right by itself, so that it only chooses a door."""
     recue_prob: float = 0.0
     """Chance of a second cue half-way, which replaces the first."""
     view: int = 5

@@ -16,9 +16,10 @@ from expire_span.task_configs import CollisionTask, CopyTask, CorridorTask, Inst
 
 def copy() -> RunConfig:
     """Count a few tokens, then carry the count through 2,048 steps of filler."""
-    # Without positions the count is the same however far back it lies. Lengths of all octaves are trained from the start: spans
-    # shrink to what the lengths in training need. Unnormalised keys can outweigh thousands of fillers. One optimizer step must
-    # move spans by less than the ramp, or A tokens fall off it before they are missed: hence the temperature.
+    # Without positions, the count does not depend on how far back the A tokens are. All lengths are trained from the start,
+    # since spans shrink to what the lengths in training need. Unnormalised keys can outweigh thousands of fillers. One
+    # optimizer step must move spans by less than the ramp, or A tokens would expire before the loss shows it: hence the
+    # temperature.
     mixer = ExpireSpanConfig(max_span=4096, ramp=32, initial_span=0.95, span_loss="l1", temperature=8.0)
     model = DecoderConfig.modern(dim=64, layers=2, heads=4, ff_dim=128, positions="none", qk_norm=False, mixer=mixer)
     budget = BudgetConfig(live=48, initial_weight=1e-5, gain=0.05, max_weight=1e-3, start_loss=0.05, patience_loss=0.08)
@@ -77,7 +78,7 @@ def portal_small() -> RunConfig:
 
 def instruction() -> RunConfig:
     """Pick one instruction out of 50 steps of talk and carry it out at the right place."""
-    # Most sentences say nothing: episodes with little talk teach what an instruction is, long ones to remember it.
+    # Most sentences are distraction: episodes with little talk teach what an instruction is, long ones to remember it.
     task = InstructionTask(instructions=1, talk=50, least_talk=4)
     mixer = ExpireSpanConfig(max_span=1024, ramp=16, initial_span=0.99, span_loss="l1")
     train = replace(_twin_train(block=456, live=60, steps=1200), batch=64, warmup=30, eval_every=300)
@@ -111,7 +112,7 @@ def _twin_model(mixer: ExpireSpanConfig, *, layers: int) -> DecoderConfig:
 
 
 def _twin_train(*, block: int, live: float, steps: int) -> TrainConfig:
-    """What the supervised twins share: whole episodes, spans that start long, pressure only once the task is solved."""
+    """Settings that the supervised twins share: whole episodes, and a span loss that starts once the task is solved."""
     budget = BudgetConfig(live=live, initial_weight=1e-4, gain=0.1, max_weight=1e-2, start_loss=0.1, patience_loss=0.1)
     train = TrainConfig(steps=steps, batch=32, block=block, carry=False, lr=3e-3, span_lr_scale=0.5, warmup=20)
     return replace(train, budget=budget, schedule="linear", decay_share=0.3, eval_every=100, eval_batches=4)
@@ -124,7 +125,7 @@ def _on_gpu(train: TrainConfig, batch: int) -> TrainConfig:
 
 def collision() -> RunConfig:
     """Where did two colours last collide? An easy variant: 2 colours, 4 x 4 cells, windows of 32 frames, with aids."""
-    # Collisions are made frequent in training, as in the lessons below; without that the model stayed at chance (73% error).
+    # Collisions are made frequent in training, as in the lessons below; otherwise the model stayed at chance (73% error).
     task = CollisionTask(size=4, colours=2, eval_frames=20_000, hints=True, meet_prob=0.3)
     mixer = ExpireSpanConfig(max_span=512, ramp=32, initial_span=0.9, span_loss="l1", temperature=4.0)
     model = DecoderConfig.modern(dim=64, layers=3, heads=4, ff_dim=128, qk_norm=False, mixer=mixer)
@@ -149,8 +150,8 @@ def collision_sparse() -> RunConfig:
 
 def collision_small() -> RunConfig:
     """Where did two colours last collide? The paper's game, spans up to 16,384; third lesson (--init-from collision_sparse)."""
-    # Spans start long, since a collision that has expired teaches nothing; keys are not normalised, since a collision must
-    # outweigh thousands of other frames. Pressure on spans waits until the task is learned, and gives way while it is not.
+    # Spans start long, since a collision that has expired gives no gradient; keys are not normalised, since a collision must
+    # outweigh thousands of other frames. The span loss starts once the task is learned, and weakens whenever the loss rises.
     mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)
     model = DecoderConfig.modern(dim=256, layers=4, heads=4, ff_dim=1024, qk_norm=False, mixer=mixer)
     budget = BudgetConfig(

@@ -1,7 +1,7 @@
-"""The shared test matrix: what every memory system must do inside a decoder. For one's own systems and for ours.
+"""The shared test matrix: checks that every memory system must pass inside a decoder, those of users as well.
 
-Each check takes a decoder in float64 and raises an `AssertionError` where it fails; `check_system` builds a small decoder from
-a system's declaration and runs all that apply:
+Each check takes a decoder in float64 and raises an `AssertionError` if it fails. `check_system` builds a small decoder from a
+system's declaration and runs all checks that apply:
 
     from expire_span.testing import check_system
     check_system("my_system")
@@ -24,7 +24,7 @@ from expire_span.models.mixer import Keep
 from expire_span.models.systems import find
 
 VOCAB, LENGTH = 40, 60
-"""Tokens of the checks: small enough to be quick, long enough that every system's `example` settings forget within it."""
+"""Vocabulary and length of the checks' sequences: quick, but long enough that every system's `example` settings forget."""
 KEEPS: tuple[Keep, ...] = ("hidden", "kv")
 
 
@@ -41,7 +41,7 @@ def small_config(kind: str, preset: str = "modern", **fields: Any) -> DecoderCon
 
 
 def stream(model: Decoder, x: Tensor, sizes: int | Sequence[int], keep: Keep, state: Any = None) -> tuple[Tensor, Any]:
-    """Feed x [B, T] in pieces; the outputs as one, and the state after the last."""
+    """Feed x [B, T] in pieces; returns the concatenated outputs and the state after the last piece."""
     outputs = []
     for part in x.split(sizes, 1):  # type: ignore[arg-type]
         y, state, _ = model(part, state, keep=keep)
@@ -140,7 +140,7 @@ def check_states_can_be_saved_forked_and_reordered(model: Decoder, keep: Keep) -
 
 @torch.no_grad()
 def check_bytes_held(model: Decoder, keep: Keep) -> None:
-    """What is reported is what the state occupies, but for spare room in stores."""
+    """The reported bytes are those that the state's tensors occupy, and no tensor is a view of a larger one."""
     _, state, aux = model(draw_tokens(), keep=keep)
     tensors = {name: x for name, x in states.pack(state)[0].items() if not name.endswith("evicted")}
     used = sum(x.numel() * x.element_size() for x in tensors.values())
@@ -176,14 +176,14 @@ CHECKS: dict[str, Callable[[Decoder, Keep], None]] = {
     "bytes held": check_bytes_held,
     "memory stays flat": check_memory_stays_flat,
 }
-"""Every check by name. Gradients are checked with hidden states kept, as learning does; all others with either content."""
+"""Every check by name. Gradients are checked with keep="hidden", as in training; all others with both contents of a state."""
 LEARNING = ("gradients of any chopping", "every parameter learns")
 
 
 def applies(name: str, kind: str, keep: Keep) -> bool:
-    """Whether a check makes sense for a system and what its states keep.
+    """Whether a check applies to a system with this content of its states.
 
-    Only systems on the expiring operator keep different things in learning and serving; the others need one round.
+    Only systems on the expiring-attention operator keep different contents for training and serving; others are checked once.
     """
     if name == "memory stays flat" and not find(kind).bounded:
         return False

@@ -13,7 +13,7 @@ from expire_span.field_docs import documented
 @documented
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Hold the mean number of live memories to a target; the span loss weight follows by itself."""
+    """Hold the mean number of live memories to a target, by adjusting the weight of the span loss automatically."""
 
     live: float | None = None
     """Target: mean live memories per query, averaged over layers. None leaves the loss weight fixed."""
@@ -28,12 +28,13 @@ class BudgetConfig:
     start_loss: float | None = None
     """Wait with any span loss until the task loss (a running mean, nats) has once fallen below this; None starts at once."""
     wait: int = 0
-    """Wait with any span loss for so many steps: spans shrink to what was needed so far, which early on may be too little."""
+    """Number of steps without any span loss: spans shrink to what was needed so far, which early on may be too little."""
     patience_loss: float | None = None
-    """Let the weight shrink while the running task loss is above this, so that pressure never undoes the task; None is off."""
+    """Reduce the weight while the running task loss is above this, so that the span loss does not undo the task; None:
+    never."""
     rest: bool = False
-    """Take the span loss away altogether while the target is met or patience_loss is exceeded. Adam's steps are hardly shorter
-    under a small weight, so that spans which no task loss holds up would go on falling."""
+    """Switch the span loss off while the target is met or patience_loss is exceeded. Adam's steps are hardly shorter under a
+    small weight, so that spans which no task loss holds up would go on falling."""
 
     def __post_init__(self) -> None:
         check_fields(self, finite=False)  # a run refuses infinities and NaN, and says in which part they are
@@ -54,13 +55,13 @@ class BudgetConfig:
 @documented
 @dataclass(frozen=True)
 class LearningConfig:
-    """What every kind of training has: its length, optimizer, learning rates, pressure on spans, and what it writes."""
+    """Settings of every kind of training: its length, optimizer, learning rates, span loss, and what it writes."""
 
     steps: int = 1000
     """Optimizer steps."""
     seconds: float | None = None
-    """Train for at most so long, in seconds since the start or the last resume, evaluations included. Where the clock is ahead
-    of the steps, schedules follow the clock, so that such a run cannot be repeated bit for bit. None sets no limit."""
+    """Time limit in seconds since the start or the last resume, evaluations included. If the clock is ahead of the steps,
+    schedules follow the clock, so that such a run cannot be repeated bit for bit. None: no limit."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
     lr: float = 1e-3
@@ -131,17 +132,19 @@ class TrainConfig(LearningConfig):
     accumulate: int = 1
     """Micro-batches per optimizer step; must divide batch."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward and backward pass; with bf16, a GPU multiplies what stays in float32 as TF32."""
+    """Arithmetic of the forward and backward pass; with bf16, a GPU computes products that stay in float32 as TF32."""
     compile: bool = False
     """Compile the model with torch.compile."""
     graphs: bool = True
-    """On one GPU, record a training step as a CUDA graph and replay it, where every layer's shapes are steady."""
+    """On one GPU, record training steps as CUDA graphs and replay them, if all layers allow it: the shapes of their states must
+    stay the same, and the host must not wait for the device."""
     eval_batches: int = 8
     """Batches per evaluation during training."""
     test_batches: int | None = None
-    """Batches of the final evaluation on the test split; None reads all of it, which may exceed a memory that only grows."""
+    """Number of batches of the final evaluation on the test split; None reads all of it, for which the states of systems that
+    never forget may be too large."""
     eval_batch: int | None = None
-    """Rows side by side in evaluations; None takes batch."""
+    """Number of rows in evaluations; None takes batch."""
     eval_block: int | None = None
     """Tokens per row and forward pass in evaluations; None takes block."""
 

@@ -59,7 +59,7 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
 
 
 class Watched:
-    """A page that writes down what it asks for and what it complains about."""
+    """A browser page that records its requests and its console messages."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 720}, accept_downloads=True, **options)
@@ -87,7 +87,7 @@ class Watched:
         return self.page
 
     def rest(self) -> None:
-        """Until what was asked for is drawn."""
+        """Wait until the page has drawn everything that was requested."""
         self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         wait_until(lambda: self.view("view.resting()"))
 
@@ -95,7 +95,7 @@ class Watched:
         return self.page.evaluate(f"() => {{ const view = document.getElementById('es-view'); return {expression}; }}")
 
     def wait(self, expression: str) -> None:
-        """From outside: the page's rules forbid to evaluate strings inside it."""
+        """Wait until an expression is true. It is polled from outside, since the page's CSP forbids evaluating strings."""
         wait_until(lambda: self.view(expression), 60)
 
     def text(self, name: str) -> str:
@@ -106,7 +106,7 @@ class Watched:
         self.rest()
 
     def check(self, home: str) -> None:
-        """Nothing went wrong since the last look, and nothing outside `home` was asked for."""
+        """Assert that there were no errors since the last check, and no requests outside `home`."""
         complaints, asked = self.complaints[:], self.asked[:]
         self.complaints.clear()
         self.asked.clear()

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per worker, so that two workers share two cores fairly; kernels for the interpreter."""
+"""Fixtures of all tests. Each worker has one thread; without a GPU, Triton kernels run in the interpreter."""
 
 import importlib.util
 import os

@@ -1,8 +1,8 @@
 """Tolerances from an error budget: a result may be as far from float64 as the definition is when computed with fewer digits.
 
-The budget is measured where the test runs, from a second computation of the same result, so that it holds on any
-processor: a sum taken in another order changes both sides alike. Where two computations are compared that differ only in the
-order of their sums, `reordered` gives the budget from the number of terms.
+The budget is measured where the test runs, from a second computation of the same result, so that it holds on any CPU: another
+order of summation changes both in the same way. For two computations that differ only in the order of their sums, `reordered`
+gives the budget from the number of terms.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Train with FSDP on CPU processes: accelerate shards on GPUs only, so it is told that it may; the rest runs as it is."""
+"""Trains with FSDP in CPU processes: accelerate shards on GPUs only, so its state is patched; all other code is unchanged."""
 
 import sys
 

@@ -59,7 +59,7 @@ def options_of_train() -> Iterator[list[str]]:
         for option, hint in fields_of(RECIPES[recipe]()):
             for value in values_for(hint, option):
                 if option == "train.steps" and value == "999999999999":
-                    continue  # a long training is nothing to refuse
+                    continue  # a long training is not an error
                 yield ["train", recipe, *DATA[recipe], *TINY, f"--{option}", value]
 
 

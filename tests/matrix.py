@@ -4,9 +4,9 @@
     python -m tests.matrix --triton 3.9.0    # one version only
     python -m tests.matrix --whole           # all of the kernels' tests in place of a quick part
 
-Environments lie in .matrix/ and are kept, so that a second call only runs the tests. Torch is shared: on this Python an
-environment holds Triton alone and reads everything else from the one that runs this script; every other Python has one
-environment with torch, which those with a Triton read. Kernels run in Triton's interpreter where there is no GPU.
+Environments are kept in .matrix/, so that a second call only runs the tests. Torch is shared: on this Python, an environment
+holds only Triton and takes everything else from the one that runs this script; every other Python has one environment with
+torch, which its environments with a Triton use. Kernels run in Triton's interpreter where there is no GPU.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ GRADS = ("q", "k", "v", "span")
 
 @dataclass
 class Case:
-    """A problem and its options; `stored` memories lie before the T queries' own."""
+    """A problem and its options; `stored` memories come before the T queries' own."""
 
     batch: int = 2
     heads: int = 4

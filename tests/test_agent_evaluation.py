@@ -1,4 +1,4 @@
-"""Evaluating agents: intervals, bands, what was kept against what was needed, and the controls against self-deception."""
+"""Evaluation of agents: intervals, bands, retention, and the control experiments."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_retention_by_hand():
 
 
 def test_deleting_what_shows_a_fact():
-    """Only the memories born at steps that showed one, only once nothing shows it any more."""
+    """The control deletes only memories written at steps that showed a fact, and only once no step shows it any more."""
     policy = policy_of(CORRIDOR)
     envs = build_environments(CORRIDOR, 6)
     envs.begin(0)
@@ -116,7 +116,7 @@ def test_rows_of_two_states_are_exchanged():
 
 @pytest.mark.parametrize("control", ["forget", "delete", "swap"])
 def test_controls_play_on(control):
-    """A twin keeps step with its agent, whatever happens; without memory nothing is left in the store but the newest."""
+    """The twin's episodes stay in step with the agent's; with the control forget, the store holds only the newest memory."""
     policy = policy_of(CORRIDOR)
     result = evaluate_agent(policy, CORRIDOR, 8, seed=1, rows=4, control=control)
     assert result.episodes == 8

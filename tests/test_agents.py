@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def play_twice(config) -> AgentLearner:
-    """A learner that stands in the middle of episodes, with memories of earlier ones behind it."""
+    """A learner that has played two windows, so that it is in the middle of episodes and has memories of earlier steps."""
     torch.manual_seed(1)
     learner = AgentLearner(config)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_windows_are_cut_where_episodes_begin():
     assert told == [(0, 0, 2, True), (0, 2, 1, False), (0, 3, 1, False), (1, 0, 4, True), (2, 0, 4, False)]
 
 
-def test_stretches_do_not_see_across_an_episodes_end():
+def test_fragments_do_not_see_across_an_episodes_end():
     """Other observations before an episode's beginning change nothing after it."""
     learner = play_twice(tiny_agent(window=16))
     window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
@@ -100,7 +100,7 @@ def test_stretches_do_not_see_across_an_episodes_end():
 
 
 def test_spans_are_priced_without_padding():
-    """The mean span of the window's steps alone, whatever the stretches' lengths; and the price has a gradient."""
+    """The span loss is the mean span of the window's steps, without the fragments' padding, and it has a gradient."""
     learner = play_twice(tiny_agent(window=16))
     window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
     learner.policy.double()
@@ -133,8 +133,8 @@ def test_advantages_equal_their_sum():
             torch.testing.assert_close(got[t, b], total)
 
 
-def test_episodes_that_were_cut_off_are_worth_what_they_missed():
-    """With a constant value head, the reward at a cut is raised by gamma times that value, and at a true end it is not."""
+def test_truncated_episodes_count_the_value_of_their_final_state():
+    """With a constant value head, the reward at a truncation is raised by gamma times that value; at termination it is not."""
     learner = AgentLearner(tiny_agent(window=24))
     with torch.no_grad():
         learner.policy.value_head.weight.zero_()
@@ -153,7 +153,7 @@ def test_episodes_that_were_cut_off_are_worth_what_they_missed():
 
 
 def test_the_surrogate_by_hand():
-    """Gains beyond the limit bring nothing more; losses always count."""
+    """A ratio beyond the clipping range does not improve the objective further, but a worse one always counts."""
     improver = AgentLearner(tiny_agent(clip_ratio=0.2)).model
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
@@ -213,7 +213,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
 
 
 def test_environments_go_on_where_they_stood():
-    """Rows of unequal age, restored by replaying their actions, give the very same future."""
+    """Rows at different steps of their episodes, restored by replaying their actions, continue exactly as before."""
     task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20}', previous_action=True)
     one, two = (build_environments(task, 5) for _ in range(2))
     one.begin(3)

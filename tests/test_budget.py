@@ -1,4 +1,4 @@
-"""The budget controller: reaches its target, moves the right way, waits and yields as asked, restores exactly."""
+"""The budget controller: it reaches its target, waits, weakens while the task loss is high, and is restored exactly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weight_rises_above_the_target_and_falls_below_it(high, low):
     assert feed(up, high) > start > feed(down, low)
 
 
-def test_more_live_never_means_less_pressure():
+def test_more_live_memories_never_lower_the_weight():
     weights = [feed(build(), live, times=5) for live in (1, 10, 50, 60, 200, 1e4)]
     assert weights == sorted(weights)
 
@@ -67,7 +67,7 @@ def test_one_lucky_step_does_not_start_it():
 
 
 @pytest.mark.parametrize(("memory", "steps"), [(5.0, 11), (20.0, 45)])
-def test_pressure_begins_as_soon_as_its_memory_allows(memory, steps):
+def test_the_span_loss_starts_as_soon_as_its_running_mean_allows(memory, steps):
     """From half of the episodes failed to none: the running share falls below 5% after memory x ln 10 steps."""
     config = BudgetConfig(live=50.0, start_loss=0.05)
     controller = BudgetController(config, layers=2, bytes_per_memory=100, loss_memory=memory)
@@ -99,7 +99,7 @@ def test_needs_a_target():
         BudgetController(BudgetConfig(), layers=1, bytes_per_memory=1)
 
 
-def test_pressure_waits_for_so_many_steps():
+def test_the_span_loss_waits_for_a_number_of_steps():
     """However well the task goes; a state from before there was a wait has no step count."""
     controller = BudgetController(BudgetConfig(live=4, wait=3, start_loss=1.0), layers=1, bytes_per_memory=1)
     weights = []

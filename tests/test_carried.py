@@ -1,4 +1,5 @@
-"""What training carries: exactly the living, in order of birth, in shapes that do not depend on who died."""
+"""The memory that training carries: exactly the living memories, in order of birth, in shapes that do not depend on the
+deaths."""
 
 import pytest
 import torch

@@ -101,7 +101,7 @@ def test_damaged_checksums_are_damage(run, content):
 def test_all_damaged_is_an_error_that_says_so(run):
     save(run, 5)
     (checkpoint.folder_of(run, 5) / "state.json").write_text("{}")
-    with pytest.raises(RunError, match=r"no checkpoint .* is sound"):
+    with pytest.raises(RunError, match=r"no checkpoint .* is intact"):
         checkpoint.load(run)
 
 

@@ -1,4 +1,4 @@
-"""A whole comparison in processes of its own: interrupted, gone on with, measured, and shown on its page."""
+"""A whole comparison in real processes: interrupted, continued, measured, and shown on its page."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def child_of(name: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Path:
-    """A comparison of two systems that nothing disturbed.
+    """A comparison of two systems that was not interrupted.
 
     The first system has a process of its own, as users' systems do; the second one is trained in this process.
     """

@@ -1,4 +1,4 @@
-"""Two real processes give the single process's result: DDP, forked and through accelerate launch, and FSDP."""
+"""Two real processes give the same result as one: DDP, forked and through accelerate launch, and FSDP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def lines(path: Path) -> list[dict]:
 
 
 def check_same(one: list[dict], two: list[dict]) -> None:
-    """Equal up to the order of float32 sums. Bytes held are not: rows that are stored together share their padding."""
+    """Assert equality up to the order of float32 sums. Bytes held may differ, since padding depends on which rows are stored
+    together."""
     assert len(one) == len(two)
     for a, b in zip(one, two):
         assert a.keys() == b.keys() and a.pop("bytes_held") == pytest.approx(b["bytes_held"], rel=0.1)

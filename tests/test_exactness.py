@@ -1,4 +1,4 @@
-"""The first promise in every dtype and implementation: a dead memory can be deleted, whatever it holds, without a trace."""
+"""Exactness in every dtype and implementation: deleting a dead memory, whatever it holds, changes no output and no gradient."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures(small_tiles.__name__), *([pytest.mark.gpu]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PLAIN = ["reference", "chunked", "decode"]
-"""`decode` is the way of a few queries without gradient."""
+"""`decode` stands for the path of a few queries without gradients."""
 SHORT, LONG = 40, 1000
 """Random cases for each dtype and implementation in `make test` and in `make test-long`."""
 
@@ -154,7 +154,7 @@ def test_deletion_changes_nothing_in_a_thousand_cases(impl, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_rows_in_segments_hold_what_a_rectangle_holds(dtype):
-    """Rows of 3 and 20 memories in flat buffers, NaN in the slots that belong to nobody."""
+    """Rows of 3 and 20 memories in flat buffers, with NaN in the slots that belong to no row."""
     g = torch.Generator().manual_seed(0)
     counts, starts, heads, dim = torch.tensor([3, 20]), torch.tensor([1, 9]), 2, 32
     k, v = (torch.full((40, heads, dim), torch.nan, dtype=dtype) for _ in range(2))

@@ -51,9 +51,8 @@ def test_gated_delta_kernel(count, dtype, shape):
     q, k, v, log_gate, strength, state = inputs
     given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     given += [x.detach().float().requires_grad_() for x in (log_gate, strength, state)]
-    exact_inputs = [
-        x.detach().double().requires_grad_() for x in given
-    ]  # the same numbers, so that only arithmetic differs
+    # The same numbers, so that only arithmetic differs.
+    exact_inputs = [x.detach().double().requires_grad_() for x in given]
     exact = chunked_delta_rule(*exact_inputs, 64)
     other = [round_to(x.detach(), dtype, n).requires_grad_() for n, x in enumerate(exact_inputs)]
     rounded = chunked_delta_rule(*other, 64)

@@ -1,4 +1,4 @@
-"""The Gymnasium faces: its own checker over every id, autoreset in all modes, equal episodes, refusals."""
+"""The Gymnasium interfaces: Gymnasium's checker on every id, autoreset in all modes, equal episodes, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrofitted models: exact with real deletion, whatever `generate` does, and off again without a trace."""
+"""Retrofitted models: exact with real deletion, whatever `generate` does; detaching restores the model bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A stream that goes on and on costs no more at its end than at its beginning: memory and time per step stay flat."""
+"""Memory and time per step of an endless stream stay constant."""
 
 import os
 import statistics

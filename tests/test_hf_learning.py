@@ -206,7 +206,7 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     )
     assert "(budget 40)" in capsys.readouterr().out
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
-    assert "sound, made for" in capsys.readouterr().out
+    assert "intact, made for" in capsys.readouterr().out
     out = ["--context", "400", "--documents", "2", "--questions", "1", "--out", str(tmp_path / "table")]
     asked = ["--methods", "none,sinks,snap,expire", "--budgets", "0.25", "--chunk", "32"]
     assert main(["evaluate-cache", str(folder), "--adapter", adapter, *common, *out, *asked]) == 0

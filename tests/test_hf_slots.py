@@ -1,4 +1,4 @@
-"""Decoding over slots gives what the expiring cache gives, whatever the family; buffers grow, rows come and go."""
+"""Decoding over slots equals decoding with the expiring cache for every family, while buffers grow and rows are replaced."""
 
 import pytest
 import torch

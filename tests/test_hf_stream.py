@@ -1,4 +1,4 @@
-"""Endless streams in flat memory, positions re-based, and the server that real clients talk to."""
+"""Endless streams in bounded memory with renumbered positions, and the server with a real client."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Launching a compiled kernel again: what it is kept under, and what reaches Triton's launcher."""
+"""Quick launches of a compiled kernel: the key under which it is cached, and the arguments that Triton's launcher gets."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The loop is given a learner: any kind of one, with the run folder, checkpoints, stop requests and display as they are."""
+"""The training loop with any kind of learner: run folder, checkpoints, stop requests, time limits, trackers, display."""
 
 from __future__ import annotations
 

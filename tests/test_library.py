@@ -63,9 +63,8 @@ def test_public_names_have_their_real_types(tmp_path):
     """Pyright on a user's file; the short twin above reads the imports."""
     names = sorted(set(expire_span.__all__) - {"__version__"})
     lines = ["import expire_span", *(f"reveal_type(expire_span.{name})" for name in names)]
-    calls = [
-        f"{name}.__call__" for name in ("Backbone", "Decoder", "Encoder", "ExpireSpan", "Mixer")
-    ]  # what a call returns
+    # What a call returns.
+    calls = [f"{name}.__call__" for name in ("Backbone", "Decoder", "Encoder", "ExpireSpan", "Mixer")]
     lines += [f"reveal_type(expire_span.{call})" for call in calls]
     (tmp_path / "user.py").write_text("\n".join(lines))
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"]}}')

@@ -1,4 +1,4 @@
-"""ExpiringMemory: what is alive stays and in order, what is dead goes, rows never wait for each other."""
+"""ExpiringMemory: living memories stay in order, dead ones are deleted, and rows are independent."""
 
 from itertools import pairwise
 

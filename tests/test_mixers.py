@@ -71,7 +71,7 @@ tokens = draw_tokens
 
 
 def read(model, x, state=None):
-    """In training mode what is kept is hidden states, as the trainer asks for, else keys and values."""
+    """Read x; in training mode the state keeps hidden states, as in training, else keys and values."""
     return model(x, state, keep="hidden" if model.training else "kv")
 
 
@@ -117,7 +117,8 @@ def test_the_shared_matrix(name, check, keep):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_bytes_held_are_those_of_the_formula(name):
-    """Exactly so for states of fixed size; stores may hold spare room, and learned spans stay below their limit."""
+    """The formula is exact for states of fixed size; stores may have spare slots, and with learned spans it is an upper
+    bound."""
     decoder = build(name).eval()
     with torch.no_grad():
         _, _, aux = read(decoder, tokens())

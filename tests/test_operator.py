@@ -145,7 +145,7 @@ def _check_gradients(case: Case) -> None:
 
 
 def test_a_deleted_memory_changes_nothing():
-    """The first promise: drop every memory that is dead for the first query, and outputs and gradients stay the same."""
+    """If every memory that is dead for the first query is dropped, outputs and gradients stay the same."""
     x = Case(batch=1, queries=40, stored=200, spans="mixed").tensors()
     alive = (x["span"][0] + 7 > x["q_pos"][0] - x["k_pos"]).detach()
     assert 20 < int(alive.sum()) < 200
@@ -203,7 +203,7 @@ def _dense_attention(x: dict[str, torch.Tensor], **options) -> list[torch.Tensor
 @given(span=st.integers(-1280, 3200).map(lambda n: n / 64), ramp=st.integers(1, 20))
 @settings(max_examples=50, deadline=None)
 def test_a_memory_is_readable_at_the_ages_the_formula_says(include_self, span, ramp):
-    """METHOD: `ceil(e) + R - 1` ages of at least 1, plus age 0 where a token sees itself."""
+    """A memory is readable at `ceil(e) + R - 1` ages of at least 1, and at age 0 if a token sees itself."""
     span = max(span, -ramp)
     spans = torch.tensor([[span]], dtype=torch.float64)
     age = ages(torch.arange(200)[None], torch.zeros(1, 1, dtype=torch.int64), causal=True)

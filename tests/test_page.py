@@ -226,7 +226,7 @@ def test_run_without_a_checkpoint_says_so_and_moves_on(run, tmp_path):
     broken = tmp_path / "young" / "checkpoints" / "step-00000004"
     shutil.copytree(step, broken)
     (broken / "model.safetensors").write_bytes(b"half")
-    assert source.reader() is not first, "the newest sound one"
+    assert source.reader() is not first, "the newest intact one"
 
 
 def test_a_trace_alone_can_be_served(tmp_path):

@@ -35,7 +35,7 @@ def test_spans_start_at_the_asked_share():
 
 
 def test_heads_learn_their_reach():
-    """Two heads share theirs out among tokens, up to the longest span; two give it to all."""
+    """Two heads distribute their average span over tokens, up to the longest span; two give it to all tokens alike."""
     reach = HeadReach(True, own_heads=2, spread=16.0)
     fields = dict(span_per="kv_head", reach=reach, initial_span=0.2, min_span=2.0)
     config = replace(CONFIGS["modern"], kv_heads=4, mixer=replace(CONFIGS["modern"].mixer, **fields))
@@ -87,7 +87,7 @@ def test_heads_start_apart_and_some_share():
 
 
 @torch.no_grad()
-def test_heads_that_share_count_as_many():
+def test_a_shared_row_of_spans_counts_for_all_its_heads():
     """The loss and the number alive are means over heads, however few rows of spans there are."""
     base = EXPIRE["modern, heads that share"]
     shared, each = (
@@ -120,8 +120,8 @@ def test_a_least_span_is_kept():
     torch.testing.assert_close(predictor(torch.randn(2, 3, 8)), torch.full_like(span, 5.0))
 
 
-def test_a_least_reach_is_kept_and_left_at_once():
-    """What leads further down is dropped of the sum over all tokens, not of each: what is left would be noise that leads up."""
+def test_a_head_at_its_least_reach_stays_there_and_can_leave_at_once():
+    """An outward gradient is dropped from the sum over tokens, not from each token, which would leave an inward bias."""
     rules = ExpireSpanConfig(max_span=100, min_span=5.0, span_per="kv_head", reach=HeadReach(True, own_heads=1))
     predictor = ReachLifetimes(8, 2, rules)
     torch.nn.init.constant_(predictor.reach, -0.1)
@@ -134,7 +134,7 @@ def test_a_least_reach_is_kept_and_left_at_once():
 
 
 def test_a_closed_head_of_adaptive_span_opens_again_at_once():
-    """Pressure on a span that is zero already does not pile up."""
+    """An outward gradient on a span that is already zero does not move the parameter further out."""
     spans = HeadLifetimes(2, AdaptiveSpanConfig(max_span=100, initial_span=0.1))
     optimizer = torch.optim.Adam(spans.parameters(), lr=0.05)
 

@@ -183,9 +183,8 @@ def penalised(penalty: str, vocab: int = 30) -> Decoder:
 def test_without_dropping_it_is_full_attention():
     model = penalised("entropy").eval()
     torch.manual_seed(0)
-    plain = (
-        Decoder(model.config).double().eval()
-    )  # from the same seed: the mixer in place of another takes over its weights
+    # From the same seed: the mixer in place of another takes over its weights.
+    plain = Decoder(model.config).double().eval()
     with torch.no_grad():
         (got, _, aux), (want, _, also) = (m(TOKENS, keep="nothing") for m in (model, plain))
         assert torch.allclose(got, want, atol=DOUBLE) and aux.live.tolist() == also.live.tolist()

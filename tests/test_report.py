@@ -100,7 +100,11 @@ def test_bytes_are_of_one_row_and_say_so(recall_page):
 
 @pytest.mark.parametrize(
     ("live", "words"),
-    [(4.8, "ended with 4.8. A budget is a mark"), (9.5, "ended with 9.5."), (15.0, "train longer to come nearer")],
+    [
+        (4.8, "ended with 4.8. The span loss shortens spans"),
+        (9.5, "ended with 9.5."),
+        (15.0, "train longer to come nearer"),
+    ],
 )
 def test_what_became_of_the_budget_is_explained(recall_page, monkeypatch, live, words):
     run, _ = recall_page
@@ -108,7 +112,7 @@ def test_what_became_of_the_budget_is_explained(recall_page, monkeypatch, live, 
     told = replace(run, config=replace(run.config, train=train))
     monkeypatch.setattr(type(run), "read_result", lambda self: {"live": [live, live]})
     assert "The budget was 10 memories alive" in explain_budget(told) and words in explain_budget(told)
-    assert ("A budget is a mark" in explain_budget(told)) == (live < 9)
+    assert ("The span loss shortens spans" in explain_budget(told)) == (live < 9)
     assert explain_budget(replace(told, config=replace(told.config, train=replace(train, budget=BudgetConfig())))) == ""
 
 
@@ -211,7 +215,7 @@ def test_an_unfinished_run_has_no_costs(tmp_path):
 
 def test_bytes_of_short_sequences_are_explained():
     assert explain_spare({}) == explain_spare({"mean_bytes": 10, "full_bytes": 20}) == ""
-    assert "room for at least 32 further memories" in explain_spare({"mean_bytes": 21, "full_bytes": 20})
+    assert "spare slots for at least 32 further memories" in explain_spare({"mean_bytes": 21, "full_bytes": 20})
 
 
 def test_an_agents_bands_are_a_table():

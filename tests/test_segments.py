@@ -1,4 +1,4 @@
-"""Decoding over rows of unequal length, read where they lie: the kernel against a rectangle of the same rows."""
+"""The decode kernel on the segment layout, compared with the same rows in the rectangle layout."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Collision, copy, the twins of the grid worlds, books: against slow readings, exact places, refusals."""
+"""Collision, copy, the twins of the grid worlds and books: compared with slow implementations, restored exactly, refusals."""
 
 from __future__ import annotations
 

@@ -87,9 +87,8 @@ def test_what_is_shipped_is_the_run(run, folder):
     ours, theirs = load_decoder(folder.path).state_dict(), load_decoder(run.path).state_dict()
     for name, x in theirs.items():
         assert ours[name].dtype == torch.float32
-        torch.testing.assert_close(
-            ours[name], x, rtol=2.0**-11, atol=2.0**-25
-        )  # rounding to float16, subnormals included
+        # Rounding to float16, subnormals included.
+        torch.testing.assert_close(ours[name], x, rtol=2.0**-11, atol=2.0**-25)
     assert folder.config.model == run.config.model and folder.config.task.path == "text.txt"
     data = Text(run.config.task)
     assert (folder.path / "sample.txt").read_bytes() == data.split("test").tobytes()[:-1], "the last is only predicted"

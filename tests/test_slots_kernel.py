@@ -1,4 +1,4 @@
-"""The fused decoding step equals the plain one: outputs, and what it leaves in the slots. On a GPU, else interpreted."""
+"""The fused decoding step equals the plain one in its outputs and in the slots. It runs on a GPU, or interpreted."""
 
 from __future__ import annotations
 

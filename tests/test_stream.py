@@ -1,4 +1,4 @@
-"""Streams: exact, endless, bounded; rows come, go, are copied and saved, and bad input is named."""
+"""Streams: exact, of any length, bounded; rows are replaced, copied and saved; bad input is refused."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_rows_are_replaced_while_others_go_on():
     assert after[1] == wanted and after[0] == texts_of(undisturbed, FRESH + 37)[0][FRESH + 7 :]
 
 
-def test_tokens_under_way_when_a_row_is_replaced_belong_to_nobody(monkeypatch):
+def test_tokens_of_a_running_step_are_dropped_when_their_row_is_replaced(monkeypatch):
     """On a GPU a step is launched before the tokens of the one before are read: the same order of calls, on any device."""
     monkeypatch.setattr("expire_span.stream.stream._send_to_host", lambda tokens: Flight(tokens.clone()))
     decoder = build("spans per head")

@@ -1,4 +1,4 @@
-"""The trace: it says of each memory exactly what the definition says, agrees with the store, and is refused when foreign."""
+"""The trace: every memory's life follows the definition and agrees with the store; files that are no traces are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels go through Triton's compiler, for a GPU that need not be there: the interpreter does not know what it refuses."""
+"""The kernels pass Triton's compiler, without a GPU: the interpreter accepts code that the compiler refuses."""
 
 import json
 import subprocess

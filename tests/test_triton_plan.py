@@ -1,4 +1,4 @@
-"""The plan of the fused kernels: which memory tiles each query tile visits, and where those stand that fill up tiles."""
+"""The plan of the fused kernels: which memory tiles each query tile reads, and where padding slots are placed."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.usefixtures(small_tiles.__name__), *([pytest.mark.gpu]
 
 @pytest.mark.parametrize(("longest", "window"), [pytest.param(1e6, 0, marks=pytest.mark.long), (300.0, 25)])
 def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
-    """Each query tile's runs against the mask itself: nothing alive is missed, and hardly a dead tile is walked.
+    """Each query tile's runs, compared with the mask: no living memory is missed, and hardly a dead tile is read.
 
     With a window, full tiles hold no memory of that age or younger either.
     """
@@ -43,7 +43,7 @@ def test_runs_hold_all_that_lives_and_full_tiles_need_no_mask(longest, window):
 
 
 def test_classes_too_thin_for_tiles_of_their_own_are_joined():
-    """Of 200 memories nearly all live 5 steps; the few that live longer, each its own length, stand in tiles together."""
+    """Of 200 memories nearly all live 5 steps; the few that live longer, with different lengths, share tiles."""
     case, block_n = Case(1, 1, 1, 200, 0, 32), 4
     x = {n: t.detach().to(DEVICE) for n, t in case.tensors(torch.float32).items()}
     span = torch.full((1, 1, 200), 5.0, device=DEVICE)

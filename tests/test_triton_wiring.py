@@ -1,4 +1,4 @@
-"""The fused kernels inside PyTorch: compiled, checkpointed, listened to, refused, or not there at all."""
+"""The fused kernels inside PyTorch: compiled, checkpointed, under dispatch modes, refused, and without Triton."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_compiled_equals_eager_in_one_graph():
 
 
 def test_what_watches_ops_sees_one_op():
-    """Eager calls go around the dispatcher, but not where a mode listens to it."""
+    """Eager calls bypass the dispatcher, except where a dispatch mode is active."""
     seen = []
 
     class Listener(TorchDispatchMode):

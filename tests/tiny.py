@@ -61,7 +61,7 @@ def _collect(config: Any, recipe: Any, prefix: str, out: list[str]) -> None:
 
 
 def _heed_interrupts() -> None:
-    """Ctrl-C reaches the process even where the tests themselves were started in the background, which ignores it."""
+    """Restore the handler of Ctrl-C, which a shell sets to "ignore" for programs that it starts in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,6 +1,6 @@
 """The GPU kernels for tests: on a GPU as they are; elsewhere in Triton's interpreter, on CPU tensors.
 
-Whether a kernel is interpreted is settled when it is defined, so this must be imported before any kernel is.
+Whether a kernel is interpreted is decided when it is defined, so this must be imported before any kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _define_interpreted() -> None:
 
 
 def _mend_scalars(interpreter) -> None:
-    """Loop bounds are one-element arrays there, which NumPy 2.4 no longer turns into an int by itself."""
+    """Patch the interpreter: its loop bounds are one-element arrays, which NumPy 2.4 no longer converts to int."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope) -> None:
@@ -43,7 +43,7 @@ def _mend_scalars(interpreter) -> None:
 
 
 def _mend_bfloat16(interpreter) -> None:
-    """bfloat16 is held as its bits there, and `dot` multiplies the bits: widen them first."""
+    """Patch the interpreter: it holds bfloat16 as raw bits, and `dot` would multiply the bits; convert them to float first."""
     import triton.language as tl
 
     dot = interpreter.InterpreterBuilder.create_dot

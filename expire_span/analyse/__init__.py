@@ -1,1 +1,1 @@
-"""The paper's analyses of a trained model of text: what lives long, what spans depend on, what a shorter memory costs."""
+"""The paper's analyses of a model trained on text: which tokens live long, what spans depend on, what shorter memories cost."""

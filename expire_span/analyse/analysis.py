@@ -1,10 +1,10 @@
-"""`expire-span analyse RUN`: three questions to a trained model of text, answered with counts and intervals.
+"""`expire-span analyse RUN`: three questions about a model trained on text, answered with counts and confidence intervals.
 
-1. Which tokens live longest, layer by layer? Mean span of each class of letters.
-2. What does a word's span depend on? The spans of a name before and after another word takes its place.
-3. What gets worse when no memory may live longer than a limit? Bits a letter, by class.
+1. Which tokens live longest in each layer? Mean span of each class of letters.
+2. What does a word's span depend on? The spans of a name, and of other words in its place.
+3. What gets worse if no span may exceed a limit? Additional bits per letter, by class.
 
-The answers go to analysis.json in the run folder, the pictures beside it.
+The answers are written to analysis.json in the run folder, with pictures beside it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .reading import Reading, TextModel
 FORMAT = 1
 FILE = "analysis.json"
 WORD, REPLACEMENTS = "Egypt", ("somewhere", "Humpty Dumpty")
-"""The paper's example: a place, a word without content, and a name that nobody would expect there."""
+"""The paper's example: a place name, a word without content, and a name that is unexpected there."""
 BEFORE, AFTER = 400, 100
-"""Letters of the passage before and after the word."""
+"""Number of letters of the passage before and after the word."""
 PASSAGES = 16
-"""Most places at which the word is replaced."""
+"""Largest number of places at which the word is replaced."""
 TOP = 12
-"""Longest-lived tokens that are listed for each layer, and letters that lose most by a cut."""
+"""Number of longest-lived tokens listed for each layer, and of letters that lose most by a cut."""
 CUTS = (16, 64, 256)
-"""Parts of max_span to which spans are cut."""
+"""Spans are cut to max_span divided by each of these."""
 
 
 def analyse(
@@ -50,7 +50,10 @@ def analyse(
     device: Any = "cpu",
     raw: bytes | None = None,
 ) -> dict[str, Any]:
-    """Read the beginning of the test split, or of `raw`, and answer the three questions."""
+    """Read the first `count` letters of the test split, or of `raw`, and answer the three questions.
+
+    word: the word to replace; None chooses one. limits: spans to which to cut; empty takes those of `CUTS`.
+    """
     model = TextModel.open(run, count, device, raw)
     reading = model.read(model.tokens)
     if not reading.spans:
@@ -87,7 +90,7 @@ def around(text: str, place: int, width: int = 12) -> list[str]:
 
 
 def replace_word(model: TextModel, text: str, word: str | None) -> dict[str, Any] | None:
-    """Spans of a word's letters, and of the one after it, before and after other words take its place."""
+    """Spans of a word's letters and of the letter after it, and of the same letters of the words that replace it."""
     word = word or choose_word(text)
     if word is None:
         return None
@@ -126,7 +129,7 @@ def measure_word(model: TextModel, text: str, places: Sequence[int], word: str, 
 
 
 def cut_spans(model: TextModel, reading: Reading, limit: float, classes: np.ndarray) -> dict[str, Any]:
-    """What letters cost more when no span is longer than `limit`, by class, and the places that lose most."""
+    """Additional bits per letter when no span exceeds `limit`, by class, and the places with the largest increase."""
     short = model.read(model.tokens, limit)
     worse = (short.bits - reading.bits)[1:]
     means = class_means(worse, classes[1:], len(CLASSES))

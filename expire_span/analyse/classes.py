@@ -1,4 +1,4 @@
-"""Every letter of a text in one class: newline, section title, space, digit, name, rest."""
+"""Classifies every letter of a text as newline, section title, space, digit, name or rest."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ CLASSES = ("newline", "title", "space", "digit", "name", "rest")
 capitals, as books have it. A name is a word with a capital in the middle of a sentence."""
 
 LONGEST_TITLE = 100
-"""Letters of a title at most; longer lines of capitals are tables."""
+"""Largest number of letters of a title; longer lines of capitals are tables."""
 _WORD = re.compile(r"[A-Z][A-Za-z\u00c0-\u024f'-]*[a-z]")
 _ENDS = ".!?\n"
 _SKIPPED = " \t\"'([*_\u201c\u201d\u2018\u2019"
-"""What may stand between the end of a sentence and the first word of the next."""
+"""Characters that may occur between the end of a sentence and the first word of the next."""
 
 
 def classify(text: str) -> np.ndarray:
-    """The class of every letter, as its place in `CLASSES`."""
+    """The class of every letter, as an index into `CLASSES`."""
     found = np.full(len(text), CLASSES.index("rest"), np.int64)
     letters = np.array(list(text)) if text else np.zeros(0, "<U1")
     for start, end in find_names(text):

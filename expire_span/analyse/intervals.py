@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 BLOCKS = 50
-"""Contiguous blocks of the text that the bootstrap resamples: neighbouring values are correlated, whole blocks hardly are."""
+"""Number of contiguous blocks that the bootstrap resamples: neighbouring values are correlated, long blocks hardly are."""
 DRAWS = 1000
 LOW, HIGH = 2.5, 97.5
 """Percentiles: intervals of 95%."""
 
 
 def class_means(values: np.ndarray, classes: np.ndarray, count: int) -> list[dict[str, float]]:
-    """For each of `count` classes: how many values, their mean, and the interval of the mean by resampling blocks."""
+    """For each of `count` classes: the number of values, their mean, and its interval by resampling blocks."""
     stretch = np.arange(len(values)) * BLOCKS // max(len(values), 1)
     place = stretch * count + classes
     sums = np.bincount(place, values, BLOCKS * count).reshape(BLOCKS, count)
@@ -22,7 +22,7 @@ def class_means(values: np.ndarray, classes: np.ndarray, count: int) -> list[dic
 
 
 def mean_of(values: np.ndarray) -> dict[str, float]:
-    """The same for a few values that are independent of each other: each is resampled by itself."""
+    """The same for a few independent values, which are resampled one by one."""
     drawn = np.random.default_rng(0).multinomial(len(values), np.full(len(values), 1 / len(values)), DRAWS)
     return _mean(values.astype(float), np.ones(len(values)), drawn)
 

@@ -22,7 +22,7 @@ def draw_all(found: dict[str, Any]) -> dict[str, bytes]:
 
 
 def draw_classes(layers: list[dict[str, Any]]) -> Figure:
-    """Mean span of each class over that of all tokens, one row a layer; the number is the mean span itself."""
+    """Mean span of each class relative to that of all tokens, as colour, one row per layer; the numbers are the mean spans."""
     spans = np.array([[row["mean"] for row in layer["classes"]] for layer in layers])
     means = np.array([max(layer["mean"], 1e-9) for layer in layers])
     with rc_context(STYLE):
@@ -53,7 +53,7 @@ def draw_replaced(replaced: dict[str, Any]) -> Figure:
 
 
 def draw_cuts(cuts: list[dict[str, Any]]) -> Figure:
-    """Bits a letter that a shorter memory costs, by class, one bar a limit, with intervals."""
+    """Additional bits per letter with shorter memories, by class, one bar per limit, with intervals."""
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.9))
         axes = figure.add_subplot(title="What a shorter memory costs", ylabel="bits more a letter (lower is better)")

@@ -1,4 +1,4 @@
-"""A text read by a run's model with memory carried: the span of every token in every layer, and the bits each one cost."""
+"""Reads a text with a run's model, memory carried: the span of every token in every layer, and the bits to predict it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from expire_span.view.limit import limit_spans
 KINDS = ("text", "books")
 """Tasks whose tokens are letters."""
 MARKS = {"⏎": "\n", "⇥": "\t", "␣": " "}
-"""Letters that a task shows as a sign."""
+"""Signs with which a task shows letters that are not visible."""
 BLOCK = 1024
-"""Tokens that are read at once; it does not change what is found."""
+"""Number of tokens that are read in one call; it does not change the result."""
 UNKNOWN = "\ufffd"
-"""Stands for a token that is no letter by itself, such as a byte of a longer sequence."""
+"""Stands for a token that is not a letter by itself, such as one byte of a multi-byte character."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Reading:
     text: str
     """One letter for each token."""
     spans: dict[int, np.ndarray]
-    """Spans [T] by layer, counted from 1; with a span per head, the longest. Layers that give none are left out."""
+    """Spans [T] by layer, counted from 1; with a span per head, the longest. Layers without spans are left out."""
     bits: np.ndarray
-    """What each token cost to predict from those before it, [T]; the first has none and is 0."""
+    """Bits to predict each token from those before it, [T]; 0 for the first."""
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A run's model and the letters that its tokens stand for."""
+    """A run's model, a text as tokens, and the letter of each token of the vocabulary."""
 
     decoder: Decoder
     letters: list[str]
@@ -57,7 +57,7 @@ class TextModel:
     def open(
         cls, run: RunFolder, count: int, device: torch.device | str = "cpu", raw: bytes | None = None
     ) -> TextModel:
-        """The model of the newest checkpoint and `count` letters: of `raw`, or of the test split, or as many as there are."""
+        """The model of the newest checkpoint, and at most `count` letters of `raw` or, if that is None, of the test split."""
         task: Any = run.config.task
         if task.kind not in KINDS or getattr(task, "tokenizer", ""):
             kind = f"{task.kind} with a tokenizer" if task.kind in KINDS else task.kind
@@ -99,7 +99,7 @@ class TextModel:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, limit: float | None = None) -> Reading:
-        """Read tokens [T] from an empty memory; `limit` cuts every span to so many steps."""
+        """Read tokens [T] from an empty memory. limit: clamp every span to this many steps; None does not."""
         device = next(self.decoder.parameters()).device
         spans: dict[int, list[Tensor]] = {}
         costs, state, last = [], None, None

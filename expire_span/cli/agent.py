@@ -1,4 +1,4 @@
-"""Agents on the command line: what train, resume and eval do with their runs."""
+"""Runs of agents on the command line: their part of train, resume and eval."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainAgent:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run whose best weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
+    """A run whose best weights are the initial weights: its name under --runs-dir, or its path. The shapes must match."""
 
 
 USUAL = (
@@ -70,7 +70,7 @@ def resume_agent(run: RunFolder) -> int:
 
 
 def eval_agent(run: RunFolder, command: Any) -> int:
-    """Print the result of fresh episodes as JSON. `command` is the Eval of runs.py."""
+    """Print the result of new episodes as JSON. command: the `Eval` of runs.py."""
     from expire_span.checkpoint import load_policy
     from expire_span.train.actor_critic import TEST, split_seed
     from expire_span.train.agent_evaluation import evaluate_agent

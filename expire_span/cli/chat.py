@@ -1,4 +1,4 @@
-"""The verb chat: a conversation in the terminal that never runs out of context."""
+"""`expire-span chat`: a conversation in the terminal without a limit on the context."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _lines():
 
 
 def _turn_tokens(tokenizer: Any, line: str, first: bool) -> Any:
-    """Only the new turn: what was said before is in the memory."""
+    """The tokens of the new turn only, since earlier turns are in the memory."""
     import torch
 
     from expire_span.hf.loading import chat_tokens

@@ -42,15 +42,15 @@ class Compare:
     budgets: str | None = None
     """The budgets, in memories, like 8,32,128; without it, what the recipe says (or a sweep around it)."""
     train_seconds: float | None = None
-    """Train every system for so long instead of for the same steps."""
+    """Seconds to train every system, instead of the recipe's steps."""
     name: str | None = None
-    """Name of the comparison's folder; compare-RECIPE by default. The same name goes on with it, or adds to it."""
+    """Name of the comparison's folder; compare-RECIPE by default. The same name continues it, or adds systems to it."""
     runs_dir: Path = Path("runs")
     """Folder that holds the comparison's folder."""
 
 
 MOST_SEEDS = 1000
-"""Runs of one system at most: every run is planned, and its folder named, before the first begins."""
+"""Largest number of seeds: every run is planned, and its folder named, before the first begins."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _parse(recipe: str, args: list[str]) -> Compare:
 
 
 def _systems(command: Compare) -> list[System]:
-    """The runs that were asked for; what can be refused without data or device is refused here."""
+    """The runs that the options ask for; everything that can be checked without data or device is checked here."""
     kinds = parse_mixers(command.mixers)
     if not 1 <= command.seeds <= MOST_SEEDS:
         raise UserError(f"--seeds must lie between 1 and {MOST_SEEDS:,}, got {command.seeds:,}")
@@ -130,7 +130,7 @@ def _systems(command: Compare) -> list[System]:
 
 
 def _compare(comparison: Comparison) -> int:
-    """Train what is not finished, then write and show the outcome, of what failed too."""
+    """Train the runs that are not finished, then write and print the table; failed runs are reported too."""
     from expire_span.compare.conduct import conduct
     from expire_span.compare.page import write_page
     from expire_span.compare.prepare import describe_plan

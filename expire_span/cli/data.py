@@ -1,4 +1,4 @@
-"""`expire-span data`: fetch or make a data set, check it, and put it where the recipes look for it."""
+"""`expire-span data`: download or generate a data set, check it, and store it where the recipes look for it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Data:
-    """Fetch or make a data set, check it and keep it; the same command goes on after an interruption."""
+    """Download or generate a data set and check it; after an interruption, the same command continues."""
 
     source: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE|URL")] = None
-    """Local file, folder or URL to take instead of the public home."""
+    """Local file, folder or URL to use instead of the public source."""
     to: Path | None = None
     """Where to put it; data/NAME by default, where the recipes look for it."""
     frames: int = 1_200_000
-    """collision: how many frames to save over all splits."""
+    """collision: number of frames to save, over all splits."""
     meet_prob: float = 0.0
-    """collision: chance a frame of the training split that the particles are made to meet; lessons before the real game."""
+    """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons."""
     books: int | None = None
-    """books: only so many of each split; None fetches all."""
+    """books: number of books of each split; None downloads all."""
 
 
 def run_data(args: list[str]) -> int:
@@ -76,7 +76,7 @@ def _make(name: str, place: Path, command: Data, report: Callable[[int, int | No
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar on stderr that vanishes when the work is done."""
+    """A progress bar on stderr that disappears when the work is done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

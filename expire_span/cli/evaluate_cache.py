@@ -1,4 +1,4 @@
-"""The verb evaluate-cache: forgetting methods of one model side by side, at equal peak bytes."""
+"""`expire-span evaluate-cache`: compares caches of one model at equal peak bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class EvaluateCache:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder, .gguf file or hub name of a causal language model."""
     data: Path
-    """Text to read: a file, or a folder of .txt files. Not what the adapter learned from."""
+    """Text to read: a file, or a folder of .txt files. It should not be the text on which the adapter was trained."""
     adapter: Path | None = None
     """Adapter folder, for the method expire."""
     methods: str = "none,window,sinks,knorm,snap,expire"
-    """Which caches, with commas."""
+    """The caches to compare, separated by commas."""
     budgets: str = "0.5,0.25,0.125"
-    """Peak bytes as shares of the full cache, with commas."""
+    """Peak bytes as shares of the full cache, separated by commas."""
     context: int = 4096
-    """Tokens of each document."""
+    """Number of tokens of each document."""
     documents: int = 16
-    """How many documents to read at most."""
+    """Largest number of documents to read."""
     questions: int = 8
-    """Retrieval questions of each kind (passkey, pairs)."""
+    """Number of retrieval questions of each kind (passkey, pairs)."""
     chunk: int = 128
     """Tokens per forward pass."""
     out: Path = Path("evaluate_cache")
-    """Where the table goes: the name without ending; .json and .png are written."""
+    """Name of the output files without their ending; a .json and a .png file are written."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"

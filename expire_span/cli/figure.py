@@ -15,9 +15,9 @@ from expire_span.runs import RunFolder, UserError, find_run
 from .parsing import PROGRAM, nearest, parse, read_text_option
 
 SHOWN = 4096
-"""Tokens of the sample in a figure that compares two traces."""
+"""Number of tokens of the sample in a figure that compares two traces."""
 NAMES = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cut", "patterns")
-"""Kept here too, so that a wrong name is answered without loading what draws."""
+"""Names of the figures. They are repeated here so that a wrong name is refused without loading matplotlib."""
 PAIRED = ("words", "cut")
 """Figures that need a model, since they compare what it does with two texts or two memories."""
 KINDS = (".pdf", ".png", ".svg")
@@ -25,9 +25,9 @@ KINDS = (".pdf", ".png", ".svg")
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
 OLDEST = 2**40
-"""The largest age that a picture can be asked to mark."""
+"""Largest value of --needed."""
 MOST_STEPS = 2**20
-"""Steps that growth measures at most: systems that never forget read all of them at every step."""
+"""Largest value of --longest: systems that never forget read all steps at every step."""
 STORY = "The king of Egypt went down to the river. Nobody saw him go, and nobody in Egypt asked where he was. " * 2
 """The text of the figure `words`, where none is given."""
 

@@ -1,4 +1,4 @@
-"""`expire-span eval RUN --file FILE`: any file, of any length, in bounded memory."""
+"""`expire-span eval RUN --file FILE`: scores a file of any length in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .parsing import warn
 
 
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
-    """Print the bits of a file's bytes, tokens or characters, and how many memories lived along it, as JSON."""
+    """Print bits per byte, token or character of a file and the number of living memories along it, as JSON."""
     task = run.config.task
     tokenizer = getattr(task, "tokenizer", "")
     if not tokenizer and not isinstance(task, BooksTask) and getattr(run.config.model, "vocab", None) != 256:

@@ -1,4 +1,4 @@
-"""`expire-span generate`: text that appears as it is made."""
+"""`expire-span generate`: prints generated text token by token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parsing import PROGRAM, parse, warn
 from .runs import OnAnyRun
 
 MOST_SAMPLES = 100_000
-"""Continuations that are written side by side at most."""
+"""Largest number of continuations that are generated side by side."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run_generate(args: list[str]) -> int:
         for text in zip(*steps):
             _write(prompt + b"".join(text) + b"\n\n")
         return 0
-    if command.file is None:  # a whole file before its continuation would bury it
+    if command.file is None:  # a whole file is not printed before its continuation
         _write(prompt)
     with contextlib.suppress(KeyboardInterrupt) if command.max_tokens is None else contextlib.nullcontext():
         for (byte,) in steps:

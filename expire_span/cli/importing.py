@@ -15,7 +15,7 @@ from .parsing import PROGRAM, parse
 
 
 def _default_training() -> TrainConfig:
-    """How a resumed import trains on: the released recipe's rate after its decay, without a warm-up."""
+    """How `resume` trains an imported run: with the released recipe's learning rate after its decay, without warm-up."""
     return TrainConfig(steps=1000, batch=16, lr=7e-5, warmup=0, schedule="constant", clip=0.3, betas=(0.9, 0.999))
 
 
@@ -30,21 +30,21 @@ class Import:
     ramp: int
     """--expire-span-ramp of its training."""
     max_span: int | None = None
-    """--attn-lim of its training; None reads it off the file."""
+    """--attn-lim of its training; None derives it from the file."""
     temperature: float = 1.0
     """--expire-span-pre-div of its training."""
     heads: int | None = None
-    """--nheads of its training; None reads it off the file."""
+    """--nheads of its training; None derives it from the file."""
     dropout: float = 0.0
     """Dropout of further training."""
     path: str = ""
-    """The text that it learned from: for eval and resume, and to find which token means which byte."""
+    """The text on which it was trained: for eval and resume, and to find which token stands for which byte."""
     symbols: str | None = None
     """File with the symbol of each token, one a line (60, 32, <eos> ...); None finds them in the text of --path."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     train: TrainConfig = field(default_factory=_default_training)
-    """How `resume` trains it on; the block is the checkpoint's."""
+    """How `resume` trains it further; the block is the checkpoint's."""
 
 
 def run_import(args: list[str]) -> int:

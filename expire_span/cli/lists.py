@@ -1,4 +1,4 @@
-"""Verbs that list what there is: recipes and memories."""
+"""`expire-span recipes` and `expire-span memories`: list the recipes and the memory systems."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .parsing import PROGRAM, parse, spell_out
 
 @dataclass(frozen=True)
 class Memories:
-    """List the memory systems that a decoder can have: rule and state, one each."""
+    """List the memory systems that a decoder can use, each with its rule and the size of its state."""
 
     json: bool = False
-    """Print all that is known of each as JSON."""
+    """Print everything that each system declares, as JSON."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every verb shares: options into a dataclass, and one sentence where they are wrong."""
+"""Parsing of options into a dataclass, with an error of one sentence, for all verbs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROGRAM = "expire-span"
 
 
 def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Sequence[str] = ()) -> Any:
-    """Read options into a dataclass; what tyro says about bad ones becomes one sentence.
+    """Parse options into a dataclass; tyro's messages about wrong options become one sentence.
 
     Args:
-        usual: options that --help shows; --help-all then shows all. None given, both show all.
+        usual: options that --help shows; --help-all then shows all. If it is empty, both show all.
     """
     if usual and default is not None and ("-h" in args or "--help" in args):
         print(show_usual(prog, default, usual))
@@ -46,7 +46,7 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
 
 
 def spell_out(args: list[str], flag: str = "--json") -> list[str]:
-    """A bare flag means that it is True: --json, or --quick before another option."""
+    """Replace a flag without a value, such as --json, by the flag with the value True."""
     out: list[str] = []
     for word, after in zip(args, [*args[1:], "--"]):
         out += [word, "True"] if word == flag and after.startswith("-") else [word]
@@ -77,7 +77,7 @@ def warn(message: str) -> None:
 
 
 def options_at_least(command: Any, least: int, *names: str) -> None:
-    """Refuse options of a command whose numbers are smaller than `least`; None is no number."""
+    """Refuse options of a command whose values are smaller than `least`; None is allowed."""
     for name in names:
         value = getattr(command, name)
         if value is not None and value < least:
@@ -85,7 +85,7 @@ def options_at_least(command: Any, least: int, *names: str) -> None:
 
 
 def check_port(port: int) -> None:
-    """Refuse what is no port that one can listen on."""
+    """Refuse a number that is not a port."""
     if not 1 <= port <= 65535:
         raise UserError(f"--port must lie between 1 and 65535, got {port}")
 
@@ -99,12 +99,12 @@ def read_text_option(path: Path) -> bytes:
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for all those that a launcher has started for one run."""
+    """Whether this is the first of the processes that a launcher has started for one run; only that one prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def take_name(args: list[str], verb: str, what: str, known: Iterable[str], usage: str) -> tuple[str, list[str]] | None:
-    """The name that a verb needs before its options, and the options; None where help was asked for, which is printed."""
+    """The name that a verb needs before its options, and the options; None if --help was given, after printing the usage."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     if args and args[0] in ("-h", "--help"):

@@ -52,7 +52,7 @@ def _keys(world: str) -> str:
 
 
 def _loop(engine: Any, command: Play) -> int:
-    """Read a line, make its moves, draw; several keys on one line are several moves."""
+    """Read a line, make its moves and draw the view, until the player quits; several keys on one line are several moves."""
     from expire_span.tasks.gridworlds.render import render_ansi
 
     total = 0.0

@@ -1,4 +1,4 @@
-"""Verbs that make and check adapters: retrofit, verify."""
+"""`expire-span retrofit`, which trains an adapter, and `expire-span verify ADAPTER`, which checks one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RetrofitCommand:
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Check an adapter folder: whole, for this model, and exact with real deletion."""
+    """Check that an adapter folder is complete, belongs to this model, and that deletion changes no output."""
 
     adapter: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ADAPTER")]
     """Adapter folder."""
@@ -68,7 +68,7 @@ def run_retrofit(args: list[str]) -> int:
 
 
 def resume_retrofit(run: RunFolder, *, allow_changed_data: bool) -> int:
-    """Go on with an interrupted run; the model and the text are where they were when it began."""
+    """Continue an interrupted run; its model and text must be where they were when it began."""
     from expire_span.train.distill import go_on
 
     return _finish(go_on(run, allow_changed_data=allow_changed_data))
@@ -108,7 +108,7 @@ def run_verify(args: list[str]) -> int:
     model, _ = open_model(name, "fp32", command.device)
     error, kept = streamed_error(load_adapter(model, command.adapter), command.tokens)
     print(
-        f"{command.adapter}: sound, made for {name}; {command.tokens} tokens streamed with deletion differ from the "
+        f"{command.adapter}: intact, made for {name}; {command.tokens} tokens streamed with deletion differ from the "
         f"undeleted computation by {error:.1e} of the largest logit; {kept:.0%} of the memories were kept"
     )
     if error > 1e-4:

@@ -1,4 +1,4 @@
-"""Verbs that make a run or read one: train, resume, eval, report, demo."""
+"""The verbs train, resume, eval, report and demo, which make or read a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Train:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run whose newest weights training starts from: its name under --runs-dir, or its path. The models must be alike."""
+    """A run whose newest weights are the initial weights: its name under --runs-dir, or its path. The shapes must match."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class OnAnyRun:
 
 @dataclass(frozen=True)
 class Resume(OnRun):
-    """Go on with an interrupted run from its newest sound checkpoint."""
+    """Continue an interrupted run from its newest intact checkpoint."""
 
     allow_changed_data: bool = False
-    """Go on even if the data is not what the run began with."""
+    """Continue even if the data has changed since the run began."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Eval(OnRun):
     split: Literal["valid", "test", "train"] = "test"
     """Which part of the data."""
     batches: int | None = None
-    """Stop after so many batches; None reads the whole split."""
+    """Number of batches to score; None scores the whole split."""
     batch: int | None = None
-    """Rows side by side; None takes the training's. One row carries its memory through the whole split."""
+    """Number of rows; None takes the training's. With one row, memory is carried through the whole split."""
     block: int | None = None
     """Tokens per row and forward pass; None takes the training's."""
     path: str | None = None
-    """A file or folder to score in place of the one that the run learned from; for runs of text and words."""
+    """A file or folder to score instead of the run's own data; for runs on text and words."""
     episodes: int = 1000
-    """Whole episodes of an agent, at least."""
+    """Least number of whole episodes of an agent."""
     greedy: bool = False
     """Let an agent take the likeliest actions; off, they are drawn, as in training."""
     options: str | None = None
@@ -103,14 +103,14 @@ class Report(OnRun):
 
 @dataclass(frozen=True)
 class Demo:
-    """Train the recall recipe, write its report, and say what was remembered at what price."""
+    """Train the recall recipe, write its report, and print what was remembered and how many bytes it took."""
 
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders; the run is called demo, demo-2, ..."""
 
 
 def find_adapter(name: str | None) -> Path | None:
-    """The adapter folder that a name means: itself, or the one that a retrofit has left inside it."""
+    """The adapter folder with this path, or inside the run folder of a retrofit with this path; None if it is neither."""
     places = () if name is None else (Path(name), Path(name) / "adapter")
     return next((place for place in places if (place / "adapter.json").is_file()), None)
 
@@ -190,13 +190,13 @@ def run_resume(args: list[str]) -> int:
 
 
 OF_AGENTS = ("episodes", "greedy", "options", "control")
-"""Options of eval that only an agent's run has a use for."""
+"""Options of eval for runs of agents only."""
 OF_OTHERS = ("split", "batches", "batch", "block", "path", "file")
-"""Options of eval that only runs without an environment have a use for."""
+"""Options of eval for supervised runs only."""
 
 
 def _check_fits_run(command: Eval, run: RunFolder) -> None:
-    """Refuse options that this kind of run would ignore; whoever gave one expects that it does something."""
+    """Refuse options that this kind of run would ignore."""
     plays = isinstance(run.config, AgentRunConfig)
     defaults = {field.name: field.default for field in fields(Eval)}
     for name in OF_OTHERS if plays else OF_AGENTS:
@@ -258,7 +258,7 @@ def _evaluate(run: RunFolder, command: Eval) -> dict[str, Any]:
 
 
 def with_data(run: RunFolder, path: str | None) -> RunFolder:
-    """The run with other data to read, where its task reads any."""
+    """The run with its task's data at `path`; None leaves it as it is, if the data is there."""
     task: Any = run.config.task
     if path is None:
         own = getattr(task, "path", "")

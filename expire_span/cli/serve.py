@@ -1,4 +1,4 @@
-"""The verb serve: a retrofitted model over HTTP."""
+"""`expire-span serve`: a retrofitted model over HTTP."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Serve:
     adapter: Path
     """Adapter folder."""
     host: str = "127.0.0.1"
-    """Address to listen on; there is no password, so others than this machine need a proxy that has one."""
+    """Address to listen on. The server has no authentication: put a proxy that has one before any other address."""
     port: int = 8000
     """Port to listen on."""
     rows: int = 8
-    """Requests under way at a time; others wait."""
+    """Largest number of requests that run at a time; others wait."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"

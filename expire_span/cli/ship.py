@@ -1,4 +1,4 @@
-"""`expire-span ship RUN --out FOLDER`: weights in half precision with a card, small enough to give away."""
+"""`expire-span ship RUN --out FOLDER`: exports a run as a small folder with half-precision weights and a model card."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .parsing import PROGRAM, parse
 
 @dataclass(frozen=True)
 class Ship:
-    """Make a small folder of a run of text: weights in half precision, score, live memories, a sample, a card."""
+    """Export a run on text as a small folder: half-precision weights, score, live memories, a sample, a model card."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Name of a run under --runs-dir, or the path of its folder."""
     out: Path
     """Folder to write; its name is the model's name."""
     data: str
-    """What the model learned from, in words, for the card."""
+    """Description of the training data, in words, for the card."""
     note: str = ""
-    """A sentence at the head of the card."""
+    """A sentence at the top of the card."""
     sample: Path | None = None
-    """Text that goes with the model; None takes the first bytes of the test data."""
+    """Text to store with the model; None takes the first bytes of the test data."""
     path: str | None = None
     """Where the data is now, if it has moved since training."""
     batches: int = 16
-    """Batches of the test data that the score is measured on."""
+    """Number of batches of the test data on which the score is measured."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     runs_dir: Path = Path("runs")

@@ -1,4 +1,4 @@
-"""The usual options of a command with many: what --help shows; --help-all shows the rest."""
+"""Short help for commands with many options: --help shows the usual ones, --help-all all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show_usual(prog: str, command: Any, usual: Sequence[str]) -> str:
 
 
 def find_field(command: Any, option: str) -> tuple[Any, str] | None:
-    """Default and documentation of an option like train.steps; those of a run are reached through `command.config`."""
+    """Default and documentation of an option such as train.steps; options of a run are fields of `command.config`."""
     inside: Any = command
     *path, last = option.replace("-", "_").split(".")
     if not hasattr(inside, [*path, last][0]):

@@ -1,4 +1,4 @@
-"""`expire-span study NAME`: experiments that end in a page and a file of numbers."""
+"""`expire-span study NAME`: runs an experiment and writes its page and its numbers."""
 
 from __future__ import annotations
 
@@ -125,4 +125,4 @@ STUDIES: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "word-rnn": ("a gated word model: how long its units hold still", run_word_rnn),
     "questions": ("two questions: expiry in an encoder, and a penalty on attention instead", run_questions),
 }
-"""Every study: one line about it, and what runs it."""
+"""Every study by name: one line about it, and the function that runs it."""

@@ -1,4 +1,4 @@
-"""`expire-span trace [RUN]`: what a run's model remembers while it reads, as lines of JSON."""
+"""`expire-span trace [RUN]`: writes what a run's model remembers while it reads, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class TraceCommand(OnAnyRun):
     text: Path | None = None
     """File to read; None takes the task's sample."""
     out: Path | None = None
-    """File to write; None prints the lines as they come."""
+    """File to write; None prints the lines as they are made."""
     max_span: float | None = None
-    """Cut every span to so many steps, to see what the model loses."""
+    """Clamp every span to this many steps, to see what the model loses."""
     live: float | None = None
-    """Shrink all lives by one share, so that so many memories are alive on average, to see what the model loses."""
+    """Shorten all lifetimes by one factor, so that this many memories are alive on average, to see what the model loses."""
     model: str | None = None
     """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
     tokens: int | None = None
-    """Stop after so many tokens."""
+    """Number of tokens after which to stop; None reads everything."""
     episode: int | None = None
     """Of an agent: which of its test episodes; None takes a long one."""
 

@@ -1,4 +1,4 @@
-"""`expire-span verify`: a run's model streams with deletion and without, and the largest difference is printed."""
+"""`expire-span verify`: runs a model with deletion and without, and prints the largest difference of its outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verify(OnRun):
 
 
 def run_verify(args: list[str]) -> int:
-    """A run's model, or an adapter folder."""
+    """Verify a run's model or an adapter folder."""
     named = next((Path(arg) for arg in args if not arg.startswith("-")), None)
     if named is not None and named.is_dir() and not (named / "config.json").exists():
         return verify_adapter(args)
@@ -50,7 +50,7 @@ def run_verify(args: list[str]) -> int:
 
 
 def _tokens_of(file: Path, run: RunFolder) -> list[int]:
-    """The tokens of a file as the run's model knows them: bytes, or those of its tokenizer."""
+    """The tokens of a file for the run's model: bytes, or those of its tokenizer."""
     path = getattr(run.config.task, "tokenizer", "")
     if not path:
         return list(file.read_bytes())

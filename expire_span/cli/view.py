@@ -1,4 +1,4 @@
-"""`expire-span view [RUN|ADAPTER|TRACE]`: the page that shows what a model remembers."""
+"""`expire-span view [RUN|ADAPTER|TRACE]`: serves the page that shows what a model remembers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .runs import find_adapter
 
 @dataclass(frozen=True)
 class View:
-    """Show what a model remembers, on a page of this machine's own."""
+    """Show what a model remembers, on a page that only this computer can open."""
 
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|ADAPTER|TRACE]")] = None
     """Name or folder of a run, an adapter folder, or a trace file; without it, the model that ships with the package."""
@@ -42,10 +42,10 @@ def run_view(args: list[str]) -> int:
     from expire_span.view.trace import read_lines
 
     if trace is not None:
-        next(read_lines(trace))  # what is no trace is refused before a server starts
+        next(read_lines(trace))  # a file that is not a trace is refused before a server starts
     source = Source(run, trace, adapter=adapter, model=command.model)
     if adapter is not None:
-        source.reader()  # so is a base model that cannot be found
+        source.reader()  # a base model that cannot be found is refused before a server starts
     sock = bind_port(command.port)
     port = sock.getsockname()[1]
     if port != command.port:
@@ -66,7 +66,7 @@ def _check_extra() -> None:
 
 
 def _open_browser(address: str) -> None:
-    """A moment after the server has started to listen; a machine without a browser goes on without."""
+    """Open the address a moment after the server has started; without a browser, nothing happens."""
     import threading
     import webbrowser
 

@@ -1,9 +1,10 @@
-"""How a recipe becomes a run of another memory system, held to so many memories. Standard library only.
+"""Turns a recipe into a run of another memory system with a given number of memories. Standard library only.
 
-Each system declares what is set (`MemorySystem.budget`); systems without such a setting give one point of a sweep.
+Each system declares which setting (its knob) decides the number of memories (`MemorySystem.budget`); systems without one give
+one point of a sweep.
 
-A hybrid is written 3xgated_deltanet+expire_span: layers of both in turn, three of the first to one of the second. Budgets are
-those of the second.
+A hybrid is written 3xgated_deltanet+expire_span: three layers of the first system, one of the second, and so on in turn. Its
+budget is that of the second.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from expire_span.models.systems import Recipe, find
 from expire_span.runs import UserError
 
 DEFAULT_SHARE = 16
-"""Where a recipe names no budget, memories of a fixed number get its longest span over this."""
+"""Without a budget in the recipe, systems with a fixed number of memories get the longest span divided by this."""
 
 
 def split_hybrid(name: str) -> list[tuple[int, str]]:
-    """How many layers of which kind follow each other: 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
+    """The parts of a name of --mixers, as (number of layers, kind): 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
     parts = [re.fullmatch(r"(?:(\d{1,6})x)?(.*)", part, re.DOTALL) for part in name.split("+")]
     return [(int(part[1] or 1), part[2]) for part in parts if part is not None]
 
@@ -32,13 +33,13 @@ def kinds_of(name: str) -> list[str]:
 
 
 def allowed_spans(config: RunConfig) -> ExpireSpanConfig:
-    """The learned spans that a recipe allows: its own, or the defaults where it has another memory."""
+    """The recipe's settings of learned spans, or the defaults where it uses another memory system."""
     mixer = config.model.mixer
     return mixer if isinstance(mixer, ExpireSpanConfig) else ExpireSpanConfig()
 
 
 def default_memories(config: RunConfig) -> int:
-    """Memories of a system with a fixed number of them: the recipe's budget, or a share of its longest span."""
+    """Number of memories for a system with a fixed number: the recipe's budget, or a share of its longest span."""
     live = config.train.budget.live
     return max(1, round(live)) if live is not None else max(1, allowed_spans(config).max_span // DEFAULT_SHARE)
 
@@ -49,7 +50,7 @@ def has_knob(name: str) -> bool:
 
 
 def describe_knob(name: str) -> str:
-    """What is set for a number of memories, in words."""
+    """The setting that decides the number of memories, in words."""
     return find(kinds_of(name)[-1]).budget.knob
 
 
@@ -59,9 +60,9 @@ def learns_spans(name: str) -> bool:
 
 
 def with_budget(config: RunConfig, name: str, memories: int | None) -> RunConfig:
-    """The recipe's run with another memory system, held to so many memories; None is what the recipe says itself.
+    """The recipe's run with another memory system and `memories` memories; None takes what the recipe says.
 
-    Fields that press on learned spans stay with the systems that have such spans.
+    Settings of the span loss are kept only for systems that learn spans.
     """
     kinds, train = kinds_of(name), config.train
     mixers = [_settings(config, kind, memories if kind == kinds[-1] else None) for kind in kinds]
@@ -79,7 +80,7 @@ def with_budget(config: RunConfig, name: str, memories: int | None) -> RunConfig
 
 
 def _check_room(name: str, layers: int) -> None:
-    """A hybrid whose second system would get no layer is not the model that was asked for."""
+    """Refuse a hybrid in a model with too few layers for its second system."""
     (count, first), (_, second) = split_hybrid(name)
     if count >= layers:
         raise UserError(
@@ -89,7 +90,7 @@ def _check_room(name: str, layers: int) -> None:
 
 
 def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
-    """A system's settings for so many memories."""
+    """A system's settings for `memories` memories."""
     system, spans = find(kind), allowed_spans(config)
     count = default_memories(config) if memories is None and not system.learns_spans else memories
     recipe = Recipe(config.model.layers, spans.max_span, spans.ramp, spans.initial_span, spans)
@@ -98,7 +99,8 @@ def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
 
 
 def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
-    """The recipe's budget controller with another target; without a wait where heads already start at the target."""
+    """The recipe's budget settings with another target. Systems other than expire_span start with spans at the target, so for
+    them the span loss does not wait for the task loss to fall."""
     budget = replace(budget, live=float(memories), bytes=None, patience_loss=None)
     return budget if kind == "expire_span" else replace(budget, start_loss=None)
 

@@ -39,26 +39,26 @@ spec.loader.exec_module(package)
 from expire_span.compare.worker import main
 sys.exit(main(sys.argv[2:]))
 """
-"""What a child runs, under -P: the current folder is not searched for modules, so a file in it that is called like a library is
-never run; and the package is this very copy, wherever it is installed."""
+"""The program of a child process, run with -P: the current folder is not searched for modules, so that a file in it with the
+name of a library is never run; and the package is loaded from the same folder as in this process."""
 
 
 class Stopped(RunError):
-    """The comparison was interrupted; what is finished or saved stays."""
+    """The comparison was interrupted; finished runs and checkpoints are kept."""
 
     exit_code = 130
 
 
 @dataclass
 class Pace:
-    """How long systems take, to say how long the rest will."""
+    """Measures how long systems take, to estimate the remaining time."""
 
     total: int
     finished: list[float] = field(default_factory=list)
     done: int = 0
 
     def left(self, elapsed: float, share: float) -> float | None:
-        """Seconds until the end, from the running system's share of its steps; None while nothing is known."""
+        """Estimated seconds until the end. share: of the running system's steps that are done; None while unknown."""
         whole = elapsed / share if share > 0.02 else None
         known = [*self.finished, *([whole] if whole is not None else [])]
         if not known:
@@ -68,7 +68,7 @@ class Pace:
         return max((whole if whole is not None else mean) - elapsed, 0) + rest * mean
 
     def rest(self) -> str:
-        """The time that the systems after this one will take, in words; nothing after the last."""
+        """The estimated time of the systems after this one, in words; empty for the last."""
         count = self.total - self.done
         return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
 
@@ -104,7 +104,10 @@ class ComparisonDisplay:
 
 
 def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str, str]:
-    """Make every run that is not finished; returns why runs failed, by name. `describe` gives a run's outcome in words."""
+    """Train every run that is not finished; returns the reasons of failed runs, by name.
+
+    describe: gives a finished run's result in words.
+    """
     waiting = [name for name in comparison.runs if not _finished(comparison, name)]
     pace, failed = Pace(len(waiting)), {}
     with ComparisonDisplay(len(waiting)) as display:
@@ -140,7 +143,7 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
             advice = "the same command goes on from here"
             raise Stopped(f"stopped during {name}, {pace.done} of {pace.total} systems finished; {advice}") from error
         log = comparison.path / f"{name}.error.txt"
-        log.unlink(missing_ok=True)  # what an earlier try said
+        log.unlink(missing_ok=True)  # the log of an earlier attempt
         if child.returncode == 0:
             return None
         said.seek(0)
@@ -154,14 +157,14 @@ def _run_child(comparison: Comparison, name: str, pace: Pace, display: Compariso
 
 
 def find_reason(words: str) -> str:
-    """The line of a traceback that names the error: some errors have paragraphs of advice after it."""
+    """The line of a traceback that names the error, without the paragraphs of advice that may follow it."""
     lines = words.splitlines()
     named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported)\b", line)]
     return (named or lines)[-1]
 
 
 def describe_end(code: int) -> str:
-    """How a child process ended that gave no reason, in words."""
+    """In words, how a child process ended that printed no reason."""
     if code >= 0:
         return f"its process ended with code {code}"
     try:
@@ -197,7 +200,7 @@ def _watch(
 
 
 def _share(comparison: Comparison, name: str) -> float:
-    """Share of the steps that a run has made, as its last measured line says."""
+    """Share of a run's steps that are done, according to its last line of metrics."""
     path = comparison.path / name
     if not (path / "config.json").exists():
         return 0.0
@@ -207,7 +210,7 @@ def _share(comparison: Comparison, name: str) -> float:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Ask the child to save and end; one that does not is killed."""
+    """Ask the child to save and end; after `PATIENCE` seconds it is killed."""
     assert child.stdin is not None
     with contextlib.suppress(OSError):
         child.stdin.close()

@@ -1,4 +1,4 @@
-"""Equal parameters: the feed-forward width, and a recurrent system's hidden size, follow the recipe's own total."""
+"""Equal parameters: chooses the feed-forward width, and a recurrent system's hidden size, to match the recipe's total."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from expire_span.runs import UserError
 from expire_span.train.estimate import count_parameters
 
 TOLERANCE = 0.01
-"""Largest share by which a system's parameters may differ from the recipe's."""
+"""Largest relative difference between a system's number of parameters and the recipe's."""
 STEPS = (16, 8, 1)
-"""Widths of the feed-forward part change in the widest of these steps that is close enough: GPUs like round numbers."""
+"""Feed-forward widths are multiples of the first of these that matches closely enough: GPUs are faster with round numbers."""
 CLOSE = 0.003
 
 
@@ -21,9 +21,8 @@ def match_parameters(model: Any, target: int) -> Any:
         model = _match_hidden(model, target)
     best = _match_width(model, target)
     if getattr(model.mixer, "value_factor", 1) > 1 and count_parameters(best) > (1 + TOLERANCE) * target:
-        best = _match_width(
-            replace(model, mixer=replace(model.mixer, value_factor=1)), target
-        )  # no room for wide values
+        # With wide values even the narrowest model has too many parameters.
+        best = _match_width(replace(model, mixer=replace(model.mixer, value_factor=1)), target)
     off = count_parameters(best) / target - 1
     if abs(off) > TOLERANCE:
         raise UserError(
@@ -34,7 +33,7 @@ def match_parameters(model: Any, target: int) -> Any:
 
 
 def _match_width(model: Any, target: int) -> Any:
-    """Parameters are linear in ff_dim, so two counts say where the target lies."""
+    """Choose ff_dim. The number of parameters is linear in it, so two counts determine where the target lies."""
     base = count_parameters(replace(model, ff_dim=1))
     slope = count_parameters(replace(model, ff_dim=2)) - base
     wanted = 1 + (target - base) / slope

@@ -5,7 +5,7 @@ runs/<name>/
   <system>/        one run folder per memory system, budget and seed: see runs.py
   table.json, table.md, compare.html, curve.png    the outcome so far
 
-Standard library only: whatever can be refused is refused before torch is loaded.
+It needs the standard library only, so that wrong input is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class System:
 
     kind: str
     budget: int | None
-    """Memories it is held to; None is what the recipe says, or a system without a knob."""
+    """Number of memories; None takes what the recipe says, or stands for a system without such a setting."""
     seed: int
 
     @property
     def label(self) -> str:
-        """Names the row of the table, which joins the seeds."""
+        """Label of the table's row, which is the mean over seeds."""
         return self.kind if self.budget is None else f"{self.kind}-{self.budget}"
 
     @property
     def name(self) -> str:
-        """Names the run folder."""
+        """Name of the run folder."""
         return f"{self.label}-seed{self.seed}"
 
 
@@ -78,7 +78,7 @@ def _near(kind: str) -> str:
 
 
 def parse_budgets(text: str | None, sweep: bool, config: RunConfig) -> list[int]:
-    """Budgets as the command line has them, or those of a sweep; an empty list is what the recipe says."""
+    """The budgets of the command line, or those of a sweep; an empty list means what the recipe says."""
     if text is None:
         base = default_memories(config)
         low, high = allowed_spans(config).ramp, allowed_spans(config).max_span
@@ -96,7 +96,7 @@ def parse_budgets(text: str | None, sweep: bool, config: RunConfig) -> list[int]
 
 
 def list_systems(kinds: Sequence[str], budgets: Sequence[int], seeds: Sequence[int]) -> list[System]:
-    """Every run, seed after seed, so that a comparison that is cut short has something of each."""
+    """All runs, ordered by seed first, so that an interrupted comparison has runs of every system."""
     points = [(kind, budget) for kind in kinds for budget in (budgets if budgets and has_knob(kind) else [None])]
     return [System(kind, budget, seed) for seed in seeds for kind, budget in points]
 
@@ -121,9 +121,9 @@ class Comparison:
     path: Path
     recipe: str
     config: RunConfig
-    """The recipe as it was asked for, with the task's vocabulary."""
+    """The recipe with the command line's options and the task's vocabulary."""
     train_seconds: float | None
-    """Every system trains for so long, in place of the recipe's steps."""
+    """Seconds that every system trains, instead of the recipe's steps; None: the recipe's steps."""
     score: dict[str, Any]
     """Name of the task's score, and which way is better."""
     parameters: dict[str, int]
@@ -180,12 +180,12 @@ class Comparison:
             raise StorageError(f"cannot write {self.path / 'compare.json'}: {describe(error)}") from error
 
     def join(self, new: Comparison) -> Comparison:
-        """This comparison with the new one's runs; what was trained before is kept as it is."""
+        """This comparison with the new one's runs added; runs that exist already are kept as they are."""
         check_same(self, new)
         return replace(self, parameters=self.parameters | new.parameters, runs=self.runs | new.runs)
 
     def run_of(self, name: str) -> RunFolder | None:
-        """A run's folder, where it has been begun; a folder of another run is refused."""
+        """A run's folder, or None if the run was not started; a folder that belongs to another run is refused."""
         path = self.path / name
         if not path.exists():
             return None
@@ -208,7 +208,7 @@ def check_place(path: Path) -> None:
 
 
 def check_same(old: Comparison, new: Comparison) -> None:
-    """Refuse to go on with a comparison under other settings: its rows would not be comparable."""
+    """Refuse to continue a comparison with other settings, since its rows would not be comparable."""
     advice = "give another --name, or repeat the first settings"
     if old.recipe != new.recipe:
         raise UserError(f"comparison {old.path} is of recipe {old.recipe}, got {new.recipe}; {advice}")
@@ -225,7 +225,7 @@ def check_same(old: Comparison, new: Comparison) -> None:
 
 
 def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None) -> None:
-    """Refuse a run folder whose config is not the planned one; its steps are its own where time decides them."""
+    """Refuse a run folder whose config is not the planned one; with train_seconds its number of steps may differ."""
     if train_seconds is not None:
         config = replace(config, train=replace(config.train, steps=run.config.train.steps))
     if run.data.get("tokenizer"):  # the run reads the copy in its own folder

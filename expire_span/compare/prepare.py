@@ -1,4 +1,4 @@
-"""From what was asked to a comparison whose every run is known, with equal parameters; nothing is written here."""
+"""Plans a comparison: the config of every run, with equal parameters. Nothing is written here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .matched import match_parameters
 from .plan import Comparison, System, config_of
 
 COPIES = 2.5
-"""Most bytes that a growing store needs for each byte that it keeps: it has spare slots, and is copied when it grows."""
+"""Peak bytes of a growing store per byte that it holds: it has spare slots, and is copied when it grows."""
 
 
 def prepare(
@@ -71,7 +71,7 @@ def _prepare_agents(
 
 
 def _check_splits(task: Task, config: RunConfig) -> int:
-    """Splits that are too short are refused; returns the most tokens that a row carries through an evaluation."""
+    """Refuse splits that are too short; returns the largest number of tokens per row in an evaluation."""
     train = config.train
     task.stream("train", batch=train.batch, block=train.block, seed=config.seed)
     block, carried = train.eval_block or train.block, 0
@@ -84,7 +84,7 @@ def _check_splits(task: Task, config: RunConfig) -> int:
 
 
 def check_memory(config: RunConfig, steps: int, device: torch.device) -> None:
-    """Refuse a memory that grows beyond the device in the evaluation, before hours are spent on training it."""
+    """Refuse a system whose memory would not fit on the device in the evaluation, before it is trained."""
     train = config.train
     kind = next((m.kind for m in config.model.mixers if not find(m.kind).bounded), None)
     if kind is None:

@@ -40,7 +40,7 @@ def columns_of(comparison: Comparison) -> list[Column]:
 
 
 def find_front(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
-    """The systems that are best for their bytes: no other scores as well with as few, and better in one of the two."""
+    """The Pareto front: systems for which no other scores as well with as few bytes and is better in one of the two."""
     sign = 1 if comparison.score["higher_is_better"] else -1
 
     def beats(other: Row, row: Row) -> bool:
@@ -51,7 +51,7 @@ def find_front(comparison: Comparison, rows: Sequence[Row]) -> list[Row]:
 
 
 def describe_front(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """The same in a sentence; nothing where there is nothing to compare."""
+    """The same in a sentence; empty where there is nothing to compare."""
     if len(rows) < 2:
         return ""
     labels = ", ".join(row.label for row in find_front(comparison, rows))

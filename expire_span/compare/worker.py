@@ -1,7 +1,7 @@
 """Trains and evaluates one system of a comparison: `python -m expire_span.compare.worker FOLDER RUN`.
 
-Each system has a process of its own, so that its peak memory is its own. The process ends with its parent: standard input is
-a pipe that the parent holds open, and its end is read as a request to stop, which training answers with a checkpoint.
+Each system has a process of its own, so that its peak memory can be measured. The process ends with its parent: standard input
+is a pipe that the parent keeps open, and when it closes, training is asked to stop, which saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from expire_span.train.supervised import SupervisedLearner
 from .plan import Comparison
 
 WARM_STEPS = 5
-"""Steps before the clock starts: compilation, tuned kernels, a first checkpoint of the allocator."""
+"""Least number of warm-up steps before timing, for compilation, tuning and the memory allocator."""
 WARM_SHARE, TIMED_SHARE = 0.01, 0.03
-"""Shares of the training time: warm-up before the clock starts, at least, and the time over which steps are timed."""
+"""Shares of the training time: the least time of warm-up, and the time over which steps are timed."""
 TIMED_STEPS = 16
-"""Steps that are timed at least."""
+"""Least number of steps that are timed."""
 
 
 def run_system(folder: Path, name: str) -> None:
-    """Start the run, or go on with it, to its end."""
+    """Start the run, or continue it, and train it to its end."""
     comparison = Comparison.open(folder)
     run = comparison.run_of(name)
     if run is None:
@@ -52,12 +52,12 @@ def run_system(folder: Path, name: str) -> None:
 
 
 def _trainer(config: RunConfig) -> Any:
-    """The module that trains such a run: it has train and resume."""
+    """The module that trains this kind of run, with the functions `train` and `resume`."""
     return actor_critic if isinstance(config, AgentRunConfig) else supervised
 
 
 def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
-    """The run with as many steps as its steady speed makes in `seconds`, so that schedule and decay fit the time."""
+    """The run with as many steps as fit into `seconds` at its measured speed, so that the schedule fits the time."""
     learner = AgentLearner(config) if isinstance(config, AgentRunConfig) else SupervisedLearner(config)
     first = _step_for(learner, WARM_SHARE * seconds, WARM_STEPS)[0]
     pace = _step_for(learner, TIMED_SHARE * seconds, TIMED_STEPS, first)[1]
@@ -70,9 +70,9 @@ def with_steps_for(config: RunConfig, seconds: float) -> RunConfig:
 
 
 def _step_for(learner: Learner, seconds: float, least: int, first: int = 0) -> tuple[int, float]:
-    """Train for so long and so many steps at least; the steps made in all, and seconds per step of these.
+    """Train for at least `seconds` and `least` steps; returns the total number of steps, and the seconds per step.
 
-    The metrics are read, and so the device is waited for, as seldom as training does it.
+    Metrics are read, for which the host waits for the device, only as often as in training.
     """
     _wait()
     start, step = time.perf_counter(), first

@@ -1,10 +1,11 @@
 """The adapter folder: what a retrofit learned, apart from the model it was learned for.
 
     adapter.json         format, settings, and the base model: class, name, hash
-    adapter.safetensors  the predictors' weights, and those of low-rank additions where there are any
+    adapter.safetensors  the predictors' weights, and the LoRA weights where there are any
 
-The base model is named by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each, as bfloat16, so that
-the same model loaded in float32 or bfloat16 is the same, and a large one is hashed at once.
+The base model is identified by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each. These are
+hashed as bfloat16, so that a model has the same hash in float32 and bfloat16; and since they are few, hashing a large model is
+quick.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def base_hash(model: nn.Module) -> str:
-    """A name for a model's weights; see the top of this file."""
+    """The hash that identifies a model's weights; see the top of this file."""
     digest = hashlib.sha256()
     own = {n.replace(".base_layer.", "."): x for n, x in model.state_dict().items() if "lora_" not in n}
     for name, x in sorted(own.items()):

@@ -22,13 +22,14 @@ KEPT = float(2**28)
 
 
 def is_kept(span: Tensor) -> Tensor:
-    """Which spans are KEPT; adding a ramp and taking it off again may have rounded them."""
+    """Which spans are KEPT: those above half of it, since adding and subtracting a ramp may have rounded them."""
     return span > KEPT / 2
 
 
 @dataclass(eq=False)
 class Reading:
-    """What the queries of one forward pass read in one layer; handed from the hook through the cache to the attention."""
+    """What the queries of one forward pass read in one layer. The hook before the layer makes it, the cache adds the positions
+    of its memories, and the attention function uses it."""
 
     span: Tensor
     """Spans [B, Hkv, S] in tokens; padding has -ramp, which is dead at birth."""
@@ -42,10 +43,10 @@ class Reading:
     """Ids [B, T] of packed documents, or None."""
     wants_weights: bool = False
     hidden: Tensor | None = None
-    """What the predictor read, [B, T, C]; kept by caches for learning."""
+    """The predictor's input, [B, T, C], which caches for learning store."""
     predictor: nn.Module | None = None
     slots: Any = None
-    """The `LayerSlots` that store and read instead, where a single token of each row is decoded over slots."""
+    """The `LayerSlots` of the layer, where one token of each row is decoded over slots; else None."""
 
 
 def register() -> None:
@@ -55,7 +56,7 @@ def register() -> None:
 
 
 def keep_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask function: the 2-D padding mask itself. Causality, windows and lifetimes are the operator's."""
+    """The mask function: returns the 2-D padding mask as it is. The operator handles causality, windows and lifetimes."""
     return attention_mask
 
 
@@ -110,9 +111,8 @@ def dense_weights(q: Tensor, k: Tensor, r: Reading, q_pos: Tensor, k_pos: Tensor
     scores = q.unflatten(1, (kv_heads, -1)).float() @ k.float().unsqueeze(2).mT  # [B, Hkv, G, T, S]
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + mask.log()
     weights = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
-    place = k_pos.clamp_min(0)[:, :, None, None].expand_as(
-        weights
-    )  # empty slots, whose weight is 0, count as position 0
+    # Empty slots have a negative position and a weight of 0; they are added at position 0.
+    place = k_pos.clamp_min(0)[:, :, None, None].expand_as(weights)
     seen = r.start + q.shape[2]
     out = weights.new_zeros(*weights.shape[:-1], seen).scatter_add(-1, place, weights)
     return out.flatten(1, 2).to(q.dtype)

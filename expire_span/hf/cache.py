@@ -1,8 +1,8 @@
-"""ExpiringCache: what a retrofitted model remembers, as `past_key_values`; memories are deleted for good as they expire.
+"""ExpiringCache: the key/value cache of a retrofitted model (`past_key_values`), which deletes memories as they expire.
 
 How it fits transformers: `get_seq_length` counts tokens seen, not memories kept, so that positions continue. Keys keep the
 rotation of the position at which they were written, since only differences of positions matter. `update` gets keys and values
-but no spans: the layer's hook hands them over just before (`stage`).
+but no spans: the hook before the layer has passed them to the cache by `stage`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .rotary import rotate_keys
 
 
 class ForgettingLayer(CacheLayerMixin):
-    """What transformers asks of a cache layer that deletes for good; the answers that all such layers share."""
+    """The part of transformers' interface that all cache layers which delete memories share."""
 
     is_compileable = False
     is_croppable = False
     is_sliding = False
     supports_early_init = False
     seen: int
-    """Tokens read so far, whatever is left of them."""
+    """Number of tokens read so far, deleted ones included."""
     has_buffers: bool
     """Whether buffers for memories exist already."""
 
@@ -44,7 +44,7 @@ class ForgettingLayer(CacheLayerMixin):
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
-        """The base class writes this; here it follows from the buffers."""
+        """Ignored: the base class sets this, but here it follows from the buffers."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -67,7 +67,7 @@ class ForgettingLayer(CacheLayerMixin):
 
 
 class ExpiringLayer(ForgettingLayer):
-    """One layer's memories, in a row for each batch row and key/value head."""
+    """One layer's memories: an `ExpiringMemory` with a row for each batch row and key/value head."""
 
     def __init__(self, ramp: float, cap: int | None = None, inverse_frequencies: Tensor | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ExpiringLayer(ForgettingLayer):
         return self.memory is not None
 
     def stage(self, reading: Reading) -> None:
-        """Take what `update` must know about the coming tokens."""
+        """Store the spans of the next tokens, which `update` needs and transformers does not pass to it."""
         self._check_fits(reading.span)
         self.staged = reading
 
@@ -92,7 +92,7 @@ class ExpiringLayer(ForgettingLayer):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new memories; returns all that the new queries may read, then deletes what no later query can."""
+        """Store new memories and return the keys and values that the new queries may read; delete what later queries cannot."""
         reading, self.staged = self.staged, None
         if reading is None:
             raise ValueError(
@@ -115,7 +115,7 @@ class ExpiringLayer(ForgettingLayer):
         pos = torch.arange(self.seen, self.seen + keys.shape[2], device=keys.device)
         self.memory = old.append(pos, reading.span, k=keys, v=values, check_values=False)
         if torch.is_grad_enabled() and (keys.requires_grad or reading.span.requires_grad) and len(old):
-            # The store holds no gradient: new memories are read beside the old ones, where they are still attached.
+            # The store detaches what it holds, so the new keys and values are concatenated here, with their gradients.
             reading.k_pos = self.memory.pos
             reading.span = torch.cat([old.span, reading.span], -1)
             return torch.cat([old["k"], keys], 2), torch.cat([old["v"], values], 2)
@@ -136,7 +136,7 @@ class ExpiringLayer(ForgettingLayer):
                 f"the cache is on {device} but the model is on {span.device}; move it with cache.to(device)"
             )
 
-    # What transformers asks
+    # The interface of transformers
 
     def reset(self) -> None:
         self.memory, self.seen, self.staged = None, 0, None
@@ -163,7 +163,7 @@ class ExpiringLayer(ForgettingLayer):
         if self.memory is not None:
             self.memory = change(self.memory)
 
-    # Ours
+    # Additions of this package
 
     def rebase(self, offset: int) -> None:
         """Subtract `offset` from all positions and rotate stored keys back by as much."""
@@ -191,7 +191,7 @@ class ExpiringCache(Cache):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all buffers, spare room included."""
+        """Bytes of all buffers, spare slots included."""
         return sum(layer.memory.bytes_held for layer in self.layers if layer.memory is not None)
 
     def live(self) -> list[Tensor]:
@@ -214,7 +214,7 @@ class ExpiringCache(Cache):
             )
 
     def fork(self, copies: int = 1) -> ExpiringCache:
-        """An independent copy; with `copies`, each row so many times, to go on in as many ways."""
+        """An independent copy in which each row occurs `copies` times, so that it can be continued in several ways."""
         twin = ExpiringCache([])
         for layer in self.layers:
             other = object.__new__(type(layer))

@@ -5,9 +5,9 @@ For every key/value head, with one price for all of them,
     minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
 
 lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it. The
-price is the one at which as many memories live at the end of a context as the budget allows, so that memory goes to the heads
-and tokens that get attention. The base model runs once for each context; the rest is a small optimisation problem for each
-layer separately. It does not know how much a head's attention matters to the output: distillation learns that.
+price is chosen so that as many memories live at the end of a context as the budget allows; so heads and tokens that get
+attention get the memory. The base model runs once for each context; the rest is a small optimisation problem for each layer. It
+does not see how much a head's attention matters to the output: distillation learns that.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from .predictors import StandardisedLifetimes
 
 NAME = "expire_span_calibrated"
 QUERIES = 256
-"""Queries whose attention is computed at a time."""
+"""Number of queries whose attention is computed at a time."""
 BIN = 16
-"""Queries whose attention is added up: the resolution of `lost` in tokens."""
+"""Number of neighbouring queries whose attention is summed: the resolution of `lost`, in tokens."""
 SHORTEST_AGE = 1
 AGES_PER_OCTAVE = 3
 STEPS = 200
 RATE = 1.0
 """Learning rate of the fit times the width of the hidden states; the bias learns at RATE / 20."""
 CORRECT_EVERY = 20
-"""Steps after which the budget is met exactly again."""
+"""Number of steps after which a shift of all biases makes the fit meet the budget exactly again."""
 MOST_SHIFT = 16.0
-"""The most that this adds to the biases."""
+"""Largest such shift, in logits."""
 
 
 @dataclass
 class Observation:
-    """What one layer of the base model did with the memories of some contexts."""
+    """Attention of one layer of the base model to the N memories of some contexts."""
 
     hidden: Tensor
-    """What a predictor reads, [N, C]."""
+    """The predictor's input for each memory, [N, C]."""
     lost: Tensor
-    """Attention that is lost if a memory goes at each of some ages, [N, Hkv, A]."""
+    """Attention that is lost if a memory is deleted at each of A ages, [N, Hkv, A]."""
     rest: Tensor
-    """Tokens that came after each memory, [N]."""
+    """Number of tokens that came after each memory, [N]."""
 
 
 def ages_of(context: int) -> Tensor:
-    """Ages in equal ratios up to the context, [A]."""
+    """A geometric sequence of ages up to the length of the context, [A]."""
     count = math.ceil(AGES_PER_OCTAVE * math.log2(max(context / SHORTEST_AGE, 2))) + 1
     return torch.logspace(math.log10(SHORTEST_AGE), math.log10(max(context, 2 * SHORTEST_AGE)), count)
 
@@ -79,7 +79,7 @@ def observe(handle: Retrofit, contexts: Iterable[Tensor]) -> dict[int, Observati
 
 
 def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observation:
-    """All contexts in a row, without the tokens that are kept anyway."""
+    """Concatenate the contexts, without their `first` tokens, which are kept in any case."""
     hidden = torch.cat([h[0, first:] for h, _ in parts])
     lost = torch.cat([x[0, :, first:].transpose(0, 1) for _, x in parts])
     rest = torch.arange(count - 1 - first, -1, -1, device=hidden.device, dtype=torch.float32)
@@ -117,7 +117,7 @@ def lost_attention(query: Tensor, key: Tensor, scale: float, ages: Tensor) -> Te
 
 
 def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
-    """lost [N, Hkv, A] at spans [N, Hkv], in a straight line over the logarithm of the age."""
+    """lost [N, Hkv, A] at spans [N, Hkv], interpolated linearly in the logarithm of the age."""
     step = math.log(float(ages[1] / ages[0]))
     place = (torch.log(span.clamp_min(1e-3) / ages[0]) / step).clamp(0, len(ages) - 1)
     low = place.detach().floor().clamp_max(len(ages) - 2)
@@ -129,10 +129,10 @@ def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
 def fit(
     handle: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
 ) -> float:
-    """Set the predictors so that `target` memories per head live at the end of a context; returns how many do.
+    """Fit the predictors so that `target` memories per head live at the end of a context; returns how many do.
 
-    It starts with one span for all memories that meets the budget. Each step keeps to the budget to first order (see
-    `_set_gradients`), and every few steps the remaining difference is corrected.
+    The fit starts with one span for all memories that meets the budget. Each step stays within the budget to first order (see
+    `_set_gradients`), and every `CORRECT_EVERY` steps the remaining difference is corrected.
     """
     steps = steps or STEPS
     predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
@@ -158,7 +158,8 @@ def fit(
 
 
 def _set_gradients(found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], ages: Tensor) -> None:
-    """Gradients of lost attention + price x held memory, at the price at which a common shift of all biases gains nothing."""
+    """Set the gradients of lost attention + price x held memory, at the price at which a common shift of all biases has a
+    gradient of zero."""
     slopes = {n: _slopes(predictors[n], found[n], ages) for n in found}
     lost, held = (sum(float(pair[which][1].sum()) for pair in slopes.values()) for which in (0, 1))
     price = max(-lost / max(held, 1e-12), 0.0)
@@ -171,7 +172,7 @@ def _set_gradients(found: dict[int, Observation], predictors: dict[int, Standard
 def _meet(
     handle: Retrofit, found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], target: float
 ) -> float:
-    """Add one number to the biases of all heads, so that as many memories live as the budget says; returns how many do."""
+    """Add one number to the biases of all heads so that `target` memories live per head; returns how many do."""
     start = {n: p.bias.clone() for n, p in predictors.items()}
     low, high, live = -MOST_SHIFT, MOST_SHIFT, 0.0
     for _ in range(16):
@@ -184,7 +185,7 @@ def _meet(
 
 
 def _living(span: Tensor, rest: Tensor, ramp: float) -> Tensor:
-    """Living memories per head at the end of a context, of spans [N, Hkv] over all contexts."""
+    """Mean number of living memories per head at the end of a context, for spans [N, Hkv] and the rest [N] of each memory."""
     alive = (span + ramp > rest.unsqueeze(1)).float().sum(0).mean()
     return alive / (rest == 0).sum()
 
@@ -200,7 +201,7 @@ def _slopes(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor) -
 
 @torch.no_grad()
 def mean_slope(handle: Retrofit, found: dict[int, Observation]) -> float:
-    """By how much the mean span within the context grows, in tokens, if one is added to all logits."""
+    """Derivative of the mean span (each counted up to the end of its context, in tokens) by a shift of all logits."""
     slopes = []
     for n, seen in found.items():
         predictor: Any = handle.predictors[str(n)]

@@ -1,4 +1,4 @@
-"""Decoding of retrofitted models over slots: one token of every row a step, on a GPU one replay of a recorded CUDA graph.
+"""Decoding of retrofitted models over slots: one token of every row per step; on a GPU a step is one replay of a CUDA graph.
 
 engine = RetrofitEngine(handle, rows=2)
 engine.begin(cache, logits)      # an ExpiringCache that has read the prompts, and the logits after them
@@ -25,18 +25,20 @@ from .rotary import inverse_frequencies
 from .slots import LayerSlots, SlotCache, span_form
 
 REBASE_AFTER = 2**15
-"""Tokens between two re-basings: float32 rotary angles of transformers err by 0.03 in a score at position 1e6."""
+"""Number of tokens between two renumberings of positions. Transformers computes rotary angles in float32, which at position 1e6
+changes a score by 0.03."""
 
 
 def can_decode(handle: Retrofit) -> bool:
-    """Whether slots serve this model: rotary positions that do not depend on the length of the context."""
+    """Whether this model can decode over slots: it needs rotary positions that do not depend on the length of the context."""
     if text_config(handle.model).model_type not in ROTARY:
         return False
     return all(inverse_frequencies(handle.model, x.module) is not None for x in handle.layers)
 
 
 class RetrofitStepper:
-    """A retrofitted model as steps over `rows` rows: what a `SteadyEngine` repeats."""
+    """The decoding step of a retrofitted model over `rows` rows, with the interface that `SteadyEngine` expects of a
+    `Stepper`."""
 
     def __init__(self, handle: Retrofit, rows: int) -> None:
         if not can_decode(handle):
@@ -63,7 +65,7 @@ class RetrofitStepper:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after tokens [B]; the caller keeps the clock."""
+        """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
         place = (self.clock.epoch_on_device + self.clock.on_device).view(1, 1)
         out = self.model(tokens.unsqueeze(1), position_ids=place, past_key_values=self.cache, use_cache=True)
         return out.logits[:, -1]
@@ -81,7 +83,7 @@ class RetrofitStepper:
 
 @dataclass(frozen=True)
 class _DecoderInterface:
-    """What an engine asks a decoder for."""
+    """The attributes of a decoder that an engine uses, for a retrofitted model."""
 
     embed: Any
     config: Any
@@ -93,7 +95,7 @@ class _Vocabulary:
 
 
 class RetrofitEngine(SteadyEngine):
-    """Rows of a retrofitted model that go on from what an `ExpiringCache` remembers."""
+    """Decodes rows of a retrofitted model, starting from the memories of an `ExpiringCache`."""
 
     stepper: RetrofitStepper  # type: ignore[assignment]
 
@@ -105,7 +107,7 @@ class RetrofitEngine(SteadyEngine):
         self.active = [False] * rows
 
     def begin(self, cache: ExpiringCache, logits: Tensor, rows: list[int] | None = None) -> None:
-        """Rows (all by default) go on from what a cache remembers of as many; logits [B, V] of their next tokens."""
+        """Load a cache's rows and the logits [B, V] of their next tokens into these rows of the engine; None: all rows."""
         rows = list(range(self.rows)) if rows is None else rows
         held = len(logits)
         if held != len(rows):
@@ -118,7 +120,7 @@ class RetrofitEngine(SteadyEngine):
             self.active[row] = True
 
     def _check_kept(self, cache: ExpiringCache) -> None:
-        """A step over slots does not know which tokens are a row's first, so the cache must have read those."""
+        """Refuse a cache that has not read all first tokens of a row that must be kept: a step over slots cannot mark them."""
         keep = self.handle.config.keep_first
         memory = next((x.memory for x, y in zip(cache.layers, self.handle.layers) if y.window is None), None)
         if not keep or memory is None:
@@ -166,7 +168,8 @@ class RetrofitEngine(SteadyEngine):
 
     @torch.no_grad()
     def to_cache(self) -> ExpiringCache:
-        """What all rows remember, as a cache that can read many tokens at a time. Waits for the device."""
+        """The memories of all rows as an `ExpiringCache`, which can read many tokens at a time. The host waits for the
+        device."""
         cache = self.handle.new_cache()
         for layer, step in zip(cache.layers, self.stepper.slot_layers):
             layer.seen = self.clock.now

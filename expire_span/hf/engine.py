@@ -1,6 +1,6 @@
-"""Several streams on one model: each request has its own memory, and takes its turn token by token.
+"""The server's engine: several requests on one model, each with a stream and memory of its own, one token in turn.
 
-One thread runs the model. A request that is done makes room for the next that waits; those under way share the model in turn.
+One thread runs the model. At most `rows` requests run at a time; the others wait until one is done.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .streams import Stream
 
 @dataclass(eq=False)
 class Request:
-    """What to go on from, for how long; text comes out as it is written."""
+    """A prompt, how to continue it, and the queue through which its text comes out piece by piece."""
 
     prompt: list[int]
     limit: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
     pieces: queue.Queue = field(default_factory=queue.Queue)
-    """Text as it is written; then None, or the exception that ended it."""
+    """The text in pieces as it is generated; then None, or the exception that ended it."""
     cancelled: bool = False
     written: list[int] = field(default_factory=list)
     reason: str = "length"
-    """Why it ended: stop or length."""
+    """Why it ended, in OpenAI's words: "stop" or "length"."""
 
     def text(self) -> Iterator[str]:
-        """The pieces, until the end."""
+        """Yield the pieces until the end; raise the exception if there was one."""
         while (piece := self.pieces.get()) is not None:
             if isinstance(piece, Exception):
                 raise piece
@@ -75,20 +75,20 @@ class Engine:
 
 
 class _Turn:
-    """One request under way."""
+    """One running request."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.engine, self.request = engine, request
         self.steps = self._steps()
 
     def take(self) -> bool:
-        """Read the prompt or write one token; False when it is done."""
+        """Read the prompt or generate one token; returns False when the request is done."""
         try:
             next(self.steps)
             return not self.request.cancelled
         except StopIteration:
             self.request.pieces.put(None)
-        except Exception as error:  # handed to whoever waits for the text; the other requests go on
+        except Exception as error:  # raised where the text is read; the other requests continue
             self.request.pieces.put(error)
         return False
 

@@ -1,8 +1,8 @@
-"""Caches of one model side by side at equal peak bytes: perplexity of long documents, retrieval, time per token.
+"""Comparison of caches of one model at equal peak bytes: perplexity of long documents, retrieval, time per token.
 
-Documents are read in chunks, as a stream is. What counts as peak is what a cache holds after a chunk, in bytes of living
-memories; an expiring memory also pays for its span and position. Questions are asked after the context was read: no
-method knows them while it forgets.
+Documents are read in chunks, as a stream is. The peak is the largest number of bytes of living memories that a cache holds
+after a chunk; for an expiring memory, its span and position are counted as well. Questions are asked after the context was
+read, so that no method knows them when it deletes memories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .rivals import METHODS as RIVALS
 
 METHODS = ("none", *RIVALS, "expire")
 MOST_DIAL = 8.0
-"""The largest factor by which spans are multiplied where a budget allows it."""
+"""Largest dial, the factor by which predicted spans are multiplied so that the peak meets a budget."""
 CLOSE = 0.97
 """The search for a dial ends once the peak is at least this share of the budget."""
 NewCache = Callable[[], Any]
@@ -35,21 +35,24 @@ NewCache = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A context, and what to answer after it was read."""
+    """A context, a question that is asked after it was read, and the right answer."""
 
     context: Tensor
     """Tokens [n]."""
     question: Tensor
     """Tokens [q], read after the context."""
     answer: Tensor
-    """Tokens [a] that must be the likeliest, one after another."""
+    """Tokens [a]; the answer counts as given if greedy decoding would produce them."""
     kind: str = ""
-    """What is asked for, like passkey; accuracies are given for each kind."""
+    """Kind of question, such as passkey; accuracy is reported for each kind."""
 
 
 @contextlib.contextmanager
 def method(handle: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Iterator[NewCache]:
-    """Inside, the model runs with caches of one method that hold at most the bytes of `tokens` plain memories."""
+    """A context in which the model runs with one method's caches; yields a function that makes one.
+
+    tokens: the budget of a cache, as a number of plain key/value memories per head; dial: factor of predicted spans.
+    """
     if name == "expire":
         handle.dial = dial
         try:
@@ -70,9 +73,10 @@ def method(handle: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Itera
 
 @torch.no_grad()
 def read(model: Any, cache: Any, ids: Tensor, chunk: int, *, scored: bool = True) -> tuple[Tensor, Tensor]:
-    """Read documents ids [B, n]; returns each token's loss but the first's [B, n - 1] and the most bytes each row held [B].
+    """Read documents ids [B, n]; returns the loss of every token but the first [B, n - 1], in nats, and each row's peak bytes
+    [B].
 
-    Losses are in nats; without `scored` there are none, and the logits are not computed.
+    scored: if False, no logits are computed and there are no losses.
     """
     losses, peak, last = [], None, None
     for part in ids.split(chunk, 1):
@@ -107,17 +111,17 @@ def held_bytes(cache: Any) -> Tensor:
 
 
 def peak_tokens(handle: Retrofit, share: float, context: int) -> tuple[int, int]:
-    """A budget as plain memories per head, and in bytes over all layers."""
+    """A budget, given as a share of the context, as plain memories per head and as bytes over all layers."""
     tokens = max(int(share * context), 1)
     one = sum(x.kv_heads * 2 * x.head_dim * next(x.module.parameters()).element_size() for x in handle.layers)
     return tokens, tokens * one
 
 
 def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, rounds: int = 8) -> float:
-    """The largest multiplier of spans, up to MOST_DIAL, with which no document's peak is above `budget` bytes.
+    """The largest dial, up to MOST_DIAL, with which no document's peak exceeds `budget` bytes; documents [B, n].
 
-    This turns the memory up or down at run time; documents [B, n]. Other spans than the predicted ones are not what was
-    trained. The search stops within 3% of the budget. 0 says that even spans of 0 may be too much.
+    Spans other than the predicted ones are not what was trained. The search stops within 3% of the budget. A result of 0 means
+    that even spans of 0 may exceed it.
     """
     low, high, dial = 0.0, math.inf, 1.0
     for _ in range(rounds):
@@ -133,10 +137,12 @@ def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int
 
 @torch.no_grad()
 def answers(model: Any, cache: Any, questions: list[Question], chunk: int) -> list[bool]:
-    """Whether each answer is what greedy decoding would write after its context and question; contexts of one length."""
+    """Whether greedy decoding would give each answer after its context and question; all contexts have the same length."""
     read(model, cache, torch.stack([q.context for q in questions]), chunk, scored=False)
     tails = [torch.cat([q.question, q.answer]) for q in questions]
-    padded = torch.nn.utils.rnn.pad_sequence(tails, batch_first=True)  # nothing reads what stands behind an answer
+    padded = torch.nn.utils.rnn.pad_sequence(
+        tails, batch_first=True
+    )  # attention is causal: answers do not see the padding
     best = model(padded, past_key_values=cache, use_cache=True).logits.argmax(-1)
     right = []
     for row, q in zip(best, questions):
@@ -147,7 +153,7 @@ def answers(model: Any, cache: Any, questions: list[Question], chunk: int) -> li
 
 @torch.no_grad()
 def time_per_token(model: Any, cache: Any, token: Tensor, steps: int = 16) -> float:
-    """Median seconds of a decoding step over its rows, on a cache that was filled before; token [B, 1]."""
+    """Median seconds of a decoding step divided by its rows, on a cache that has been filled; token [B, 1]."""
     times = []
     for _ in range(steps):
         _synchronise(token.device)
@@ -174,7 +180,10 @@ def evaluate(
     rows: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One line for each method and budget; documents [n] of one length, read `rows` at a time."""
+    """Results for each method and budget, one dictionary each; documents [n] of equal length are read `rows` at a time.
+
+    progress: called with each result as it is finished.
+    """
     check_methods(methods)
     _check_budgets(handle, methods, budgets, len(documents[0]))
     lines = []
@@ -238,7 +247,7 @@ def _evaluate_one(
 
 
 def _in_batches(questions: list[Question], rows: int) -> list[list[Question]]:
-    """At most `rows` questions together, with contexts of one length."""
+    """Batches of at most `rows` questions whose contexts have the same length."""
     batches = []
     for length in dict.fromkeys(len(q.context) for q in questions):
         same = [q for q in questions if len(q.context) == length]

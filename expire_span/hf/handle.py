@@ -1,8 +1,8 @@
 """Give a causal language model lifetimes: `handle = retrofit(model)`, without changing one of its weights or classes.
 
-A hook before each attention layer predicts spans from the hidden states that the layer reads, hands them to the cache and to
-the attention function; nothing else changes. Layers with a sliding window in the base model keep it: the window is a span that
-all memories share, with a hard edge, and memories beyond it are deleted. `handle.detach()` removes everything again.
+A hook before each attention layer predicts spans from the layer's input and passes them to the cache and to the attention
+function; nothing else changes. A layer that has a sliding window in the base model keeps it: all its memories get the window as
+their span, with a hard edge, and memories beyond it are deleted. `handle.detach()` removes everything again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HARD_EDGE = 0.5
 
 
 def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit:
-    """Add span predictors to a causal language model. Nothing is changed where this raises."""
+    """Add span predictors to a causal language model. If this raises, the model is unchanged."""
     config = RetrofitConfig() if config is None else config
     if not isinstance(config, RetrofitConfig):
         raise ValueError(f"config must be a RetrofitConfig, got {show(config)}; give RetrofitConfig(...)")
@@ -45,7 +45,7 @@ def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
-    """Retrofit a model with what an adapter folder holds; the model stays as it was where this raises."""
+    """Retrofit a model with the predictors and settings of an adapter folder. If this raises, the model is unchanged."""
     head = read_head(Path(folder))
     check_base(model, head, Path(folder))
     handle = retrofit(model, RetrofitConfig(**head["config"]))
@@ -70,9 +70,9 @@ class Retrofit:
             {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
         ).to(device)
         self.dial = 1.0
-        """Multiplies all predicted spans: below 1 it tightens the memory at run time. That is not what was trained."""
+        """Factor of all predicted spans at run time; with a value other than 1 the model is not what was trained."""
         self.lora: list[nn.Parameter] = []
-        """Weights of low-rank additions to the model, where there are any; see `add_lora`."""
+        """The LoRA weights, where there are any; see `add_lora`."""
         self._length = table_length(text_config(model))
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
@@ -84,7 +84,8 @@ class Retrofit:
     # The handle
 
     def new_cache(self, *, learning: bool = False) -> ExpiringCache:
-        """An empty cache for `past_key_values`. With `learning` it also keeps hidden states, so that old spans get gradient."""
+        """An empty cache for `past_key_values`. learning: also store hidden states, so that spans of old memories get
+        gradients."""
         layers = []
         for x in self.layers:
             ramp, frequencies = self.ramp_of(x), inverse_frequencies(self.model, x.module)
@@ -93,12 +94,12 @@ class Retrofit:
         return ExpiringCache(layers)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All that a retrofit trains: the predictors' weights, and those of low-rank additions where there are any."""
+        """Everything that a retrofit trains: the predictors' weights, and the LoRA weights where there are any."""
         yield from self.predictors.parameters()
         yield from self.lora
 
     def add_lora(self, rank: int) -> None:
-        """Let low-rank additions to the model's linear layers learn too (needs peft); `detach` takes them off again."""
+        """Add trainable LoRA weights to the model's linear layers (needs peft); `detach` removes them again."""
         if self.lora:
             raise ValueError("this model has low-rank additions already; detach it first")
         check_count("rank", rank)
@@ -131,7 +132,7 @@ class Retrofit:
         return bool(self._hooks)
 
     def detach(self) -> nn.Module:
-        """Remove all hooks and settings: the model is bit for bit what it was."""
+        """Remove all hooks and settings; the model is then bit for bit what it was before the retrofit."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -145,7 +146,7 @@ class Retrofit:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Any]:
-        """Inside, the model runs as it did before the retrofit, with its own kind of cache."""
+        """A context in which the model runs as before the retrofit, with its own kind of cache."""
         self._restore()
         try:
             with without_lora(self.model) if self.lora else contextlib.nullcontext():
@@ -171,7 +172,7 @@ class Retrofit:
                 hook = layer.module.register_forward_pre_hook(self._hook_of(layer), with_kwargs=True)
                 self._hooks.append(hook)
             self._take_over()
-            # Not a submodule: the model's state_dict and parameters stay its own.
+            # Set around nn.Module, so that the handle is no submodule and the model's state_dict and parameters do not change.
             object.__setattr__(self.model, "_expire_span_handle", self)
         except BaseException:
             self.detach()
@@ -208,7 +209,7 @@ class Retrofit:
         real = self._real_tokens(mask, start, hidden.shape[1])
         if layer.window is None and self.config.keep_first:
             reading.span = self._keep_first(reading, real)
-        if real is not None:  # padding is dead at birth: seen by no query and deleted at once
+        if real is not None:  # padding gets a span of -ramp: no query sees it, and it is deleted at once
             new = real[:, -hidden.shape[1] :].to(hidden.device)
             reading.span = torch.where(new.unsqueeze(1), reading.span, -reading.ramp)
         reading.wants_weights = bool(kwargs.get("output_attentions")) or _collects_attentions()
@@ -229,7 +230,7 @@ class Retrofit:
         return span if self.dial == 1.0 else span * self.dial
 
     def predictor_of(self, layer: AttentionLayer) -> nn.Module:
-        """The layer's predictor; a layer with a window of its own has none."""
+        """The predictor of a layer; an identity for a layer with a window of its own, which has none."""
         return self.predictors[str(layer.index)] if layer.window is None else nn.Identity()
 
     def ramp_of(self, layer: AttentionLayer) -> float:
@@ -237,12 +238,13 @@ class Retrofit:
         return float(self.config.ramp) if layer.window is None else HARD_EDGE
 
     def _check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse before anything is computed: a cache left half way, or tokens beyond a learned position table."""
+        """Refuse, before anything is computed, a cache of a forward pass that failed, or tokens beyond a learned position
+        table."""
         past = kwargs.get("past_key_values")
         if isinstance(past, ExpiringCache):
             past.check_whole()
         if self._length is None:
-            return  # positions have no end; asking a cache on a GPU for its length may wait for the device
+            return  # rotary positions have no limit, and asking a cache on a GPU for its length may wait for the device
         new = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
         tokens = (0 if past is None else int(past.get_seq_length())) + (0 if new is None else new.shape[1])
         if tokens > self._length:
@@ -253,7 +255,8 @@ class Retrofit:
             )
 
     def _real_tokens(self, mask: Any, start: int, count: int) -> Tensor | None:
-        """The attention mask as booleans [B, tokens seen, or only the new ones], checked; None where nothing is padded."""
+        """The checked attention mask as booleans, of all tokens seen or of the new ones only, [B, tokens]; None if there is
+        none."""
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -264,7 +267,8 @@ class Retrofit:
         return mask.to(torch.bool)
 
     def _keep_first(self, reading: Reading, real: Tensor | None) -> Tensor:
-        """Spans in which the first tokens of each row, padding apart, and of each packed document are kept."""
+        """The spans of `reading` with KEPT for the first tokens of each row, padding not counted, and of each packed
+        document."""
         span, start, keep = reading.span, reading.start, self.config.keep_first
         if start >= keep and real is None:
             return span
@@ -290,14 +294,15 @@ class Retrofit:
 
     @property
     def longest_life(self) -> int:
-        """Tokens after which any memory is gone, but for those of the first tokens that `keep_first` keeps."""
+        """Number of tokens after which every memory is dead, except those that `keep_first` keeps for ever."""
         longest = self.config.max_span * max(self.dial, 1.0) + self.config.ramp
         lives = [longest if x.window is None else x.window for x in self.layers]
         return math.ceil(max(lives))
 
 
 def _expiring(past: Any, layer: int) -> ExpiringCache | None:
-    """The cache if it is ours. An empty one of another kind is what a plain forward pass makes, and no harm."""
+    """The cache if it is an `ExpiringCache`, else None. An empty cache of another kind, which transformers makes by itself for
+    a plain forward pass, is allowed; a filled one is refused."""
     if past is None or isinstance(past, ExpiringCache):
         return past
     if past.get_seq_length(layer) > 0:
@@ -309,7 +314,7 @@ def _expiring(past: Any, layer: int) -> ExpiringCache | None:
 
 
 def _collects_attentions() -> bool:
-    """Whether transformers is collecting attention weights in this forward pass: GPT-2 does not hand the wish down."""
+    """Whether transformers collects attention weights in this forward pass; GPT-2 does not pass output_attentions down."""
     if torch.compiler.is_compiling():
         return False
     collector = getattr(output_capturing, "_active_collector", None)
@@ -317,7 +322,7 @@ def _collects_attentions() -> bool:
 
 
 def _packed_documents(position_ids: Any, hidden: Tensor) -> Tensor | None:
-    """Ids [B, T] of documents packed into a row, read from positions that start again; None where there is one."""
+    """Ids [B, T] of packed documents, found where position_ids start again; None if each row is one document."""
     if position_ids is None or hidden.shape[1] == 1 or torch.compiler.is_compiling():
         return None
     steps = position_ids.diff(dim=-1)

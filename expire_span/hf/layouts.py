@@ -1,4 +1,4 @@
-"""What we know of each model family, and the refusal of models that we do not know."""
+"""The model families that can be retrofitted, and the checks that refuse all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 ROTARY = {"llama", "qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "gpt_neox"}
-"""Families whose keys are rotated by their position: a stream of any length can be re-based."""
+"""Families with rotary positions: the positions of an endless stream can be renumbered."""
 TABLES = {"gpt2": "n_positions"}
 """Families with a learned position table, and the setting that holds its length."""
 SOFT_CAPPED = {"gemma2", "gemma3n", "gemma4", "grok"}
@@ -25,11 +25,11 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     window: int | None
-    """How many tokens the layer sees by its own design, itself included; None is all."""
+    """The layer's own sliding window in tokens, the query's included; None if it has none."""
 
 
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The attention layers in order; a ValueError in one sentence where the model cannot be retrofitted."""
+    """The attention layers in order. ValueError if the model cannot be retrofitted."""
     config = text_config(model)
     check_config(model.config, type(model).__name__)
     _check_parts(model, config)
@@ -60,7 +60,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def table_length(config: Any) -> int | None:
-    """Length of the learned position table, or None where positions have no end."""
+    """Length of the learned position table; None for models with rotary positions."""
     name = TABLES.get(config.model_type)
     return None if name is None else int(getattr(config, name))
 

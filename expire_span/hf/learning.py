@@ -14,14 +14,16 @@ from .cache import ExpiringLayer
 
 
 class LearningLayer(ExpiringLayer):
-    """A row for each batch row: a memory lives while any head needs it. Spans are predicted anew in every block.
+    """Its store has a row for each batch row, in which a memory lives while any head needs it. Spans are predicted again in
+    every block from the stored hidden states.
 
-    Keys and values are those of the frozen model and carry no gradient; the predictor's weights get theirs from all living
+    Keys and values come from the frozen model and have no gradient; the predictor's weights get gradients from all living
     memories, old and new.
     """
 
     last: Reading | None = None
-    """What the last forward pass read: spans with gradient, for the span loss and the count of the living."""
+    """The `Reading` of the last forward pass, whose spans have gradients: for the span loss and the count of living
+    memories."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.memory = ExpiringMemory.empty(len(key_states), ramp=self.ramp, device=key_states.device)
@@ -51,8 +53,7 @@ class LearningLayer(ExpiringLayer):
 
     def _predict_again(self, reading: Reading, hidden: Tensor, old: ExpiringMemory) -> Tensor:
         assert reading.predictor is not None
-        span = reading.predictor(
-            hidden.clone()
-        )  # new memories are written into the same buffer before the backward pass
+        # A copy, since new memories are written into the same buffer before the backward pass.
+        span = reading.predictor(hidden.clone())
         marked = (old.span <= -self.ramp) | is_kept(old.span)  # padding stays dead, and what is kept stays
         return torch.where(marked.unsqueeze(1), old.span.unsqueeze(1), span)

@@ -1,4 +1,4 @@
-"""Low-rank additions (LoRA) to a retrofitted model's linear layers, through peft; removing them restores the model exactly."""
+"""LoRA weights for a retrofitted model's linear layers, through peft; removing them restores the model exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "expire_span"
 
 
 def add_lora(model: Any, rank: int, seed: int = 0) -> list[nn.Parameter]:
-    """Wrap the linear layers, the output layer apart; returns the new weights. They begin as an addition of zero."""
+    """Wrap all linear layers except the output layer and return the new weights, whose initial contribution is zero."""
     if importlib.util.find_spec("peft") is None:
         raise UserError("LoRA needs peft; install it with: pip install 'expire-span[hf,peft]'")
     from peft import LoraConfig, inject_adapter_in_model
@@ -32,7 +32,7 @@ def add_lora(model: Any, rank: int, seed: int = 0) -> list[nn.Parameter]:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """Full names of the layers to add to: all linear ones inside blocks."""
+    """Full names of the layers to wrap: all linear layers inside blocks."""
     head = model.get_output_embeddings()
     kinds = ("Linear", "Conv1D")
     return [n for n, m in model.named_modules() if type(m).__name__ in kinds and m is not head and "lm_head" not in n]
@@ -46,7 +46,7 @@ def _wrapped(model: nn.Module) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """Inside, the additions are left out."""
+    """A context in which the model runs without its LoRA weights."""
     layers = [m for _, m in _wrapped(model)]
     try:
         for layer in layers:
@@ -58,7 +58,7 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 
 
 def remove_lora(model: nn.Module) -> None:
-    """Put the layers back that were wrapped."""
+    """Put the original linear layers back."""
     for name, wrapped in _wrapped(model):
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], wrapped.get_base_layer())
@@ -67,5 +67,5 @@ def remove_lora(model: nn.Module) -> None:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """The additions' weights, by the names that they have in the model."""
+    """The LoRA weights, by their names in the model."""
     return {name: p for name, p in model.named_parameters() if "lora_" in name}

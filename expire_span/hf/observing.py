@@ -1,4 +1,4 @@
-"""Running a model with an attention function that also sees queries and keys; afterwards the model is what it was."""
+"""Running a model with another attention function, which sees queries and keys; afterwards the model is restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from transformers.masking_utils import sdpa_mask
 def observed(
     name: str, attend: Callable[..., Any], modules: list[nn.Module], configs: list[Any], hook: Callable[..., Any]
 ) -> Iterator[None]:
-    """Inside, layers run through `attend`, registered under `name`; `hook` runs before each and may add arguments."""
+    """A context in which attention layers call `attend`, registered with transformers under `name`.
+
+    hook: a forward pre-hook of each layer, which may add keyword arguments for `attend`.
+    """
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, sdpa_mask)
     before = [config._attn_implementation for config in configs]

@@ -1,4 +1,4 @@
-"""The one place that builds a layer's predictor of lifetimes."""
+"""The span predictor of a retrofitted layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from expire_span.retrofit_configs import RetrofitConfig
 
 
 class StandardisedLifetimes(Lifetimes):
-    """Learned spans of hidden states that are brought to mean 0 and spread 1, number by number, before the linear map.
+    """Learned spans of hidden states whose dimensions are standardised to mean 0 and standard deviation 1 before the linear
+    map.
 
         e_i = L sigmoid(w . (h_i - center) x scale / tau + b)
 
-    Hidden states of pretrained models have a few numbers that are a hundred times as large as the others and nearly
-    constant. Without their means, the bias alone says how long a head remembers on average and the weights say what sets
-    tokens apart, so that one learning rate fits all layers of all models. Until `standardise` is called, states are read as
-    they are.
+    Hidden states of pretrained models have a few dimensions that are a hundred times as large as the others and nearly
+    constant. With the means subtracted, the bias alone decides how long a head remembers on average and the weights decide how
+    tokens differ, so that one learning rate fits all layers of all models. Until `standardise` is called, center is 0 and scale
+    is 1.
     """
 
     center: Tensor
@@ -31,7 +32,7 @@ class StandardisedLifetimes(Lifetimes):
 
     @torch.no_grad()
     def standardise(self, h: Tensor) -> None:
-        """Take center and scale from hidden states [.., C]. Predicted spans are the same as before."""
+        """Set center and scale from hidden states [.., C], and change weight and bias so that predicted spans stay the same."""
         weight, bias = self._folded()
         flat = h.flatten(0, -2).float()
         spread, center = torch.std_mean(flat, 0)
@@ -41,7 +42,7 @@ class StandardisedLifetimes(Lifetimes):
         self.bias.copy_(bias + weight @ self.center)
 
     def _folded(self) -> tuple[Tensor, Tensor]:
-        """Weight, over the temperature, and bias that give the same spans for states as they are."""
+        """Weight (divided by the temperature) and bias that give the same spans for hidden states without standardising."""
         weight = self._scaled_weight()
         return weight, self.bias - weight @ self.center
 
@@ -58,7 +59,7 @@ class StandardisedLifetimes(Lifetimes):
 
 
 def with_plain_states(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of predictors by name, with the center and scale that those of older adapters did without."""
+    """Predictors' weights by name; for older adapters, which had no center and scale, with a center of 0 and a scale of 1."""
     full = dict(weights)
     for name, x in weights.items():
         layer, _, field = name.partition(".")
@@ -69,5 +70,5 @@ def with_plain_states(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_predictor(dim: int, kv_heads: int, config: RetrofitConfig) -> nn.Module:
-    """A module that gives hidden states [B, S, C] spans [B, Hkv, S] in tokens, its weights in float32."""
+    """A module that maps hidden states [B, S, C] to spans [B, Hkv, S] in tokens; its weights are float32."""
     return StandardisedLifetimes(dim, kv_heads, config).float()

@@ -1,4 +1,4 @@
-"""Long contexts made from any text, with something hidden in them that is asked for at the end."""
+"""Retrieval questions: long contexts made from any text, with facts hidden in them, one of which is asked for at the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NAMES = ("apple", "river", "candle", "marble", "falcon", "garden", "silver", "wi
 def make_questions(
     tokenizer: Any, documents: list[Tensor], count: int, kind: Literal["passkey", "pairs"], seed: int = 0
 ) -> list[Question]:
-    """Questions about one hidden number, or about one of several named ones, in contexts of one length.
+    """Questions about one hidden number (passkey), or about one of several named numbers (pairs), in contexts of equal length.
 
-    A document [n] gives a context whose question and answer fit into n tokens.
+    A document [n] is shortened so that context, question and answer together have at most n tokens.
     """
     rng = numpy.random.default_rng(seed)
     texts = [_invent(tokenizer, kind, rng) for _ in range(count)]
@@ -42,7 +42,7 @@ def _invent(tokenizer: Any, kind: str, rng: numpy.random.Generator) -> tuple[lis
 
 
 def _hide(facts: list[Tensor], text: Tensor, rng: numpy.random.Generator) -> Tensor:
-    """The text with facts at random places, its end cut off so that it is as long as before."""
+    """The text with facts inserted at random places; its end is cut off so that its length stays the same."""
     room = len(text) - sum(map(len, facts))
     if room < len(facts):
         raise ValueError(f"the documents have {len(text)} tokens, too few for {len(facts)} facts and a question")

@@ -1,4 +1,4 @@
-"""Small in-house versions of caches that evict without having learned to, for comparison on current transformers.
+"""Small implementations of caches that evict by a fixed rule, for comparison.
 
 Each holds the same number of memories in every layer and head, and evicts after every forward pass:
 
@@ -29,7 +29,7 @@ METHODS = ("window", "sinks", "knorm", "snap")
 SINKS = 4
 LEAST_CAPACITY = 2 * SINKS
 RECENT = 32
-"""Newest memories that knorm and snap always keep, and the queries whose attention snap counts."""
+"""Number of newest memories that knorm and snap always keep, and of last queries whose attention snap counts."""
 
 
 class EvictingLayer(DynamicLayer):
@@ -98,7 +98,7 @@ class EvictingCache(Cache):
 
 
 def evicting(modules: list[nn.Module], configs: list[Any]) -> AbstractContextManager[None]:
-    """Inside, evicting caches see the queries; afterwards the model is what it was."""
+    """A context in which evicting caches see the queries; afterwards the model is restored."""
     return observed(NAME, _attend, modules, configs, _hand_over)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Kinds of rotary positions whose angles change with the length of the context, which stored keys cannot follow."""
+"""Kinds of rotary positions whose angles change with the length of the context, so that stored keys would become wrong."""
 
 
 def rotate_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def build_app(engine: Engine, name: str, *, default_tokens: int = 256) -> FastAP
 
 
 class _Words:
-    """How the two kinds of answer are spelled."""
+    """The field names in which completions and chat answers differ in OpenAI's format."""
 
     def __init__(self, kind: str, prefix: str) -> None:
         self.kind, self.id = kind, f"{prefix}-{uuid.uuid4().hex}"
@@ -116,7 +116,7 @@ def _answer(engine: Engine, name: str, asked: _Asked, prompt: list[int], words: 
 
 
 def _events(request: Request, head: dict[str, Any], words: _Words) -> Iterator[str]:
-    """Server-sent events; a client that goes away ends its request."""
+    """The answer as server-sent events; if the client disconnects, its request ends."""
     kind = f"{words.kind}.chunk" if words.is_chat else words.kind
     try:
         for text in request.text():

@@ -1,8 +1,9 @@
 """A retrofitted model's memories in slots of fixed size, so that one token of every row is one recorded CUDA graph on a GPU.
 
-`SlotCache` is handed to the model as `past_key_values`, one new token of each row at a time. Its layers pass keys and values
-through; the attention function then stores them and reads the living (`LayerSlots.attend`). Nothing
-waits for the device and nothing that the host alone knows is used, so the model's own forward pass can be recorded.
+`SlotCache` is given to the model as `past_key_values`, with one new token of each row at a time. Its layers return keys and
+values as they are; the attention function then stores them and reads the living memories (`LayerSlots.attend`). The host never
+waits for the device, and all numbers that change from step to step lie on the device, so that the model's own forward pass can
+be recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .rotary import rotate_keys
 
 
 class LayerSlots(SlotStep):
-    """The slots of one attention layer; projections and rotation are the model's own."""
+    """The slots of one attention layer; unlike in `SlotStep`, the model itself computes projections and rotary positions."""
 
     def __init__(
         self, layer: AttentionLayer, rules: SlotRules, clock: Clock, frequencies: Tensor | None, like: Tensor
@@ -45,7 +46,7 @@ class LayerSlots(SlotStep):
         self._adopt()
 
     def memories(self, state: Any) -> Memories:
-        """What a layer of an ExpiringCache remembers."""
+        """The memories in a layer of an `ExpiringCache`, for `load`."""
         memory, now = state.memory, state.seen
         assert isinstance(memory, ExpiringMemory)
         return Memories(memory["k"], memory["v"], memory.span, memory.pos, now)
@@ -61,7 +62,7 @@ class LayerSlots(SlotStep):
         self.refresh()
 
     def to_memory(self) -> ExpiringMemory:
-        """The living in order of birth, as a cache keeps them; rows with fewer have empty slots in front."""
+        """The living memories in order of birth, as an `ExpiringMemory`; rows with fewer of them have empty slots in front."""
         s, column, now = self.slots, self.clock.column, self.clock.now
         alive = s.left(column) > 0  # [B, Hkv, W]
         born = s.by_head(s.pos)
@@ -76,7 +77,7 @@ class LayerSlots(SlotStep):
         return memory.append(pos, span, check_values=False, **fields).expire(now)
 
     def rebase(self, offset: int) -> None:
-        """Turn all keys back by `offset` positions; positions in the slots count from the last compaction anyway."""
+        """Rotate all keys back by `offset` positions. The slots' own positions count from the last compaction and stay."""
         assert self.frequencies is not None
         frequencies = self.frequencies
         self.slots.map_keys(lambda keys: rotate_keys(keys, -offset, frequencies))
@@ -134,7 +135,7 @@ class SlotLayer(ForgettingLayer):
         return self.slots.clock.now
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the slots exist from the beginning."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key_states.shape[2] != 1:
@@ -152,7 +153,7 @@ class SlotCache(Cache):
 
 
 def span_form(predictor: Any, layer: AttentionLayer, dial: float) -> SpanForm | None:
-    """How a layer's spans follow from hidden states, in the form of the kernel."""
+    """The `SpanForm` of a layer: how its spans, times `dial`, follow from hidden states."""
     if layer.window is not None:
         return SpanForm.constant(torch.full((layer.kv_heads,), layer.window - 1.0), layer.dim)
     assert isinstance(predictor, LifetimeRule)

@@ -1,4 +1,4 @@
-"""Endless streams through a retrofitted model in flat memory: read, write, fork; positions are re-based on the way."""
+"""Endless streams through a retrofitted model in bounded memory: read, write, fork; positions are renumbered on the way."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CHUNK = 256
 
 
 class Stream:
-    """One or more rows of tokens that go on for ever; what is held stays bounded.
+    """One or more rows of tokens of any length, in bounded memory.
 
-    Prompts are read into an `ExpiringCache`. Writing goes on over slots of fixed size where the model allows it: on a GPU a
-    token is then one replay of a recorded graph. What was remembered moves from one to the other as needed.
+    Prompts are read into an `ExpiringCache`. Tokens are generated over slots of fixed size where the model allows it, so that
+    on a GPU a step is one replay of a recorded graph. Memories are moved from the one to the other as needed.
     """
 
     def __init__(self, handle: Retrofit, *, rebase_after: int = REBASE_AFTER, slots: bool | None = None) -> None:
-        """slots: whether to write over slots; None does on a GPU, where it is faster."""
+        """slots: whether to generate over slots; None does so on a GPU, where it is faster."""
         check_count("rebase_after", rebase_after)
         self.handle, self.model = handle, handle.model
         self.logits: Tensor | None = None
-        """Of the token to come, [B, V]."""
+        """Logits of the next token, [B, V]; None before anything was read."""
         self.read_tokens = 0
         self._cache: ExpiringCache | None = handle.new_cache()
         self._engine: RetrofitEngine | None = None
@@ -44,7 +44,7 @@ class Stream:
 
     @property
     def cache(self) -> ExpiringCache:
-        """What the stream remembers. While it writes over slots, asking for it moves everything back."""
+        """The stream's memories as an `ExpiringCache`. If they are in slots, this moves them back into a cache."""
         if self._cache is None:
             assert self._engine is not None
             self._cache, self._engine = self._engine.to_cache(), None
@@ -52,7 +52,7 @@ class Stream:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
-        """Read tokens [B, T]; returns logits of the token to come, [B, V]."""
+        """Read tokens [B, T]; returns the logits of the next token, [B, V]."""
         for chunk in tokens.to(self.device).split(CHUNK, dim=1):
             self._rebase()
             out = self.model(chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -63,7 +63,7 @@ class Stream:
         return self.logits
 
     def write(self, count: int | None = None, sampling: Sampling | None = None) -> Iterator[Tensor]:
-        """Draw tokens [B] one after another and read each; with no count for ever."""
+        """Yield `count` sampled tokens [B], each of which is read before the next; without end if count is None."""
         if count is not None:
             check_count("count", count, least=0)
         sampling = sampling or Sampling()
@@ -100,13 +100,13 @@ class Stream:
         return twin
 
     def _rebase(self) -> None:
-        """Keep positions small: no memory is older than the longest life, so all before that can be forgotten."""
+        """Renumber positions so that they stay small: the oldest living memory is at most `longest_life` tokens old."""
         if self._can_rebase and self.cache.seen >= self._rebase_after + self.handle.longest_life:
             self.cache.rebase(self.cache.seen - self.handle.longest_life)
 
 
 def stream(handle: Retrofit, tokens: Tensor, count: int | None = None, **sampling: float) -> Iterator[Tensor]:
-    """Read a prompt [B, T] and yield tokens [B], for ever without a count; see `Sampling` for the options."""
+    """Read a prompt [B, T] and yield tokens [B], without end if count is None; see `Sampling` for the options."""
     reader = Stream(handle)
     reader.read(tokens)
     yield from reader.write(count, Sampling(**sampling))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The promise, checked on a model at hand: deleting what expired changes no output."""
+"""A check, for any retrofitted model, that deleting expired memories changes no output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .handle import Retrofit
 
 @torch.no_grad()
 def streamed_error(handle: Retrofit, count: int, seed: int = 0) -> tuple[float, float]:
-    """Largest difference of streamed and undeleted logits, over the largest logit, and the share of memories kept."""
+    """Largest difference between logits with and without deletion, relative to the largest logit, and the share of memories
+    that is left at the end."""
     if count < 2:
         raise ValueError(f"a stream to verify needs at least 2 tokens, got {count}; give more")
     model = handle.model

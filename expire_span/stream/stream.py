@@ -208,7 +208,7 @@ class Stream:
 
     @torch.inference_mode()
     def save(self, path: str | Path) -> None:
-        """Write everything to one file, at once or not at all; `Stream.load` goes on from it."""
+        """Write everything to one file, atomically; `Stream.load` continues from it."""
         tensors, engine = self._engine.packed()
         meta: dict[str, Any] = {"rows": self.rows, "active": self._active, "steady": self.steady, "engine": engine}
         meta["flights"] = [flight.collect(self._active).tokens.tolist() for flight in self._flights]

@@ -1,1 +1,1 @@
-"""Studies of memory: experiments that end in one page and one file of numbers each."""
+"""Studies of memory: experiments, each of which writes one page (report.html) and one file of numbers (study.json)."""

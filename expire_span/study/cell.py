@@ -1,4 +1,4 @@
-"""The post's gated unit for many networks at once: one seed each, trained side by side.
+"""The gated unit of docs/recurrent.md for many networks at once: one seed each, trained side by side.
 
     z = sigmoid(Wz x + Uz h'),  r = sigmoid(Wr x + Ur h'),  c = tanh(Wc x + Uc (r * h')),  h = h' + z (c - h')
 
@@ -16,7 +16,11 @@ from torch import Tensor
 
 
 class GatedScan(torch.autograd.Function):
-    """gates [T, N, B, 2U], candidates [T, N, B, U] (what x gives), Ug [N, U, 2U], Uc [N, U, U] -> h [T, N, B, U]."""
+    """gates [T, N, B, 2U] and candidates [T, N, B, U], the parts that depend on x; Ug [N, U, 2U], Uc [N, U, U] -> h [T, N, B,
+    U].
+
+    T steps, N networks, B series, U units.
+    """
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, candidates: Tensor, ug: Tensor, uc: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures of what was trained: the exercise's table, generalisation, and the word model's hidden state."""
+"""Pictures of trained models: the table of the exercise, generalisation, and the word model's hidden state."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def draw_heat(states: np.ndarray, words: list[str], title: str) -> Figure:
 
 
 def escape(word: str) -> str:
-    """A dollar sign would begin a formula."""
+    """Escape dollar signs, which would begin a formula in matplotlib."""
     return word.replace("$", r"\$")
 
 
 def draw_stretches(groups: dict[str, list[np.ndarray]]) -> Figure:
-    """How long units hold still: sorted mean stretches, one line a model."""
+    """How long units stay nearly constant: sorted mean stretches, one line per model."""
     with rc_context(STYLE):
         figure = Figure(figsize=(11.5, 3.6))
         axes = figure.add_subplot(title="How long units hold still", xlabel="units, steadiest first")

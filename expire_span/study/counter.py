@@ -1,4 +1,4 @@
-"""The hard-coded counter of entrances: two numbers of state, exact for ever.
+"""The hard-coded counter of entrances: two numbers of state, exact on series of any length.
 
 inside = [0 <= x <= 1],   n = n' + [not inside' and inside]
 """
@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class State:
-    """What the counter remembers."""
+    """The counter's state."""
 
     inside: int = 0
-    """1 where the last value lay in [0, 1]."""
+    """1 if the last value was in [0, 1], else 0."""
     count: int = 0
-    """Maximal runs inside that have begun so far."""
+    """Number of entrances so far."""
 
 
 def step(x: float, state: State) -> State:
@@ -26,7 +26,7 @@ def step(x: float, state: State) -> State:
 
 
 def run_counter(values: np.ndarray) -> np.ndarray:
-    """Feed a series [T] value by value; the two rows of state after each, [2, T]."""
+    """Feed a series [T] value by value; returns the state after each, rows `inside` and `count`, [2, T]."""
     state, rows = State(), []
     for x in values.tolist():
         state = step(x, state)

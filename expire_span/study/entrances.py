@@ -39,7 +39,7 @@ class EntrancesSettings:
     seeds: int = 5
     steps: int = 800
     decoders: tuple[tuple[str, int], ...] = (("expire_span", 2), ("gru", 1))
-    """Memory systems of the decoders, and how many seeds of each."""
+    """Memory systems of the decoders, with the number of seeds of each."""
     decoder_steps: int = 800
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class EntrancesSettings:
 
     @classmethod
     def quick(cls, seeds: int = 2) -> EntrancesSettings:
-        """Small enough for half a minute: few sizes, few steps; most of it stays unsolved."""
+        """Settings that take half a minute: few sizes and few steps, so that most networks do not solve the task."""
         return cls((1, 2), (4, 16), seeds, 200, (("expire_span", 1),), 100)
 
     @property
@@ -65,7 +65,7 @@ def run_job(job: Size | Model, folder: StudyFolder, tick: Callable[[float], None
 
 
 def run_study(settings: EntrancesSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
-    """Run what is not finished, then write study.json and report.html."""
+    """Run the cells that are not finished, then write study.json and report.html; returns the page and the numbers."""
     begin = time.perf_counter()
     folder = StudyFolder.open(out, "entrances", asdict(settings))
     found = run_jobs(run_job, settings.jobs, folder, processes)

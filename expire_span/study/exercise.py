@@ -1,7 +1,8 @@
 """The exercise: gated networks learn entrance counting from random weights. How do depth and width matter?
 
-One `Size` (layers x units) is trained for all seeds at once, on fresh series every step, to give the count so far after each
-value. Rounded, its answers are right or wrong. Solved means: on `SOLVED` of the test series the last count is right.
+All seeds of one `Size` (layers x units) are trained at once, on new series at every step, to predict the count so far after
+each value. A prediction is right if it rounds to the count. A network has solved the task if the last count is right on the
+share `SOLVED` of the test series.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from expire_span.tasks.entrances import Series, count_entrances
 from .networks import Networks
 
 SOLVED = 0.95
-"""Share of the test series whose last count must be right."""
+"""Share of the test series on which the last count must be right."""
 TASK = EntrancesTask()
 TRAINED = TASK.max_length
-"""Steps of the series that networks are trained on."""
+"""Length in steps of the series on which networks are trained."""
 LENGTHS = (TRAINED, 2 * TRAINED, 4 * TRAINED)
 """Lengths of the test series."""
 TEST_SERIES = 512
@@ -34,7 +35,7 @@ CHECK_EVERY = 25
 
 @dataclass(frozen=True)
 class Size:
-    """One cell of the exercise."""
+    """One cell of the exercise: networks of one size, all seeds together."""
 
     layers: int
     units: int
@@ -58,9 +59,9 @@ Predict = Callable[[np.ndarray], np.ndarray]
 
 
 def measure(predict: Predict, lengths: tuple[int, ...] = LENGTHS, series: int = TEST_SERIES) -> dict[str, Any]:
-    """Errors on fresh series of each length: of the last count, of all counts, and of those also seen in training.
+    """Errors on new series of each length: of the last count, of all counts, and of those counts that also occur in training.
 
-    Each is a list with one number per network that `predict` answers for (one where it answers [B, T]).
+    Each is a list with one number per network for which `predict` gives counts (one where it gives [B, T]).
     """
     source, seen, table = Series(TASK, "test", 0), 0, {}
     for length in lengths:
@@ -79,7 +80,7 @@ def measure(predict: Predict, lengths: tuple[int, ...] = LENGTHS, series: int = 
 
 
 def train_size(size: Size, tick: Callable[[float], None] = lambda cost: None) -> dict[str, Any]:
-    """Train all seeds of one size and say how it went; `tick` is told the share of the work done since the last call."""
+    """Train all seeds of one size; returns errors and learning curves. tick: called with the cost of the work just done."""
     begin, busy = time.perf_counter(), time.process_time()
     seeds = list(range(size.seeds))
     networks = Networks(size.layers, size.units, seeds)
@@ -108,12 +109,12 @@ def train_size(size: Size, tick: Callable[[float], None] = lambda cost: None) ->
 
 
 def rate_at(step: int, size: Size) -> float:
-    """A short warm-up, then down along a cosine."""
+    """The learning rate: a short warm-up, then cosine decay."""
     return size.lr * min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / size.steps))
 
 
 def update(networks: Networks, optimizer: torch.optim.Optimizer, values: np.ndarray, rate: float) -> None:
-    """One step of Adam on the squared error of the running count; the seeds do not touch each other."""
+    """One step of Adam on the squared error of the running count; the seeds' networks are independent."""
     x, truth = (torch.from_numpy(part).float() for part in (values, count_entrances(values)))
     optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
@@ -137,5 +138,5 @@ def last_errors(networks: Networks) -> list[float]:
 
 
 def first_below(curve: list[tuple[int, list[float]]], network: int, limit: float) -> int | None:
-    """The first check at which a network's error was at or below the limit."""
+    """The step of the first check at which a network's error was at most `limit`; None if there is none."""
     return next((step for step, errors in curve if errors[network] <= limit + 1e-9), None)

@@ -1,4 +1,4 @@
-"""Decoders on the same series: Expire-Span, and the gated unit inside the same skeleton, trained by the ordinary training."""
+"""Decoders on the same series: with Expire-Span and with the gated unit, trained by the package's supervised training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config_of(model: Model) -> RunConfig:
 
 
 def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda cost: None) -> dict[str, Any]:
-    """Train (or go on training) one decoder in a run folder of its own, and measure it as the networks are."""
+    """Train (or continue to train) one decoder in a run folder of its own, and measure it in the same way as the networks."""
     begin, busy = time.perf_counter(), time.process_time()
     path = runs / model.name
     run = finish_run(config_of(model), path, "entrances", model.cost, tick)
@@ -70,7 +70,7 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
 
 @torch.no_grad()
 def predict(decoder: Decoder, task: Entrances, values: np.ndarray) -> np.ndarray:
-    """Counts [B, T] that a decoder answers for series [B, T]: the likeliest of the answers."""
+    """Counts [B, T] that a decoder predicts for series [B, T]: the likeliest of the answer tokens."""
     logits, _, _ = decoder.eval()(to_tokens(task, values))
     return logits[:, 1:, task.first_answer :].argmax(-1).numpy()
 
@@ -82,7 +82,7 @@ def to_tokens(task: Entrances, values: np.ndarray) -> torch.Tensor:
 
 
 def kinds_of(values: np.ndarray) -> dict[str, np.ndarray]:
-    """What happens at each step of series [B, T], as masks: entrances, exits, and steps that change nothing."""
+    """Masks of the kinds of steps in series [B, T]: entrances, exits, and steps at which neither happens."""
     inside = is_inside(values)
     before = np.zeros_like(inside)
     before[:, 1:] = inside[:, :-1]
@@ -92,9 +92,9 @@ def kinds_of(values: np.ndarray) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def spans_by_kind(decoder: Decoder, task: Entrances, series: int = 200) -> list[dict[str, float]]:
-    """Per layer, the mean span that steps of each kind get; and that of exits and entrances early and late in the series.
+    """For each layer, the mean span of steps of each kind, and of entrances and exits early and late in the series.
 
-    Empty for memory systems without spans.
+    The list is empty for memory systems without spans.
     """
     values = Series(task.config, "test", 0).whole(np.arange(series), task.config.max_length)
     kinds, late = kinds_of(values), np.arange(values.shape[1]) >= values.shape[1] // 2

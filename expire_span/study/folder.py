@@ -1,6 +1,6 @@
-"""The folder of a study: settings.json says what it holds, cells/ what is finished, study.json and report.html the end.
+"""The folder of a study: settings.json, cells/ with the results of finished cells, and at the end study.json and report.html.
 
-A study that was killed goes on where it was: finished cells are not run again. A folder that holds something else is refused.
+An interrupted study continues where it stopped: finished cells are not run again. A folder that holds anything else is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StudyFolder:
 
     @classmethod
     def open(cls, path: Path, study: str, settings: dict[str, Any]) -> StudyFolder:
-        """Make the folder, or find the same study in it."""
+        """Make the folder, or open the same study with the same settings."""
         head = json.loads(json.dumps({"study": study, "version": __version__, "settings": settings}))
         check_free(path, head)
         try:
@@ -32,7 +32,7 @@ class StudyFolder:
         return cls(path)
 
     def read_cell(self, name: str) -> dict[str, Any] | None:
-        """What a finished cell found, or None."""
+        """The result of a finished cell, or None."""
         path = self.path / "cells" / f"{name}.json"
         return json.loads(path.read_bytes()) if path.is_file() else None
 

@@ -1,9 +1,9 @@
-"""What a gate does to a memory, and entrance counting with the post's gated unit and weights made by hand.
+"""What a gate does to a memory, and entrance counting with gated units (docs/recurrent.md) whose weights are set by hand.
 
-The counter has five units in three layers. Layer one: above 0? below 1? Layer two: inside? (all three with their gates wide
-open). Layer three: "inside" again, which at the next step is "was inside"; and the count, whose gate opens a little where
-inside - was inside is large, and is shut otherwise. Each opening covers the share `STEP` of the way to 1, so that
-h = 1 - (1 - STEP)^n, from which n can be read.
+The counter has five units in three layers. Layer one detects "above 0" and "below 1", layer two "inside"; the gates of these
+three are fully open. Layer three has a copy of "inside", which at the next step means "was inside", and the count, whose gate
+opens a little where inside - was inside is large and is closed otherwise. Each opening moves the count by the share `STEP` of
+its distance to 1, so that after n entrances h = 1 - (1 - STEP)^n, from which n can be computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sensitivity import held_cell
 OPEN = 1e4
 """Bias that opens a gate: its sigmoid is exactly one."""
 STEP = 0.05
-"""Share of the way to 1 that the count goes at each entrance."""
+"""Share of its distance to 1 by which the count moves at each entrance."""
 UNITS = (2, 1, 2)
 """Units of the three layers of the hand-made counter."""
 SHARP = 400.0
@@ -29,13 +29,16 @@ SHARP = 400.0
 
 
 def run_gated_unit(values: Tensor, writes: Tensor, gate: float = 0.0) -> Tensor:
-    """One gated unit over values [T]: it takes a value where `writes` [T] is 1 and holds it elsewhere. Its states, [T]."""
+    """States [T] of one gated unit over values [T]: it stores the value where `writes` [T] is 1 and keeps its state elsewhere.
+
+    gate: how far the gate is open where nothing is written.
+    """
     states, _ = held_cell(gate, 1)(torch.stack([values, writes], -1)[None], values.new_zeros(1, 1))
     return states[0, :, 0]
 
 
 def build_counter(steep: float = 200.0) -> list[GatedCell]:
-    """The hand-made counter as three layers of the post's unit."""
+    """The hand-made counter as three layers of gated units."""
     sizes = zip((1, *UNITS), UNITS)
     edges, inside, count = cells = [GatedCell(dim, hidden).double() for dim, hidden in sizes]
     with torch.no_grad():
@@ -56,7 +59,7 @@ def build_counter(steep: float = 200.0) -> list[GatedCell]:
 
 
 def _set_memoryless(cell: GatedCell, weights: list[list[float]], biases: list[float]) -> None:
-    """Gates wide open: the state is tanh(W x + b), whatever it was before."""
+    """Open all gates fully, so that the state is tanh(W x + b) and does not depend on the state before."""
     units = len(biases)
     cell.input.bias[:units] = OPEN
     cell.input.weight[2 * units :] = torch.tensor(weights, dtype=torch.float64)
@@ -74,5 +77,5 @@ def run_counter(values: np.ndarray) -> list[np.ndarray]:
 
 
 def read_count(layers: list[np.ndarray]) -> np.ndarray:
-    """The counts that the last layer's second unit stands for, [B, T]."""
+    """The counts [B, T] computed from the state of the last layer's second unit."""
     return np.rint(np.log1p(-layers[-1][..., 1]) / math.log1p(-STEP)).astype(np.int64)

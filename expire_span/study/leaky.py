@@ -1,7 +1,7 @@
-"""The leaky counter: h = tanh(w1 h' + w2 g), with g the detector's "inside". What it keeps against what it notices.
+"""The leaky counter: h = tanh(w1 h' + w2 g), where g is the detector's "inside".
 
-The two exclude each other: a large w1 keeps what was counted, a large w2 makes an entrance visible. It also adds on every
-step inside, not only on entering, since nothing tells it that it was inside before.
+There is a trade-off: a large w1 keeps what was counted, a large w2 makes an entrance visible. The counter also adds on every
+step inside, not only on entering, since it has no state that says whether it was inside before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .tanh_stack import INSIDE
 RATIOS = np.geomspace(1 / 8, 32, 33)
 """Ratios w1 / w2 of the sweep; the two weights add up to 1."""
 REST = 10
-"""Quiet steps after which retention is read."""
+"""Number of steps outside the interval after which retention is measured."""
 
 
 def weights_of(ratio: float) -> tuple[float, float]:
@@ -30,7 +30,8 @@ def run_leaky(inside: np.ndarray, w1: float, w2: float, h: float = 0.0) -> np.nd
 
 
 def measure_leak(ratio: float, rest: int = REST) -> tuple[float, float]:
-    """(increment, retention): what one step inside adds to an empty counter, and the share of it left after a rest."""
+    """(increment, retention): what one step inside adds to an empty counter, and the share of it that is left `rest` steps
+    later."""
     trace = run_leaky(np.array([INSIDE] + [0.0] * rest), *weights_of(ratio))
     return float(trace[0]), float(trace[-1] / trace[0])
 

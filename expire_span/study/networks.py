@@ -27,8 +27,8 @@ class Layer(nn.Module):
 class Networks(nn.Module):
     """`networks(values [N, B, T]) -> counts [N, B, T]`: layers of gated units, then a linear read-out.
 
-    Weights start uniform in +-1/sqrt(units), as torch.nn.GRU's do; each seed has its own draws, so that a network is the
-    same whichever others are trained beside it.
+    Initial weights are uniform in +-1/sqrt(units), as in torch.nn.GRU. Each seed has a generator of its own, so that a network
+    does not depend on which others are trained beside it.
     """
 
     def __init__(self, layers: int, units: int, seeds: list[int]) -> None:
@@ -45,7 +45,7 @@ class Networks(nn.Module):
         return (torch.matmul(h, self.out) + self.out_bias).squeeze(-1).permute(1, 2, 0)
 
     def clip(self, limit: float = 1.0) -> None:
-        """Limit the gradient norm of each network by itself."""
+        """Clip the gradient norm of each network separately."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         norms = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt()
         share = (limit / norms.clamp(min=limit)).view(-1, 1, 1)
@@ -54,7 +54,7 @@ class Networks(nn.Module):
 
     @property
     def weights(self) -> int:
-        """Numbers of one network."""
+        """Number of weights of one network."""
         return sum(p[0].numel() for p in self.parameters())
 
 

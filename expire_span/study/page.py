@@ -22,11 +22,11 @@ class Section:
     pictures: list[tuple[str, Figure]] = field(default_factory=list)
     """Captions and figures."""
     table: list[list[str]] = field(default_factory=list)
-    """Rows; the first holds the names."""
+    """Rows of cells; the first row holds the headings."""
 
 
 def write_page(path: Path, *, title: str, lead: str, facts: list[tuple[str, str]], sections: list[Section]) -> Path:
-    """Write the page; everything it needs is inside it."""
+    """Write the page as one file that refers to nothing outside it."""
     environment = Environment(
         loader=PackageLoader("expire_span", "view"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

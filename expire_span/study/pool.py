@@ -1,7 +1,7 @@
-"""Work in several processes, one thread each, with a bar that shows the time left.
+"""A process pool for a study's cells, one thread per process, with a progress bar.
 
-A worker writes what it found into the study's folder itself, so that a killed study has lost only what was half done. Unlike
-the workers of `compare`, which are one training run each, these do many small pieces of work that are not runs.
+A worker writes its result into the study's folder itself, so that an interrupted study loses only unfinished cells. It is not
+the job runner of `compare`, whose workers are one training run each: a study has many small cells that are not runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from expire_span.errors import RunError
 from .folder import StudyFolder
 
 _done: Any = None
-"""In a worker: the shared sum of the work done."""
+"""In a worker process: the shared counter of the cost of all work done so far."""
 
 
 class Job(Protocol):
-    """A piece of work that can be sent to a process: a frozen dataclass."""
+    """A piece of work that can be sent to a process: a frozen dataclass with a name and an estimated cost."""
 
     @property
     def name(self) -> str: ...
@@ -39,11 +39,14 @@ class Job(Protocol):
 
 
 Work = Callable[[Any, StudyFolder, Callable[[float], None]], dict[str, Any]]
-"""A function at the top of a module: (job, folder, tick) -> what was found."""
+"""A module-level function (job, folder, tick) -> result; `tick` is called with the cost of the work just done."""
 
 
 def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: int) -> dict[str, dict[str, Any]]:
-    """Run what is not finished yet, the longest first; returns what every job found, by name. Zero processes: in this one."""
+    """Run the jobs that are not finished, the most expensive first; returns the results of all jobs, by name.
+
+    processes: how many to use; 0 runs the jobs in this process.
+    """
     left = sorted((job for job in jobs if folder.read_cell(job.name) is None), key=lambda job: -job.cost)
     if processes == 0:
         for job in left:
@@ -70,7 +73,7 @@ def run_jobs(work: Work, jobs: Sequence[Job], folder: StudyFolder, processes: in
 
 
 def _watch(futures: dict[Future[float], Any], done: Any, finished: int) -> None:
-    """Show how far the work is until all of it is done; the first failure stops it."""
+    """Show the progress until all jobs are done; the first failure is raised."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TaskProgressColumn())
     shown = sys.stdout.isatty()
     bar = Progress(
@@ -112,7 +115,7 @@ def _tick(cost: float) -> None:
 
 
 def _start_worker(done: Any, parent: int) -> None:
-    """One thread, no answer to Ctrl-C (the parent's business), and an end when the parent is gone."""
+    """Set a worker up: one thread, Ctrl-C ignored (the parent handles it), and an exit when the parent has ended."""
     global _done
     _done = done
     signal.signal(signal.SIGINT, signal.SIG_IGN)

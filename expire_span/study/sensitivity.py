@@ -1,7 +1,7 @@
 """How much the state still depends on the first input, T steps later: |dh_T / dx_1|.
 
-A tanh cell multiplies the derivative by U and by 1 - h^2 every step: it falls geometrically. A gated cell multiplies it by
-1 - z: with the gate shut (z = 0) by one, for ever.
+A tanh cell multiplies the derivative by U and by 1 - h^2 at every step, so that it decays geometrically. A gated cell
+multiplies it by 1 - z: with a closed gate (z = 0) by one, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tanh_states(x: Tensor, radius: float = 0.9, seed: int = 0) -> Tensor:
 
 
 def held_cell(gate: float, units: int = UNITS) -> GatedCell:
-    """The post's cell, writing where its second input is 1, and else letting `gate` of something new in each step."""
+    """A gated cell that writes where its second input is 1, and elsewhere replaces the share `gate` of its state each step."""
     closed = math.log(gate / (1 - gate)) if gate > 0 else SHUT
     cell = GatedCell(2, units).double()
     with torch.no_grad():
@@ -44,7 +44,7 @@ def held_cell(gate: float, units: int = UNITS) -> GatedCell:
 
 
 def gated_states(gate: float) -> Callable[[Tensor], Tensor]:
-    """A run over x [T]: the first value is written, the others meet a gate that lets `gate` of them in. [T, units]."""
+    """A function from x [T] to states [T, units]: the first value is written, later ones enter by the share `gate`."""
     cell = held_cell(gate)
 
     def run(x: Tensor) -> Tensor:
@@ -60,7 +60,8 @@ def sensitivity(run: Callable[[Tensor], Tensor], length: int, seed: int = 0) -> 
     draw = torch.Generator().manual_seed(seed)
     x = (0.5 * torch.randn(length, dtype=torch.float64, generator=draw)).requires_grad_()
     states = run(x)
-    # The gradient is linear in its weights: its derivative by them is the derivative of all states by x_1 at once.
+    # The gradient of (weights * states).sum() by x_1 is linear in the weights, so its derivative by the weights holds the
+    # derivatives of all states by x_1.
     weights = torch.zeros_like(states, requires_grad=True)
     (grad,) = torch.autograd.grad(states, x, weights, create_graph=True)
     (slope,) = torch.autograd.grad(grad[0], weights)
@@ -68,6 +69,6 @@ def sensitivity(run: Callable[[Tensor], Tensor], length: int, seed: int = 0) -> 
 
 
 def half_life(values: np.ndarray) -> float:
-    """Steps in which a geometric fall halves, from the slope of its logarithm; infinite where nothing is lost."""
+    """Number of steps in which a geometric decay halves, from the slope of its logarithm; infinite where nothing is lost."""
     slope = np.polyfit(np.arange(len(values)), np.log(values), 1)[0]
     return math.log(0.5) / slope if slope < -1e-9 else math.inf

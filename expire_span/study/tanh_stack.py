@@ -2,8 +2,8 @@
 
     left = tanh(a x),   right = tanh(-a x + a),   inside = tanh(left + right)
 
-`left` says "above 0" and `right` says "below 1". The post that this follows writes a negative bias in `right`; then the stack
-answers to [-1, 0] instead, with -0.96, and is silent on [0, 1].
+`left` detects "above 0" and `right` detects "below 1". The post that docs/recurrent.md follows has a negative bias in `right`;
+then the stack responds to [-1, 0] instead, with -0.96, and is about 0 on [0, 1].
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import math
 import numpy as np
 
 INSIDE = math.tanh(2.0)
-"""What the stack gives well inside: 0.964."""
+"""Output of the stack well inside the interval: 0.964."""
 STEEP = 20.0
 """The default slope a."""
 
 
 def cell(mixture: np.ndarray) -> np.ndarray:
-    """The atom: any linear mixture of inputs and state, squashed into (-1, 1)."""
+    """One tanh unit: tanh of a linear mixture of inputs and state."""
     return np.tanh(mixture)
 
 
@@ -30,7 +30,7 @@ def family(angle: float, scale: float, bias: float, grid: np.ndarray) -> np.ndar
 
 
 def first_layer(x: np.ndarray, steep: float = STEEP, sign: int = 1) -> np.ndarray:
-    """The two detectors, [2, ...]; sign -1 is the post's bias."""
+    """The two detectors, [2, ...]; sign -1 uses the post's negative bias."""
     return np.stack([cell(steep * x), cell(-steep * x + sign * steep)])
 
 

@@ -1,4 +1,4 @@
-"""One run of the ordinary training as part of a study: begun, gone on with, or found finished; and how far it is."""
+"""One run of the package's supervised training as a cell of a study: it is started, continued or found finished."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from expire_span.runs import RunFolder
 from expire_span.train.supervised import resume, train
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks at a run's metrics."""
+"""Seconds between two readings of a run's metrics."""
 
 
 def finish_run(config: RunConfig, path: Path, recipe: str, cost: float, tick: Callable[[float], None]) -> RunFolder:
-    """Train in a run folder of its own, or go on where a killed study left it; `cost` is ticked as the steps go by."""
+    """Train in a run folder of its own, or continue where an interrupted study stopped.
+
+    cost: cost of the whole run, which is reported to `tick` in parts as steps are done.
+    """
     ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(path, cost / config.train.steps, tick, ended), daemon=True)
     watcher.start()
@@ -30,7 +33,7 @@ def finish_run(config: RunConfig, path: Path, recipe: str, cost: float, tick: Ca
 
 
 def _watch(path: Path, cost_of_step: float, tick: Callable[[float], None], ended: threading.Event) -> None:
-    """Tell the steps that have been written since the last look; the last look is after the end."""
+    """Report the steps that the metrics show since the last reading, until `ended` is set, and once more after it."""
     seen, last = 0, False
     while not last:
         last = ended.wait(LOOK_EVERY)

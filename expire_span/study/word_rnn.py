@@ -1,8 +1,8 @@
-"""`expire-span study word-rnn`: a gated word model, and how long the units of its hidden state hold still.
+"""`expire-span study word-rnn`: a gated word model, and how long the units of its hidden state stay nearly constant.
 
-A stretch of a unit is a run of words over which its value stays within `EPS` of its whole range on the passage. Runs are cut
-greedily: a new one begins with the first word that would make the run too wide. A unit that carries something through a
-sentence has long stretches; one that follows every word has stretches of one.
+A stretch of a unit is a run of words over which its value varies by at most `EPS` of its whole range on the passage. Stretches
+are found greedily: a new one begins with the first word that would make the last one vary too much. A unit that carries
+something through a sentence has long stretches; one that changes with every word has stretches of one word.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .sections.words import draw_sections
 from .training import finish_run
 
 EPS = 0.1
-"""Share of its range within which a unit counts as still."""
+"""Share of a unit's range within which it counts as constant."""
 HELD = 5
-"""Words that a stretch must last to be called held."""
+"""Least length of a stretch, in words, that counts as held."""
 PASSAGE = 600
-"""Words over which stretches are measured."""
+"""Number of words over which stretches are measured."""
 SHOWN = 110
-"""Words in the heat map."""
+"""Number of words in the heat map."""
 LEAD = (
     "A network of gated units reads a text word by word and predicts the next one. Its hidden state is all that it "
     "remembers. Where a unit's value stays the same over many words, it is holding something: memory in action. This "
@@ -87,7 +87,7 @@ def config_of(model: WordModel) -> RunConfig:
 
 
 def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]) -> dict[str, Any]:
-    """Train one seed (or go on with it) in a run folder of its own, and measure it against itself before training."""
+    """Train one seed (or continue it) in a run folder of its own, and compare it with the same model before training."""
     begin, busy = time.perf_counter(), time.process_time()
     path = folder.path / "runs" / model.name
     run = finish_run(config_of(model), path, "words", model.cost, tick)
@@ -114,7 +114,7 @@ def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]
 
 @torch.no_grad()
 def read_states(decoder: Decoder, tokens: Tensor) -> list[np.ndarray]:
-    """Feed words one by one and note every layer's hidden state: [units, T] each."""
+    """Feed words one by one and record the hidden state of every layer: [units, T] each."""
     state, seen = None, []
     for token in tokens:
         _, state, _ = decoder(token.view(1, 1), state)
@@ -136,7 +136,7 @@ def find_stretches(values: np.ndarray, eps: float = EPS) -> np.ndarray:
 
 
 def describe_layer(states: np.ndarray) -> dict[str, Any]:
-    """Stretches of every unit, and the states of the shown words, steadiest unit first."""
+    """Stretches of every unit, and the states of the shown words, with the unit of the longest stretches first."""
     found = [find_stretches(row) for row in states]
     means = np.array([lengths.mean() for lengths in found])
     order = np.argsort(-means, kind="stable")
@@ -150,14 +150,14 @@ def describe_layer(states: np.ndarray) -> dict[str, Any]:
 
 
 def unigram_perplexity(task: Words) -> float:
-    """What a model without any memory reaches on the test words: it knows how common each word is, nothing else."""
+    """Perplexity on the test words of a model without memory, which predicts each word by its frequency."""
     counts = np.bincount(task.split("train"), minlength=task.vocab) + 1.0
     share = counts / counts.sum()
     return float(np.exp(-np.log(share[task.split("test")]).mean()))
 
 
 def run_study(settings: WordSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
-    """Run what is not finished, then write study.json and report.html."""
+    """Run the cells that are not finished, then write study.json and report.html; returns the page and the numbers."""
     begin = time.perf_counter()
     check_text(settings)
     folder = StudyFolder.open(out, "word-rnn", asdict(settings))
@@ -179,7 +179,7 @@ def run_study(settings: WordSettings, out: Path, processes: int) -> tuple[Path, 
 
 
 def check_text(settings: WordSettings) -> None:
-    """A text that is too short is refused before anything is written."""
+    """Refuse a text that is too short, before anything is written."""
     config = config_of(settings.jobs[0])
     task = Words(config.task)  # type: ignore[arg-type]
     for split in ("train", "valid", "test"):

@@ -1,0 +1,1 @@
+"""Tasks: the contract, the registry, and one module for each task. A task knows nothing of models."""

@@ -1,6 +1,6 @@
-"""Next-character prediction over whole books, each of them a world of its own: memory is emptied where a book begins.
+"""Next-character prediction over whole books; memory is emptied where a book begins.
 
-A folder holds either `train`, `validation` and `test` with one .txt file a book (the layout in which PG-19 was released), or
+A folder holds either `train`, `validation` and `test` with one .txt file per book (the layout in which PG-19 was released), or
 .txt files, which are split by book in sorted order: of every 16 books the first is for validation, the second for the test.
 Characters that are rare in the training books share one token.
 """
@@ -23,9 +23,9 @@ from .text import check_rows
 RARE = 0
 """Token of all characters outside the vocabulary."""
 SAMPLE = 8192
-"""Characters of a sample."""
+"""Number of characters in a sample."""
 EVERY = 16
-"""Of so many books one is for validation and one for the test."""
+"""Of every 16 books, one is for validation and one for the test."""
 FOLDERS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
 
 
@@ -114,15 +114,15 @@ def read_codes(path: Path) -> np.ndarray:
 class BookRows:
     """Every row reads a book from front to back, then the next one that no row has taken.
 
-    A block never crosses a book's end: what is left of it is padding that is not scored, and the next block is fresh. In
-    training the books come in a new order each time round. Where there are fewer books than rows, rows start at different
-    places of their first book, so that they do not all read the same.
+    A block never crosses a book's end: the rest of it is padding that is not scored, and the row is fresh in the next block. In
+    training the books come in a new order in each epoch. Where there are fewer books than rows, rows start at different places
+    of their first book, so that they do not all read the same text.
     """
 
     def __init__(self, books: list[np.ndarray], *, batch: int, block: int, endless: bool, key: np.ndarray) -> None:
         self.books, self.block, self.endless, self.key = books, block, endless, key
-        self.turn = batch  # how many books have been taken
-        self.taken = list(range(batch))  # turn of the book that each row reads
+        self.turn = batch  # number of books taken so far, over all epochs
+        self.taken = list(range(batch))  # turn (number in the order of taking) of the book that each row reads
         few = endless and len(books) < batch
         self.offset = [row * len(self._book(row)) // batch if few else 0 for row in range(batch)]
         self.fresh = [True] * batch

@@ -1,8 +1,9 @@
 """Object collision: two coloured particles move on a grid; where did colours A and B last collide?
 
 Re-implemented from the published description. Each frame is eight tokens: row, column and colour of both particles, then the
-two colours of the question; the target at the eighth token is the quadrant of that pair's latest collision, and questions about
-pairs that have never collided are not scored. Most answers lie thousands of tokens back, while nearly every frame is worthless.
+two colours of the question. The target at the eighth token is the quadrant of that pair's latest collision; questions about
+pairs that have never collided are not scored. Most answers lie thousands of tokens back, and nearly all frames can be
+forgotten.
 
 Every draw is a hash of (seed, split, row, frame, purpose). All rows are simulated side by side, many frames at a time.
 """
@@ -29,7 +30,7 @@ HINT = 5
 """The token of a frame at which both particles are known: where `hints` ask for the frame's own collision."""
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 ATTEMPTS = 8
-"""Velocities that are drawn at once where one must be drawn anew."""
+"""Number of velocities drawn at once where one must be drawn again."""
 START, SPEED, COLOUR, ASK, MEET = range(5)
 """Purposes of draws."""
 
@@ -51,7 +52,7 @@ class Frames:
 
 
 class Simulation:
-    """Independent simulations, one a row, that go on for ever."""
+    """Independent simulations without end, one per row."""
 
     def __init__(self, config: CollisionTask, rows: int, *, key: np.ndarray) -> None:
         self.config, self.rows = config, rows
@@ -60,7 +61,9 @@ class Simulation:
         pairs = config.colours**2
         draws = self._draws(START, np.arange(4)).astype(np.uint64)  # [B, 4]
         self.position = (_unit(draws) * (config.size - 1)).reshape(rows, 2, 2)
-        self.velocity = np.full((rows, 2, 2), np.inf)  # the first move draws it
+        self.velocity = np.full(
+            (rows, 2, 2), np.inf
+        )  # an infinite velocity leaves the field, so the first move draws one
         self.colour = below(self._draws(COLOUR, np.arange(2)), config.colours)  # [B, 2]
         self.cell = np.zeros((rows, pairs), np.int64)  # quadrant of each pair's latest collision
         self.when = np.full((rows, pairs), -1)  # and its frame
@@ -80,7 +83,7 @@ class Simulation:
         return out
 
     def _move(self, frame: int) -> np.ndarray:
-        """One step of every particle; a velocity that would leave the field is drawn anew until it does not."""
+        """Move every particle by one step; a velocity that would leave the field is drawn again until it does not."""
         moved = self.position + self.velocity
         row, particle = np.nonzero(self._leaves(moved))
         attempt = 0
@@ -88,10 +91,8 @@ class Simulation:
             speeds = self._speeds(row, particle, frame, np.arange(attempt, attempt + ATTEMPTS))  # [n, A, 2]
             tried = self.position[row, particle][:, None] + speeds
             inside = ~self._leaves(tried)
-            first, every = (
-                inside.argmax(1),
-                np.arange(len(row)),
-            )  # of the attempts that stay inside, the first one counts
+            # Of the attempts that stay inside, the first one counts.
+            first, every = inside.argmax(1), np.arange(len(row))
             self.velocity[row, particle], moved[row, particle] = speeds[every, first], tried[every, first]
             left = ~inside.any(1)
             row, particle, attempt = row[left], particle[left], attempt + ATTEMPTS
@@ -112,7 +113,7 @@ class Simulation:
         return np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1)
 
     def _colours(self, at: np.ndarray) -> np.ndarray:
-        """Colours of all frames [F, B, 2]: each particle draws a new one with a small chance, else keeps its own."""
+        """Colours of all frames [F, B, 2]: at each frame a particle draws a new colour with a small probability."""
         places = (at[:, None] * 2 + np.arange(2)).reshape(-1)
         draws = self._draws(COLOUR, places).reshape(self.rows, len(at), 2).swapaxes(0, 1)
         new = chance(draws, self.config.colour_prob)
@@ -125,7 +126,7 @@ class Simulation:
         return out
 
     def _ask(self, at: np.ndarray, cells: np.ndarray, colours: np.ndarray) -> Frames:
-        """Note the collisions of every frame, then ask."""
+        """Record the collisions of every frame and draw its question."""
         config, rows = self.config, np.arange(self.rows)
         met = (cells[:, :, 0] == cells[:, :, 1]).all(-1)  # [F, B]
         middle = config.size // 2
@@ -178,7 +179,7 @@ class Collision:
         self.vocab = self.no_collision + 1
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> CollisionRows | SavedRows:
-        """Every row is a simulation of its own, or a stretch of a saved one."""
+        """Every row is a simulation of its own, or a contiguous part of a saved one."""
         if block % FRAME:
             raise ValueError(f"a block of collision must hold whole frames of {FRAME} tokens, got block {block}")
         if self.config.path:
@@ -186,7 +187,7 @@ class Collision:
         return CollisionRows(self, split, batch=batch, block=block, seed=seed)
 
     def config_of(self, split: Split) -> CollisionTask:
-        """The game of a split: only training has the aids."""
+        """The settings of a split: aids for learning (hints, forced meetings) are used in training only."""
         return self.config if split == "train" else replace(self.config, meet_prob=0.0, hints=False)
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
@@ -203,7 +204,7 @@ class Collision:
         return np.stack(parts, -1).swapaxes(0, 1).reshape(frames.label.shape[1], -1)
 
     def to_batch(self, tokens: np.ndarray, labels: np.ndarray, fresh: np.ndarray, *, hints: bool = False) -> Batch:
-        """Tokens [B, T] and labels [B, T / 8] as a batch; with `hints`, collisions themselves are asked for as well."""
+        """Tokens [B, T] and labels [B, T / 8] as a batch; with `hints`, each frame's own collision is a further target."""
         y, mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, bool)
         mask[:, FRAME - 1 :: FRAME] = labels > 0
         y[:, FRAME - 1 :: FRAME] = np.where(labels > 0, self.first_answer + labels - 1, 0)
@@ -267,7 +268,7 @@ class CollisionRows:
 
 
 class SavedRows:
-    """One saved simulation a split, cut into contiguous rows; in training each row begins again after its end."""
+    """One saved simulation per split, cut into contiguous rows; in training each row starts again after its end."""
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
         path = Path(task.config.path) / f"{split}.npy"

@@ -26,11 +26,11 @@ class Batch:
     fresh: Tensor
     """Rows [B], bool, whose memory must be emptied before this block."""
     sizes: Tensor | None = None
-    """Bytes that each target stands for, [B, T]; None where a score is taken over positions, or over bytes that are tokens."""
+    """Number of bytes of each target, [B, T]; None where the score is a mean over positions."""
 
     @property
     def units(self) -> int:
-        """What the score of this block is a mean over: the bytes of its scored targets, or their number."""
+        """The number over which the score of this block is a mean: the bytes of its scored targets, or their number."""
         return int(self.mask.sum()) if self.sizes is None else int(self.sizes[self.mask].sum())
 
 
@@ -63,7 +63,7 @@ class TaskSample:
     labels: list[str]
     """A short printable label for each token."""
     marks: dict[int, str] = field(default_factory=dict)
-    """Positions that a reader should find at once, with the word written beside each."""
+    """Positions to highlight, with the word written beside each."""
     is_text: bool = False
     """Whether the tokens are the bytes of a text, so that neighbours join to words."""
 

@@ -1,7 +1,7 @@
 """Long copy: a few A tokens, filler for thousands of steps, then the question how many A tokens there were.
 
-Re-implemented from the published description. Everything but the A tokens is worthless, so a model that learns what to
-forget keeps a handful of memories however long the filler is.
+Re-implemented from the published description. Everything but the A tokens can be forgotten, so a model that learns what to
+forget keeps a few memories however long the filler is.
 
 Tokens: the start, A, fillers, the question, padding, then the answers 1, 2, ...
 """
@@ -66,7 +66,8 @@ class CopyEpisodes:
         self.key = key_of(split, seed)
 
     def widths(self, numbers: np.ndarray) -> np.ndarray:
-        """Tokens of each episode. Octaves of length are equally likely, so that short episodes teach what to keep."""
+        """Number of tokens of each episode. In training, lengths are about log-uniform, so that short episodes teach what to
+        keep."""
         low, high = self.task.config.min_length, self.task.config.max_length
         if self.split != "train":
             return np.full(np.shape(numbers), high)

@@ -1,4 +1,4 @@
-"""Data sets by name: fetched or made, checked, and kept where the recipes look for them."""
+"""Data sets by name: downloaded or generated, checked, and stored where the recipes look for them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PG19_URL = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 """Listing of the bucket in which PG-19 was released: train, validation and test with one .txt file a book."""
 PG19_SPLITS = ("train", "validation", "test")
 SHARES = {"train": 10, "valid": 1, "test": 1}
-"""Frames of a saved collision split, in shares."""
+"""Relative numbers of frames of the saved collision splits."""
 ROWS = {"train": 256, "valid": 64, "test": 64}
-"""Simulations side by side while a split is saved; a saved split is one of them after the other."""
+"""Number of simulations that run side by side while a split is saved; the file holds one after another."""
 WARM_FRAMES = 16_384
-"""Frames that a simulation runs before it is saved, so that questions are as old as in one that never began; at most four times
-as many as are saved of it."""
+"""Frames that a simulation runs before it is saved, so that the ages of collisions have reached their stationary distribution;
+at most four times as many as are saved of it."""
 
 
 def make_enwik8(target: Path, source: str | None, report: Report, *, check: Check = ENWIK8) -> Path:
@@ -200,7 +200,7 @@ def _check_room(target: Path, frames: int) -> None:
 
 
 def _check_game(target: Path, config: CollisionTask) -> None:
-    """Note beside the frames how often the particles are made to meet; a folder of another game is not what was asked for."""
+    """Write the meeting probability beside the frames; refuse a folder that was made with another one."""
     note = target / "game.json"
     try:
         found = json.loads(note.read_bytes()) if note.exists() else None
@@ -214,7 +214,7 @@ def _check_game(target: Path, config: CollisionTask) -> None:
 
 
 def _check_count(path: Path, count: int) -> None:
-    """What was saved with another number of frames is not what was asked for."""
+    """Refuse a file that was saved with another number of frames."""
     try:
         found = len(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, OSError, EOFError, TypeError) as error:
@@ -224,7 +224,7 @@ def _check_count(path: Path, count: int) -> None:
 
 
 def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:
-    """Write one row of simulations after the other, so that neighbours in the file are neighbours in time."""
+    """Write the simulations one after another, so that consecutive frames in the file are consecutive in time."""
     length = -(-count // simulation.rows)
     warm, parts = min(WARM_FRAMES, 4 * length), []
     for start in range(0, warm, 256):

@@ -1,7 +1,7 @@
-"""Downloads that can be interrupted, are checked, and may be asked for by several processes at once.
+"""Downloads that can be interrupted, are checked, and may be requested by several processes at once.
 
-A file is written to `NAME.part` and takes its name only after length and checksum are right. A second process waits for the
-first and then finds the finished file. An interrupted download goes on where it stopped.
+A file is written to `NAME.part` and gets its name only after its length and checksum were found right. A second process waits
+for the first and then finds the finished file. An interrupted download continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from expire_span.files import hash_file
 
 CHUNK = 1 << 20
 TIMEOUT = 60
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without data after which a connection is closed."""
 Report = Callable[[int, int | None], None]
 """Called with the bytes so far and the bytes in all (None where unknown)."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a file must be; None is not checked."""
+    """Length and checksum that a file must have; None is not checked."""
 
     length: int | None = None
     sha256: str | None = None
@@ -48,9 +48,9 @@ class Check:
 
 @contextmanager
 def hold_lock(target: Path) -> Iterator[None]:
-    """Only one process at a time makes a file; the others wait. Where files cannot be locked, nobody waits.
+    """A lock, so that only one process at a time makes a file and the others wait. Without file locks, none waits.
 
-    The lock's file is deleted while the lock is still held, so that nothing is left beside the data.
+    The lock file is deleted while the lock is still held, so that nothing is left beside the data.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.parent / f".{target.name}.lock"
@@ -77,7 +77,7 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 
 def fetch(url: str, target: Path, check: Check, report: Report = lambda done, total: None) -> Path:
-    """Download a file, or go on with an interrupted download; returns the target, which is right when it exists."""
+    """Download a file, or continue an interrupted download; returns `target`, which only exists if it passed the check."""
     with hold_lock(target):
         if target.exists() and check.fault_of(target) is None:
             return target
@@ -103,7 +103,7 @@ def _download(url: str, part: Path, report: Report) -> None:
             total = have + int(left) if left is not None else None
             _copy(answer, part, have, total, url, report)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # 416: nothing lies behind what is already there; the check decides
+        if error.code != 416:  # 416: there are no bytes after those already downloaded; the check then decides
             raise StorageError(
                 f"{url} answered {error.code} {error.reason}; try again, or give a local file with --from"
             ) from error

@@ -1,8 +1,8 @@
-"""Entrance counting: a series of numbers, and after each of them the question how often it has come into [0, 1].
+"""Entrance counting: a series of numbers, and after each of them the question how often the series has entered [0, 1].
 
-An entrance is the first step of a maximal run of steps inside [0, 1]; the running count is the only thing that a perfect
-memory needs besides "was I inside just now?". Values are means of hashed draws, so that any step of any series can be drawn
-alone. A decoder reads each value as one of a few levels; whoever wants the numbers takes `Series.values`.
+An entrance is the first step of a maximal run of steps inside [0, 1]. A perfect memory needs only the count so far and whether
+the last step was inside. Values are means of hashed draws, so that any step of any series can be drawn alone. A decoder reads
+each value as one of a few levels; `Series.values` gives the numbers themselves.
 
 Tokens: levels from low to high, the beginning, padding, then the answers 0, 1, 2, ...
 """
@@ -21,7 +21,7 @@ from .contract import Batch, Score, Split, TaskSample, sample_episode
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of, mix
 
 OUTER_UNITS = 2
-"""Units beyond either edge of [0, 1] that have levels of their own; further out, the outermost level stands for all."""
+"""Distance beyond either edge of [0, 1] that has levels of its own; all values further out share the outermost level."""
 
 
 def is_inside(values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Streams of episodes that are drawn by number: one a row, or packed one after another.
+"""Streams of numbered episodes: one episode per row, or packed one after another.
 
-Every token of every episode is a hash of (seed, split, episode, step): any episode can be drawn alone, in any order, on
-any process, and the place in the data is a handful of counters.
+Every token of every episode is a hash of (seed, split, episode, step). So any episode can be generated alone, in any order, on
+any process, and the place in the data is a few counters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .contract import SPLITS, Batch, Split
 EVAL_EPISODES = 512
 """Episodes of the valid and of the test split."""
 GROUP = 16
-"""Whole-episode batches whose episodes are sorted by length together, so that rows of a batch need little padding."""
+"""Number of batches whose episodes are sorted by length together, so that rows of a batch need little padding."""
 
 
 class EpisodeSource(Protocol):
@@ -25,23 +25,23 @@ class EpisodeSource(Protocol):
     count: int | None
     """How many there are; None where they never end."""
     key: np.ndarray
-    """What the draws of this split and seed depend on."""
+    """Hash key of this split and seed, on which all draws depend."""
     pad: int
     """The token after an episode's end."""
     shortest: int
-    """Tokens of the shortest episode there can be."""
+    """Number of tokens of the shortest possible episode."""
 
     def widths(self, numbers: np.ndarray) -> np.ndarray:
         """Tokens of each episode."""
         ...
 
     def batch(self, numbers: np.ndarray, steps: np.ndarray, fresh: np.ndarray) -> Batch:
-        """Tokens, targets and the scored positions at [B, T] places; past an episode's end: padding."""
+        """Tokens, targets and mask for the given episode numbers and steps, both [B, T]; padding past an episode's end."""
         ...
 
 
 class WholeEpisodes:
-    """One episode per row, every block fresh. Rows of a batch have like lengths; a block is as wide as its longest."""
+    """One episode per row, every block fresh. Rows of a batch have similar lengths; a block is as wide as its longest row."""
 
     def __init__(self, episodes: EpisodeSource, *, batch: int, block: int) -> None:
         self.episodes, self.size, self.place = episodes, batch, 0
@@ -60,7 +60,7 @@ class WholeEpisodes:
         return self.episodes.batch(numbers, steps, np.ones(len(numbers), bool))
 
     def numbers_at(self, place: int) -> np.ndarray:
-        """Episodes of one batch: each group of batches is sorted by length, and its batches come in a drawn order."""
+        """The episodes of one batch: those of `GROUP` batches are sorted by length, and the batches come in a random order."""
         group, turn = divmod(place, GROUP)
         numbers = np.arange(group * GROUP * self.size, (group + 1) * GROUP * self.size)
         if self.episodes.count is not None:
@@ -135,7 +135,7 @@ class PackedEpisodes:
         return self._without_surplus(out, numbers[:, :-1])
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Episode number and step of each position of the block and of the one after it, [B, T + 1]."""
+        """Episode number and step of each position of the block, and of the first position after it, [B, T + 1]."""
         rows = len(self.numbers)
         most = self.block // self.episodes.shortest + 2
         numbers = self.numbers[:, None] + rows * np.arange(most)  # [B, episodes]

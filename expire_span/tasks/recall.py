@@ -1,12 +1,12 @@
 """A colour cue, a long corridor of distracting observations, then "which colour?": the supervised twin of the corridor.
 
-Every token of every episode is a hash of (seed, split, episode, step): any episode can be drawn alone, in any order, on
-any process, and the place in the data is a handful of counters.
+Every token of every episode is a hash of (seed, split, episode, step). So any episode can be generated alone, in any order, on
+any process, and the place in the data is a few counters.
 
 Tokens: cues 0..C-1, niches C..2C-1 (the same colours, but they mean nothing), walls, the question, "none", padding.
 
-Why `blank_prob`: with a cue in every episode, a model may forget one colour at once and answer it whenever it remembers no
-other. Episodes that begin with a mere wall, and are answered with "none", take that way out.
+Why `blank_prob`: with a cue in every episode, a model could forget one colour at once and answer it whenever it remembers no
+other. Episodes that begin with a wall instead of a cue, and must be answered with "none", make that fail.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ SAMPLE = 8192
 
 
 class Text:
-    """A text as it is, cut into training, validation and test bytes from front to back, whatever it is then read as.
+    """A text whose bytes are split into training, validation and test from front to back.
 
-    With a tokenizer, each part is read when it is first needed, so that all tokenizers are scored on the same bytes.
+    With a tokenizer, each split is tokenized on its own when it is first needed, so that all tokenizers are scored on the same
+    bytes.
     """
 
     score = Score("bpb", higher_is_better=False)
@@ -54,7 +55,7 @@ class Text:
         return self._tokens[split]
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
-        """Rows run forward through the text, so the data needs no seed."""
+        """Rows read the text in order, so the seed is not used."""
         data, sizes = self.tokens(split)
         self._check_length(split, len(data), batch, block)
         return (TrainRows if split == "train" else EvalRows)(data, sizes, batch=batch, block=block)
@@ -78,7 +79,7 @@ class Text:
         return bits(nll, count)
 
     def text_scores(self, split: Split, nll: float, tokens: int, size: int) -> dict[str, float | int | bool]:
-        """Of text read by a tokenizer: the score per token and per byte, from the bytes that the tokens stand for."""
+        """For text read by a tokenizer, the score per token and per byte; `size` is the number of bytes of the tokens."""
         if self.tokenizer is None:
             return {}
         whole = self.tokenizer.gives_back(self.split(split)[: 2 * PIECE].tobytes())
@@ -95,7 +96,7 @@ class Text:
 
 
 def label(byte: int) -> str:
-    """One byte as a visible character; what cannot be shown alone is written as hexadecimal."""
+    """One byte as a visible character; a byte that is not a printable character is written in hexadecimal."""
     named = {10: "⏎", 9: "⇥", 32: "␣"}
     return named.get(byte) or (chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}")
 
@@ -120,7 +121,7 @@ def read_bytes(path: str) -> np.ndarray:
 
 
 class TrainRows:
-    """Endless: row r starts at r * n // batch, goes on block by block, and begins again at the front after the end."""
+    """Endless: row r starts at r * n // batch, advances block by block, and returns to the start of the data after its end."""
 
     def __init__(self, data: np.ndarray, sizes: np.ndarray | None = None, *, batch: int, block: int) -> None:
         self.data, self.sizes, self.block = data, sizes, block
@@ -146,7 +147,7 @@ class TrainRows:
 
 
 class EvalRows:
-    """Finite: the bytes in `batch` contiguous rows, every byte after the first predicted once."""
+    """Finite: the data in `batch` contiguous rows; every token after the first is predicted once."""
 
     def __init__(self, data: np.ndarray, sizes: np.ndarray | None = None, *, batch: int, block: int) -> None:
         self.data, self.sizes, self.block = data, sizes, block
@@ -182,7 +183,7 @@ def cut_rows(
     fresh: list[bool],
     sizes: np.ndarray | None = None,
 ) -> Batch:
-    """Rows of `width` tokens from each start; what lies beyond a row's end is zero and not scored."""
+    """Rows of `width` tokens from each start; positions beyond a row's end are zero and not scored."""
     x, y = np.zeros((len(starts), width), np.int64), np.zeros((len(starts), width), np.int64)
     of_each = None if sizes is None else np.zeros((len(starts), width), np.int64)
     for row, (start, end) in enumerate(zip(starts, ends)):

@@ -1,6 +1,6 @@
 """Text as the tokens of a Hugging Face tokenizer file, with the number of bytes that each token stands for.
 
-The bytes are what makes scores comparable: a tokenizer with longer tokens has fewer of them, and each is harder to predict.
+The number of bytes makes scores comparable: a tokenizer with longer tokens has fewer of them, and each is harder to predict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tokenizer:
     def encode(self, raw: bytes, source: str = "the text") -> tuple[np.ndarray, np.ndarray]:
         """Tokens [n] of UTF-8 text, and the bytes [n] that each stands for, whose sum is the length of the text.
 
-        Bytes that became no token, such as dropped spaces, count to the token after them, or at the end to the last one.
+        Bytes that belong to no token, such as dropped spaces, are counted with the next token, or at the end with the last one.
         """
         ids, sizes, left = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)], 0
         for pieces in _batches(_cut(raw), SIDE_BY_SIDE):
@@ -51,7 +51,7 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def gives_back(self, raw: bytes) -> bool:
-        """Whether the first piece of a text is the same after it was read and written; spaces at its ends do not count."""
+        """Whether encoding and decoding the first piece of a text gives it back, apart from spaces at its ends."""
         start, end = next(_cut(raw), (0, 0))
         text = raw[start:end].decode("utf-8", errors="replace")
         return self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids).strip() == text.strip()
@@ -70,7 +70,7 @@ class Tokenizer:
 
 
 class Writer:
-    """Turns tokens into text as they come; a character whose bytes are spread over tokens appears with the last of them."""
+    """Turns tokens into text one by one; a character whose bytes are spread over tokens appears with the last of them."""
 
     def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
         from tokenizers.decoders import DecodeStream
@@ -93,7 +93,7 @@ def _load(path: str) -> Any:
     except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the tokenizer {path} cannot be read ({cause}); {ADVICE}") from error
-    loaded.no_truncation()  # files of models may have been saved with the limits of their training
+    loaded.no_truncation()  # a model's tokenizer file may have been saved with the length limit of its training
     loaded.no_padding()
     return loaded
 
@@ -128,9 +128,10 @@ def _decode(piece: bytes, start: int, source: str) -> str:
 
 
 def _bytes_of(text: str, ends: list[int], left: int) -> tuple[np.ndarray, int]:
-    """Bytes of each token of a piece from the characters at which tokens end, and those that no token has yet.
+    """Number of bytes of each token of a piece, given the characters at which tokens end, and the number of bytes left over.
 
-    Tokens that share a character, each with a part of its bytes, all end with it: its bytes count to the first.
+    left: bytes left over from the piece before. Tokens that share a character, each with a part of its bytes, all end with it;
+    its bytes are counted with the first of them.
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)

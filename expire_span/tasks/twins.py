@@ -1,8 +1,8 @@
-"""Supervised twins of the grid worlds: an expert plays, and a decoder is asked for its action where memory decides.
+"""Supervised versions ("twins") of the grid worlds: an expert plays, and a decoder predicts its action where memory is needed.
 
 Episode n of a split is the engine's episode of environment n, so every episode can be played alone. A few hundred are played
-side by side and kept until the stream has moved on. Every distinct observation is one token (Corridor: what lies above and
-what lies below; Portal: room, layout and cell; Instruction: the words of the sentence), the actions are further tokens.
+side by side and cached until the stream has moved on. Every distinct observation is one token (Corridor: what is above and what
+is below; Portal: room, layout and cell; Instruction: the words of the sentence); the actions are further tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from .gridworlds.portal import Portal
 from .gridworlds.sentences import LENGTH, OBJECTS, VERBS, WORDS
 
 ROLL = 256
-"""Episodes that are played side by side."""
+"""Number of episodes that are played side by side: one group."""
 STAGE = 16
-"""Groups of `ROLL` episodes after which training goes on to the next stage of difficulty; earlier stages stay in the mix."""
+"""Number of groups after which training moves to the next stage of difficulty; episodes of earlier stages are still mixed
+in."""
 KEEP = 64
-"""Most groups of `ROLL` episodes that are kept in memory."""
+"""Largest number of groups that are cached."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Episodes of an expert as tokens, [B, T] each; `widths` [B] says how many of them an episode has."""
+    """Episodes of an expert as tokens, targets and mask, [B, T] each; `widths` [B] is the number of tokens of each episode."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -71,7 +72,7 @@ class Twin(ABC):
         return sample_episode(self, self.longest, seed=seed, prefixes=self.marks)
 
     def stages(self, split: Split) -> list[Any]:
-        """Settings of the worlds that a split's episodes come from, the easiest first; each group of episodes is from one."""
+        """Settings of the worlds from which a split's episodes come, easiest first; all episodes of a group use the same."""
         return [self.config]
 
     @abstractmethod
@@ -79,15 +80,15 @@ class Twin(ABC):
 
     @abstractmethod
     def observe(self, engine: Any) -> np.ndarray:
-        """Tokens of the present step, [B, n]; -1 is left out."""
+        """Tokens of the current step, [B, n]; -1 stands for no token."""
 
     @abstractmethod
     def decides(self, engine: Any) -> np.ndarray:
-        """[B]: where memory decides about the expert's action."""
+        """[B]: whether the expert's action depends on memory at this step."""
 
     @abstractmethod
     def target(self, engine: Any, action: np.ndarray) -> np.ndarray:
-        """[B]: the token to be predicted where memory decides."""
+        """[B]: the token to be predicted at such a step."""
 
     def act(self, engine: Any) -> np.ndarray:
         """[B]: what the demonstrator does."""
@@ -98,7 +99,7 @@ class Twin(ABC):
 
 
 def demonstrate(twin: Twin, engine: Engine) -> Demonstration:
-    """Play the running episodes of an engine to their ends and write them down as tokens."""
+    """Play the running episodes of an engine to their ends and record them as tokens."""
     parts, targets, scored = [], [], []
     twin.start(engine)
     while not engine.over.all():
@@ -106,7 +107,7 @@ def demonstrate(twin: Twin, engine: Engine) -> Demonstration:
         action = twin.act(engine)
         tokens = np.where(running[:, None], twin.observe(engine), -1)
         decides = running & twin.decides(engine)
-        last = tokens.shape[1] - 1 - (tokens[:, ::-1] >= 0).argmax(1)  # the step's last token carries the question
+        last = tokens.shape[1] - 1 - (tokens[:, ::-1] >= 0).argmax(1)  # the target belongs to the step's last token
         at = np.arange(tokens.shape[1]) == last[:, None]
         parts.append(tokens)
         scored.append(decides[:, None] & at)
@@ -116,7 +117,7 @@ def demonstrate(twin: Twin, engine: Engine) -> Demonstration:
 
 
 def _pack(tokens: np.ndarray, targets: np.ndarray, scored: np.ndarray, pad: int) -> Demonstration:
-    """Move the tokens of each row together; behind them comes padding."""
+    """Move the tokens of each row to its front, followed by padding."""
     kept = tokens >= 0
     widths = kept.sum(1)
     order = np.argsort(~kept, axis=1, kind="stable")[:, : int(widths.max())]
@@ -126,7 +127,7 @@ def _pack(tokens: np.ndarray, targets: np.ndarray, scored: np.ndarray, pad: int)
 
 
 def make_dataset(config: CorridorTask | PortalTask | InstructionTask, count: int, *, seed: int = 0) -> Demonstration:
-    """Expert episodes 0 .. count - 1 of a grid world, as tokens with targets where memory decides."""
+    """Expert episodes 0 .. count - 1 of a grid world, as tokens with targets where memory is needed."""
     if count < 1:
         raise ValueError(f"a dataset needs at least 1 episode, got {count}")
     twin = TWINS[config.kind](config)  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ class RolledEpisodes:
 
 
 class CorridorTwin(Twin):
-    """Two tokens a step: what lies above and what lies below. Asked for: the expert's action beside doors."""
+    """Two tokens per step: what is above and what is below the agent. Scored: the expert's action beside doors."""
 
     marks = ("cue", "door")
 
@@ -211,7 +212,7 @@ class CorridorTwin(Twin):
 
 
 class PortalTwin(Twin):
-    """One token a step: room (where marked), layout of the doors, cell. Asked for: left or right in rooms that are known."""
+    """One token per step: room (where marked), layout of the doors, cell. Scored: left or right in rooms visited before."""
 
     marks = ("room 1 ",)
 
@@ -252,7 +253,7 @@ class PortalTwin(Twin):
 
 
 class InstructionTwin(Twin):
-    """The words of every sentence. After the talk all mentioned places are visited; asked for: the act there, or "walk on"."""
+    """The words of every sentence. After the talk all mentioned places are visited. Scored: the act there, or "walk on"."""
 
     marks = ("when", "never", "instead")
 
@@ -267,7 +268,7 @@ class InstructionTwin(Twin):
         self.shortest = 2 * (config.least_talk or config.talk)
 
     def stages(self, split: Split) -> list[InstructionTask]:
-        """In training, talk of all the doublings from the least on; otherwise the whole talk."""
+        """In training, talks of doubling lengths from the shortest to the full one; for evaluation, the full talk only."""
         least, talk = self.config.least_talk, self.config.talk
         if split != "train" or not least:
             return [self.config]
@@ -278,7 +279,8 @@ class InstructionTwin(Twin):
         self.passed = np.zeros_like(engine.done)  # [B, M]: cancelled instructions whose place has been visited
 
     def act(self, engine: Instruction) -> np.ndarray:
-        """Visit the places of all instructions, cancelled ones too, from the last told to the first, which always holds."""
+        """Visit the places of all instructions, cancelled ones too, from the last one told to the first, which is never
+        cancelled."""
         at_place = engine.goal == engine.place[:, None]
         self.passed |= at_place & (engine.change == 1) & ~engine.listening[:, None]
         here = at_place & engine.still_open()

@@ -17,9 +17,9 @@ from .text import EvalRows, TrainRows
 
 UNKNOWN = "<unknown>"
 SAMPLE = 1024
-"""Words of a sample."""
+"""Number of words in a sample."""
 LEAST_WORDS = 1000
-"""A text with fewer words is refused: there would be nothing to learn from."""
+"""A text with fewer words is refused, since nothing could be learned from it."""
 
 
 class Words:
@@ -48,7 +48,7 @@ class Words:
         return self.data[start:end]
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
-        """Rows run forward through the words, so the data needs no seed."""
+        """Rows read the words in order, so the seed is not used."""
         data, need = self.split(split), batch * block + 1 if split == "train" else 2
         if len(data) < need:
             where = self.config.path or "the tales"
@@ -79,5 +79,5 @@ def read_text(config: WordsTask) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Words in lower case; each other mark is a word of its own, an empty line is one too."""
+    """Words in lower case; every punctuation mark and every empty line is a word of its own."""
     return [word if word.strip() else "¶" for word in re.findall(r"\n\s*\n|\w+(?:['\u2019]\w+)*|[^\w\s]", text.lower())]

@@ -48,8 +48,8 @@ class BudgetController:
         self._high = math.log(config.max_weight)
         started = 0.0 if config.start_loss is not None or config.wait else 1.0
         start = [min(math.log(config.initial_weight), self._high), 0.0, 0.0, started, 0.0, 0.0, 0.0]
-        # log weight, discounted loss sum, discounted step count, whether pressure has started, steps so far, discounted sum of
-        # live memories, whether it rests
+        # log weight, discounted sum of the loss, discounted number of steps, whether the span loss has started, steps so far,
+        # discounted sum of live memories, whether the controller rests
         self._state = torch.tensor(start, dtype=torch.float64, device=device)
 
     @property

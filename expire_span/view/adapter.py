@@ -1,4 +1,4 @@
-"""A retrofitted Hugging Face model in the same pictures: the spans that each of its key/value heads gives a token."""
+"""Traces of a retrofitted Hugging Face model: the spans that each of its key/value heads gives to a token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class AdapterTracer(TokenTracer):
         return out.logits[0], spans, None
 
     def _spans(self, layer: Any, span: Tensor | None, count: int, kept: int) -> list[list[float]]:
-        """[T][heads]. A layer with a window of its own is shown as memories that all end with the window; `kept` never end."""
+        """Spans [T][heads] of a layer. In a layer with a window of its own, all spans are the window; the first `kept` tokens
+        never expire."""
         heads, ramp = self.log.facts.heads, self.log.facts.ramp
         if span is None:
             return [[layer.window - 0.5 - ramp] * heads] * count
@@ -93,7 +94,7 @@ class AdapterReader(TextReader):
 
     @classmethod
     def open(cls, folder: Path, model: str | None = None) -> AdapterReader:
-        """`model` names the base model where it is not where the adapter says."""
+        """model: the base model, if it is not where the adapter says; None takes the adapter's."""
         base = read_head(folder)["base"]
         name = model or base["name"]
         if not name:
@@ -111,5 +112,5 @@ class AdapterReader(TextReader):
         return AdapterTracer(self.handle, self.tokenizer, name=self.name)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
-        """The text that goes with the model of this package: any model can read it."""
+        """The sample text of the model that ships with this package, which any model can read."""
         return self.encode((SHIPPED / SAMPLE).read_bytes()), {}, None

@@ -24,15 +24,15 @@ from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_h
 from .trace import VERSION, Line
 
 LONGEST = 8192
-"""Steps of an episode that are shown at most."""
+"""Largest number of steps of an episode that are shown."""
 CANDIDATES = 16
-"""Episodes among which a long one is looked for, since the first may be over before anything is forgotten."""
+"""Number of episodes among which the longest is chosen, since the first may end before anything is forgotten."""
 GUESSES = 4
-"""Likeliest actions that a step names."""
+"""Number of likeliest actions that a step lists."""
 
 
 def about_world(env: str) -> str:
-    """One of our own grid worlds in one sentence; of other environments nothing is known but the name."""
+    """A description of a grid world of this package in one sentence; a general one for other environments."""
     world = env.removeprefix("ExpireSpan/").split("-")
     known = env in list_ids() and (type(level_config(world[0], world[1])).__doc__ or "").splitlines()[0]
     return known or "The agent acts so that its rewards add up."
@@ -65,16 +65,19 @@ class AgentReader:
         return self.encode(b"")
 
     def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
-        """The trace of test episode `number`, actions drawn as in training; None takes a long one. `cut` shortens lives."""
+        """The trace of test episode `number`, with actions drawn as in training; None takes a long one.
+
+        count: most steps to show; cut: how lifetimes are shortened.
+        """
         seed, most = split_seed(self.config.seed, TEST), min(count or LONGEST, LONGEST)
         chosen = self._find_long(seed) if number is None else number
-        with self.lock:  # a cut acts on the model itself, so nobody else plays meanwhile
+        with self.lock:  # a cut changes the model itself, so no other thread may use it meanwhile
             lines = trace_cut(self.model, cut, lambda: list(self._play(seed, chosen, most)))
         yield lines[0] | {"episode": chosen}
         yield from lines[1:]
 
     def _find_long(self, seed: int) -> int:
-        """Number of the episode, among the first ones, in which an expert needs most steps; 0 where none is known."""
+        """Number of the episode, among the first `CANDIDATES`, in which the expert needs most steps; 0 without an expert."""
         envs = build_environments(self.config.task, CANDIDATES)
         try:
             envs.begin(seed)
@@ -102,7 +105,7 @@ class Playing:
         self.reader, self.envs, self.policy = reader, envs, reader.model
         self.engine: Any = getattr(envs, "engine", None)
         self.describer = None if self.engine is None else Describer(self.engine)
-        out = self.policy(to_row(envs.observation), None)  # a look ahead: how many spans a layer gives
+        out = self.policy(to_row(envs.observation), None)  # a trial step, to see how many spans a layer gives
         span = out.aux.layers[0].span
         heads = span.shape[1] if span is not None and span.dim() == 3 else 1
         element = self.policy.action_head.weight.element_size()

@@ -1,4 +1,4 @@
-"""The page put together: markup, style and scripts of the folder `page` inline, and a trace within, if there is one."""
+"""Builds the page: markup, style and scripts of the folder `page` inline, and a trace inside it, if there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPTS = (
     *("trace", "words", "colours", "timeline", "labels", "tokens", "charts", "studies", "whatif"),
     *("server", "download", "example", "fields", "reading", "controls", "main"),
 )
-"""Scripts in the order in which they are put together; each defines names that later ones use."""
+"""Scripts in the order in which they are concatenated; each defines names that later ones use."""
 FOLDER = Path(__file__).parent / "page"
 
 
@@ -35,13 +35,13 @@ def parts() -> dict[str, str]:
 
 
 def pack_trace(trace: Trace) -> str:
-    """The trace's lines, compressed, as text that can stand in a page: no character of it means anything to HTML."""
+    """The trace's lines, compressed and encoded in characters that have no meaning in HTML."""
     data = b"".join(encode(line) for line in trace.lines())
     return base64.b64encode(gzip.compress(data, mtime=0)).decode()
 
 
 def render_page(trace: Trace | None = None, *, live: bool = False, nonce: str = "") -> str:
-    """The whole view as one page. `live` tells it that a server answers; a frozen page never asks for anything."""
+    """The whole view as one page. live: a server answers its requests; otherwise the page sends none."""
     values: dict[str, Any] = {**parts(), "live": live, "nonce": nonce, "packed": pack_trace(trace) if trace else ""}
     values["name"] = trace.header["name"] if trace else "view"
     return environment().get_template("page/index.html").render(values)

@@ -1,4 +1,4 @@
-"""What a run costs beside its score, as rows of one table: memories, bytes, memory of the device, time; all of it measured.
+"""The efficiency table: a run's score beside what it costs, all measured: memories, bytes, device memory, time.
 
 Comparisons show one row for each system; a run's report shows its own row among those of the comparison that it belongs to.
 """
@@ -15,7 +15,7 @@ from expire_span.runs import RunFolder, UserError
 from expire_span.sizes import show_bytes
 
 TABLE = "table.json"
-"""What a comparison writes into its folder, beside the folders of its runs."""
+"""The table that a comparison writes into its folder, beside the folders of its runs."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Row:
     kind: str
     budget: int | None
     seeds: int
-    """Finished runs that the row is the mean of."""
+    """Number of finished runs over which the row is a mean."""
     score: float
     spread: float | None
     """Standard deviation of the score over seeds; None for a single one."""
     live: float
-    """Living memories a query finds, the mean over layers and the evaluation."""
+    """Living memories per query, the mean over layers and the evaluation."""
     peak_live: float
-    """The same for the block with the most."""
+    """The same for the block with the largest number."""
     bytes: float
-    """Bytes of memory that one row of the batch holds, all layers, the mean over the evaluation."""
+    """Bytes that one row of the batch holds over all layers, the mean over the evaluation."""
     peak_bytes: float
     device_bytes: float
-    """The most that training took of the device (on a CPU: of the process)."""
+    """Peak memory of training on the device (on a CPU: of the process)."""
     ms_per_step: float
     """Median training step."""
     tokens_per_second: float
@@ -44,7 +44,7 @@ class Row:
     parameters: int
     steps: float
     train_seconds: float
-    """Time of all training steps, evaluations and checkpoints left out."""
+    """Seconds of all training steps, without evaluations and checkpoints."""
 
 
 def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
 
 
 def _steady(values: Sequence[float]) -> Sequence[float]:
-    """Without the first window, which compiles and tunes, where there are others."""
+    """The values without the first one, which includes compilation and tuning, if there are others."""
     return values[1:] or values
 
 
@@ -116,13 +116,13 @@ class EfficiencyTable:
     headings: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
     own: int | None = None
-    """Which row is the run's."""
+    """Index of the run's own row; None without one."""
     told: str = ""
-    """Under which conditions the numbers hold, or why there are none."""
+    """Sentences that say under which conditions the numbers were measured, or why there are none."""
 
 
 def tabulate(run: RunFolder, parameters: int | None) -> EfficiencyTable:
-    """The rows of the comparison that the run was made for; of a run by itself its own; nothing before it has finished."""
+    """The rows of the comparison to which the run belongs; for a single run, its own row; no rows before it has finished."""
     if (run.path.parent / TABLE).is_file() and (run.path.parent / "compare.json").is_file():
         return _read_comparison(run)
     result = run.read_result() or {}

@@ -1,4 +1,4 @@
-"""Episodes of grid worlds as they can be shown: a picture and a few words for every step."""
+"""Episodes of grid worlds for display: a picture and a few words for every step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Describer:
         self.engine = engine
         try:
             self.twin: Twin | None = TWINS[engine.name](engine.config)  # type: ignore[arg-type]
-        except ValueError:  # worlds whose expert needs more steps than an episode has are no tasks for a twin
+        except ValueError:  # a world whose expert may need more steps than an episode has no supervised twin
             self.twin = None
 
     def words(self) -> str:
@@ -68,7 +68,7 @@ class Describer:
         return ", ".join(seen) or "corridor"
 
     def _in_sight(self, observation: dict[str, Any]) -> list[str]:
-        """Of a corridor: the cue or the doors before and behind the agent, which the labels of what is beside it leave out."""
+        """In a corridor, the cues and doors in view that are not beside the agent, which the twin's labels leave out."""
         if self.engine.name != "corridor":
             return []
         image = self.engine.arrays.to_numpy(observation["image"][0])
@@ -78,7 +78,7 @@ class Describer:
 
 
 def replay_twin(twin: Any, tokens: Tensor, seed: int) -> list[Line] | None:
-    """Picture and action at each token of an expert's test episode; None where the episode is none of the first ones."""
+    """Picture and action for each token of an expert's test episode; None if it is not one of the first episodes."""
     base = seed * len(SPLITS) + SPLITS.index("test")
     engine = build_engine(twin.config, ROLL)
     engine.reset(base)

@@ -24,9 +24,9 @@ PRINT: dict[Any, Any] = STYLE | {name: "black" for name, value in STYLE.items() 
 PRINT |= {"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "svg.fonttype": "path", "figure.dpi": 100}
 """Black text, sizes that fit a column, and fonts that a publisher accepts (TrueType, embedded)."""
 COLUMNS = 100
-"""Letters of a line in the token figure."""
+"""Number of letters per line in the token figure."""
 SHOWN = 300
-"""Tokens that the timeline shows, and letters that the token figure has room for."""
+"""Number of tokens that the timeline shows, and of letters that fit into the token figure."""
 
 
 def draw_spans(trace: Trace) -> Figure:
@@ -64,7 +64,7 @@ def draw_timeline(trace: Trace) -> Figure:
 
 
 def draw_tokens(trace: Trace) -> Figure:
-    """The first letters or words of the text, each on a ground whose colour is its mean span over layers."""
+    """The first letters or words of the text, each on a background whose colour shows its mean span over layers."""
     steps = trace.steps[:SHOWN]
     spans = np.log1p(np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0))
     share = (spans - spans.min()) / max(float(np.ptp(spans)), 1e-6)
@@ -82,7 +82,7 @@ def draw_tokens(trace: Trace) -> Figure:
 
 
 def _blue(share: float) -> tuple[float, float, float]:
-    """From nearly white to dark blue: lightness alone tells the order."""
+    """A colour from nearly white to dark blue, in which lightness alone shows the order."""
     low, high = np.array([0.93, 0.95, 0.98]), np.array([0.03, 0.16, 0.36])
     red, green, blue = low + (high - low) * share
     return float(red), float(green), float(blue)
@@ -122,7 +122,7 @@ def draw_ages(trace: Trace, needed: int | None = None) -> Figure:
 
 
 def _last_ages(trace: Trace) -> list[list[int]]:
-    """Of each layer: the last age at which its memories could be read, of those that died."""
+    """For each layer, the last age at which its memories could be read, for those that died within the trace."""
     out: list[list[int]] = [[] for _ in range(trace.header["layers"])]
     for step in trace.steps:
         for layer, _, birth in step.get("deaths") or ():
@@ -144,12 +144,12 @@ KINDS = ("pdf", "png", "svg")
 
 
 def write_figure(name: str, trace: Trace, path: Path) -> None:
-    """Draw a figure of one trace into a file whose name says the format."""
+    """Draw a figure of one trace into a file; the file name's ending decides the format."""
     save_figure(lambda: FIGURES[name](trace), path)
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw with the style of papers into a file whose name says the format."""
+    """Draw in the style for papers into a file; the file name's ending decides the format."""
     kind = check_kind(path)
     out = io.BytesIO()
     with rc_context(PRINT):

@@ -20,7 +20,7 @@ PICTURES = {
 """Pictures that lie beside the file, by name, and what each shows."""
 
 Cell = str | tuple[str, str, str]
-"""Text, or a letter between those before and after it."""
+"""Text, or a letter with the text before and after it: (before, letter, after)."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Table:
 class Findings:
     tables: list[Table] = field(default_factory=list)
     pictures: list[tuple[str, str]] = field(default_factory=list)
-    """Caption and the picture itself, as an address that holds all of its bytes."""
+    """Caption and picture, the latter as a data URL."""
     told: str = ""
-    """What was read, or why it cannot be shown."""
+    """A sentence about what was analysed, or why it cannot be shown."""
 
 
 def read_findings(run: RunFolder) -> Findings:
-    """The analysis of a run; empty where none was made, and a sentence in place of one that cannot be read."""
+    """The analysis of a run; empty if there is none, and a sentence in `told` if it cannot be read."""
     path = run.path / ANALYSIS
     if not path.is_file():
         return Findings()
@@ -108,7 +108,7 @@ def _cuts(found: dict[str, Any]) -> Table | None:
 
 
 def _longest(found: dict[str, Any]) -> Table:
-    """The letters that live longest, those of all layers together, each in its place."""
+    """Table of the letters that live longest, over all layers, each with its surroundings."""
     entries = [(layer["layer"], entry) for layer in found["layers"] for entry in layer["longest"]]
     return _places("Letters that live longest", "layer", "span", entries, lambda entry: f"{entry['span']:.0f}")
 

@@ -14,7 +14,7 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Frame:
-    """Something a notebook draws. It is a page within the page, so that neither's style touches the other."""
+    """The view as an iframe that a notebook displays, so that the styles of page and notebook do not affect each other."""
 
     page: str
     height: int

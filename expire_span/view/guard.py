@@ -1,4 +1,4 @@
-"""Checks of requests before the server: only pages of this machine may send them, and their size is limited."""
+"""Checks of requests before they reach the server: only pages of the server itself may send them, and their size is limited."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fastapi import Request
 from expire_span.runs import UserError
 
 MOST_TEXT = 200_000
-"""Bytes of text that are read at once; longer ones are for `expire-span trace`."""
+"""Largest number of bytes of text in a request; longer texts are for `expire-span trace`."""
 MOST_BODY = 2_000_000
-"""Bytes of a request; JSON may write one byte of text as six, and there are a few fields beside it."""
+"""Largest number of bytes of a request: JSON may write one byte of text as six, and there are a few other fields."""
 
 
 def too_long(size: int) -> str:
@@ -23,7 +23,7 @@ def too_long(size: int) -> str:
 
 
 class OwnPagesOnly:
-    """Refuses requests that name another host or come from another page, so that no web site in the browser can send any."""
+    """Refuses requests with another host or origin, so that no web site open in the same browser can send any."""
 
     def __init__(self, app: Any, port: int) -> None:
         self.app = app
@@ -58,7 +58,7 @@ class OwnPagesOnly:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, as long as it stays within the limit, whatever length was announced."""
+    """The body; refused once it exceeds the limit, whatever length the headers gave."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -69,7 +69,8 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_fields(request: Request) -> dict[str, Any]:
-    """The fields of a JSON body. A body of plain bytes is one field, the text: so files of any encoding can be sent."""
+    """The fields of a JSON body. A body of plain bytes is taken as the field `text`, so that files of any encoding can be
+    sent."""
     body = await read_body(request)
     if request.headers.get("content-type") == "application/octet-stream":
         return {"text": _within(body)}
@@ -92,7 +93,7 @@ def _within(raw: bytes) -> bytes:
 
 
 def number(fields: dict[str, Any], name: str, default: Any, low: float, high: float) -> Any:
-    """A number between two limits, of the kind of its default; None stays None where that is the default."""
+    """A number between two limits, of the type of its default; None is allowed where the default is None."""
     value = fields.get(name, default)
     if value is None and default is None:
         return None

@@ -1,4 +1,4 @@
-"""What if spans were shorter: temporarily cut every span that a model predicts."""
+"""Temporary cuts of all spans that a model predicts, to see what shorter memories would cost."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from .trace import Line, Trace
 
 PREDICTOR = "span_predictor"
-"""Name under which a memory system keeps the module that gives hidden states their spans."""
+"""Attribute name of the module that maps hidden states to spans, in every memory system."""
 ROUNDS = 3
-"""How often a share of life is adjusted until a budget is met; later layers' spans change with what earlier ones lose."""
+"""Most rounds of adjusting the share to a budget. One is not enough, since a cut also changes the spans of later layers."""
 CLOSE = 0.02
-"""Share of a budget by which living memories may differ from it."""
+"""Relative difference between living memories and budget at which the budget counts as met."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Shorter lives than the model wants."""
+    """How lifetimes are shortened; both None: not at all."""
 
     max_span: float | None = None
-    """No memory gets a span above this, in steps."""
+    """Spans are clamped to this, in steps."""
     live: float | None = None
-    """A budget: all lives shrink by one share so that, over the whole text, so many memories are alive on average."""
+    """A budget: all lifetimes are multiplied by one share, so that this many memories are alive on average over the text."""
 
     def __post_init__(self) -> None:
         if self.max_span is not None and not 0 <= self.max_span < float("inf"):
@@ -42,23 +42,22 @@ class Cut:
 
 
 WHOLE = Cut()
-"""No cut: lives as the model gives them."""
+"""No cut: lifetimes as the model predicts them."""
 
 
 @contextlib.contextmanager
 def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0) -> Iterator[None]:
-    """Within the block no span is above `limit`, and every life (span and ramp) is cut to a share of itself.
+    """A context in which no span exceeds `limit`, and every lifetime (span + ramp) is multiplied by `share`.
 
-    Afterwards, and after an error too, all is as before.
+    Afterwards, also after an error, the model is restored.
     """
     Cut(limit)  # refuses an invalid limit
     if limit is None and share == 1:
         yield
         return
     found = [module for name, module in model.named_modules() if name.split(".")[-1] == PREDICTOR]
-    found = (
-        list(model.values()) if isinstance(model, nn.ModuleDict) else found
-    )  # predictors by themselves: a retrofit's
+    # A retrofit keeps its predictors in a ModuleDict of their own.
+    found = list(model.values()) if isinstance(model, nn.ModuleDict) else found
     if not found:
         mixer = getattr(getattr(model, "config", None), "mixer", None)
         kind = getattr(mixer, "kind", type(model).__name__)
@@ -66,7 +65,7 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
 
     def shorten(module: Any, args: object, span: Tensor) -> Tensor:
         span = span if share == 1 else (span + module.ramp) * share - module.ramp
-        # A limit may be larger than the spans' dtype can hold; it then cuts nothing, and clamp would not take it.
+        # A limit beyond the range of the spans' dtype cuts nothing, but clamp would refuse it.
         return span if limit is None else span.clamp(max=min(limit, torch.finfo(span.dtype).max))
 
     hooks = [module.register_forward_hook(shorten) for module in found]
@@ -78,7 +77,7 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
 
 
 def trace_cut(model: nn.Module, cut: Cut, read: Callable[[], list[Line]]) -> list[Line]:
-    """The trace that `read` makes while lives are cut; the header says how."""
+    """The trace that `read` makes while lifetimes are cut; its header records the cut."""
     share, lines = 1.0, []
     for _ in range(ROUNDS if cut.live is not None else 1):
         with limit_spans(model, cut.max_span, share):
@@ -92,7 +91,7 @@ def trace_cut(model: nn.Module, cut: Cut, read: Callable[[], list[Line]]) -> lis
 
 
 def mean_live(trace: Trace) -> float:
-    """Memories alive, mean over steps and layers."""
+    """Number of living memories, the mean over steps and layers."""
     return float(np.mean([step["live"] for step in trace.steps]))
 
 
@@ -101,7 +100,7 @@ def _is_met(lines: list[Line], live: float) -> bool:
 
 
 def find_share(trace: Trace, live: float) -> float:
-    """The share of their lives, at most 1, with which a trace's memories would keep to a budget."""
+    """The share, at most 1, by which lifetimes must be multiplied so that a trace's memories meet a budget."""
     lives = np.maximum(trace.spans + trace.header["ramp"], 0)  # [layers, heads, T]
     left = len(trace) - np.arange(len(trace))  # steps from each birth to the end of the text
     low, high = 0.0, 1.0

@@ -1,7 +1,7 @@
-"""What the memories of a backbone do, step by step: births, deaths, living ones, bytes. Every tracer uses this log.
+"""A log of a backbone's memories, step by step: births, deaths, living memories, bytes. Every tracer uses it.
 
-It uses public results only: the spans of new tokens and the state. A memory born at i with span e is dead for the query at t
-when e + ramp - (t - i) <= 0, so its death is known at its birth, and deleting changes nothing.
+It needs public results only: the spans of new tokens, and the state. A memory born at i with span e is dead for the query at t
+when e + ramp - (t - i) <= 0, so its death is known at its birth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from expire_span.store import ExpiringMemory
 from .trace import Line
 
 HIDDEN_UNITS = 64
-"""Units of a recurrent state that a step shows at most."""
+"""Largest number of units of a recurrent state in a step."""
 
 
 @dataclass
@@ -33,15 +33,15 @@ class Ledger:
     due: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Heap of (death, layer, head, birth)."""
     gone: set[tuple[int, int, int]] = field(default_factory=set)
-    """(layer, head, birth) that a cap evicted before their time."""
+    """(layer, head, birth) of memories that a cap evicted before they expired."""
     alive: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.alive = [[0] * self.heads for _ in range(self.layers)]
 
     def add(self, birth: int, spans: Sequence[Sequence[float]], ramp: float) -> None:
-        """The memories of one step, one for each layer and head."""
-        # In float32, as the store compares: a sum that rounds onto a whole number must die there in both.
+        """Add the memories of one step, one for each layer and head; spans [layers][heads]."""
+        # In float32, as the store compares them: both must round span + ramp in the same way.
         lives = np.ceil(np.array(spans, np.float32) + np.float32(ramp)).clip(0).tolist()  # [layers][heads]
         for layer, heads in enumerate(lives):
             for head, life in enumerate(heads):
@@ -49,7 +49,7 @@ class Ledger:
                 self.alive[layer][head] += 1
 
     def expire(self, now: int) -> list[list[int]]:
-        """Take out what is dead for the query at `now`; [layer, head, birth] each."""
+        """Remove and return the memories that are dead for the query at `now`, each as [layer, head, birth]."""
         deaths = []
         while self.due and self.due[0][0] <= now:
             _, layer, head, birth = heapq.heappop(self.due)
@@ -61,7 +61,7 @@ class Ledger:
         return deaths
 
     def evict(self, layer: int, head: int, kept: set[int]) -> list[list[int]]:
-        """Take out living memories that the store no longer has."""
+        """Remove and return the living memories that are not among `kept`, the births of those that the store still has."""
         births = [b for _, m, h, b in self.due if (m, h) == (layer, head) and (m, h, b) not in self.gone]
         lost = [[layer, head, birth] for birth in sorted(births) if birth not in kept]
         self.gone.update((layer, head, birth) for _, _, birth in lost)
@@ -71,12 +71,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What holds for the memories of a whole trace."""
+    """Facts that are the same for all memories of a trace; most of them go into its header."""
 
     system: str
     layers: int
     heads: int
-    """Spans that a layer gives a token: 1, or one for each key/value head."""
+    """Number of spans that a layer gives to a token: 1, or one for each key/value head."""
     ramp: float
     full_bytes: int
     """Bytes that a layer which never forgets adds at each step."""
@@ -89,7 +89,7 @@ class MemoryFacts:
 
     @classmethod
     def of(cls, config: BackboneConfig, *, heads: int, spans: bool, element: int) -> MemoryFacts:
-        """Of a backbone whose keys and values take `element` bytes a number."""
+        """The facts of a backbone whose keys and values take `element` bytes per number; spans: whether it has any."""
         mixer: Any = config.mixer
         pair = 2 * config.head_dim * element  # one head's key and value
         each = (
@@ -111,7 +111,7 @@ class MemoryFacts:
 
 
 class MemoryLog:
-    """Fields of a trace's steps that tell of memory."""
+    """Computes the fields of a trace's steps that describe memory."""
 
     def __init__(self, facts: MemoryFacts) -> None:
         self.facts = facts
@@ -124,7 +124,7 @@ class MemoryLog:
         return self.facts.memory_bytes is not None
 
     def add(self, spans: Sequence[Sequence[float]] | None, state: Any, aux: Any) -> Line:
-        """One more step: its spans [layers][heads], or None where the system gives none and `aux` tells what is held."""
+        """The fields of one more step: from its spans [layers][heads], or, for a system without spans (None), from `aux`."""
         line = self._held(aux) if spans is None else self._born(spans, state)
         self.position += 1
         return line
@@ -143,7 +143,7 @@ class MemoryLog:
         }
 
     def _evictions(self, state: Any) -> list[list[int]]:
-        """What a cap has removed from the stores although it lived."""
+        """Living memories that a cap has removed from the stores."""
         lost = []
         for layer, part in enumerate(state):
             memory = part.get("memory") if isinstance(part, dict) else None
@@ -161,7 +161,7 @@ class MemoryLog:
 
 
 def spans_by_head(span: Tensor) -> list[list[float]]:
-    """[1, T] or [1, H, T] -> [T][H]. Ages are compared in float32, so that is what is written down."""
+    """[1, T] or [1, H, T] -> [T][H], in float32, in which spans are compared with ages."""
     rows = span[0].float()
     return (rows.unsqueeze(1) if rows.dim() == 1 else rows.transpose(0, 1)).tolist()
 

@@ -59,7 +59,7 @@ def draw_cut(before: Trace, after: Trace, count: int = 6 * COLUMNS) -> Figure:
 
 
 def _worst_window(more: np.ndarray, count: int) -> int:
-    """Where the stretch of `count` tokens begins that loses most."""
+    """Start of the run of `count` tokens that loses most."""
     if len(more) <= count:
         return 0
     sums = np.cumsum(np.concatenate([[0], np.maximum(more, 0)]))
@@ -67,7 +67,7 @@ def _worst_window(more: np.ndarray, count: int) -> int:
 
 
 def _shares(row: np.ndarray, low: float | None = None, high: float | None = None) -> np.ndarray:
-    """Where spans lie between the shortest and the longest, on a logarithmic scale."""
+    """Place of each span between the shortest (0) and the longest (1), on a logarithmic scale."""
     least, most, at = (
         np.log1p(np.maximum(x, 0))
         for x in (row.min() if low is None else low, row.max() if high is None else high, row)

@@ -38,11 +38,11 @@ STYLE: dict[Any, Any] = {
 }
 Points = Sequence[tuple[float, float]]
 MOST_BARS = 1500
-"""Lifelines drawn at most; longer samples are cut."""
+"""Largest number of lifelines in a picture; longer samples are cut."""
 
 
 def to_svg(figure: Figure, salt: str) -> str:
-    """The figure as an inline SVG element that names nothing outside the page; `salt` keeps ids apart."""
+    """The figure as an inline SVG element that refers to nothing outside the page; `salt` makes its ids unique."""
     out = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
@@ -67,7 +67,7 @@ def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool
                 axes.plot(*zip(*kept), color=colour, label=name, lw=1.6, marker=marker, ms=3)
         _log_scale(axes, log and bool(axes.lines))
         axes.grid(alpha=0.15)
-        if len(axes.lines) > 5:  # many lines leave no room among them
+        if len(axes.lines) > 5:  # many lines leave no room for a legend among them
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
         elif len(axes.lines) > 1:
             axes.legend(loc="best")
@@ -205,7 +205,7 @@ def _draw_alive(axes: Axes, births: np.ndarray, ends: np.ndarray, unit: str) -> 
     axes.plot(births, births + 1, color=INK, lw=0.8, ls=":", label="never forgetting")
     axes.set(xlabel=unit, ylabel="memories alive", ylim=(0, max(4.0, min(length, 3 * float(alive.max())))))
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.legend(loc="upper left", ncols=2)  # what is alive begins at nothing, so there is room
+    axes.legend(loc="upper left", ncols=2)  # the curves start at zero, so there is room
     axes.grid(alpha=0.15)
 
 

@@ -1,4 +1,4 @@
-"""A model that is ready to read text and to write it, as traces; several threads may ask."""
+"""Readers: a loaded model that reads or generates text and returns traces; several threads may use one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .tracer import TokenTracer
 
 
 class TextReader(ABC):
-    """The model serves one step at a time. `model` holds the modules that predict spans, which a cut changes for a while."""
+    """A lock lets one thread at a time use the model. `model` holds the modules that predict spans, which a cut changes
+    temporarily."""
 
     name: str
     model: nn.Module
     reads_text = True
     generates = True
-    """Whether it can write text."""
+    """Whether it can generate text."""
     vocabulary = "pieces"
 
     def __init__(self) -> None:
@@ -33,22 +34,22 @@ class TextReader(ABC):
 
     @abstractmethod
     def encode(self, raw: bytes) -> Tensor:
-        """Tokens [T] of text as this model knows them."""
+        """The tokens [T] of a text in this model's vocabulary."""
 
     @abstractmethod
     def tracer(self) -> TokenTracer:
-        """One that has read nothing yet."""
+        """A new tracer, which has read nothing yet."""
 
     @abstractmethod
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
-        """Tokens of a sample, the wanted tokens where one is asked for, and further fields for each step."""
+        """Tokens of a sample, the target tokens by position where the task scores some, and further fields for each step."""
 
     def trace_text(self, raw: bytes, cut: Cut = WHOLE, count: int | None = None) -> Iterator[Line]:
-        """The trace of a text, or of its first tokens; `cut` shortens lives."""
+        """The trace of a text, or of its first `count` tokens; `cut` shortens lifetimes."""
         return self._read(self.encode(raw)[:count], {}, cut)
 
     def trace_sample(self, count: int | None = None, cut: Cut = WHOLE, number: int | None = None) -> Iterator[Line]:
-        """The trace of the sample, or of its first tokens. There is one; `number` is of agents."""
+        """The trace of the sample, or of its first `count` tokens. number: ignored here, chooses an agent's episode."""
         tokens, answers, extras = self.sample()
         return self._read(tokens[:count], answers, cut, extras)
 
@@ -65,12 +66,12 @@ class TextReader(ABC):
             tracer = self.tracer()
             return [tracer.header(), *tracer.read(tokens, answers, extras)]
 
-        with self.lock:  # the cut acts on the model itself, so nobody else reads meanwhile
+        with self.lock:  # a cut changes the model itself, so no other thread may use it meanwhile
             lines = trace_cut(self.model, cut, read)
         yield from lines
 
     def generate(self, prompt: bytes, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
-        """The prompt, then what the model writes after it, as one trace."""
+        """One trace of the prompt and of the text that the model generates after it."""
         tokens = self.encode(prompt or START)
         tracer = self.tracer()
         yield tracer.header()
@@ -87,10 +88,10 @@ class TextReader(ABC):
 
 
 def _on_one_thread(steps: Iterator[Line]) -> Iterator[Line]:
-    """The same steps, each made by one thread of the processor.
+    """The same steps, each computed with one CPU thread.
 
-    A single token is too little work to divide: threads that wait for one another take more time than they save, ten times as
-    much on a busy machine.
+    A single token is too little work to split: threads that wait for one another take longer than one alone, up to ten times
+    as long on a busy machine.
     """
     threads = torch.get_num_threads()
     while True:

@@ -23,20 +23,20 @@ from .source import AnyReader, about_task, open_reader
 from .trace import Trace
 
 MAP_TOKENS = 400
-"""Tokens of a text sample shown in its heat map and lifelines; an episode is shown whole."""
+"""Number of tokens of a text sample in its heat map and lifelines; an episode is shown whole."""
 NEARLY = 0.9
-"""A target that was met to within this share counts as met."""
+"""Ratio of result and target above which a target counts as met."""
 SCORES = {
     "bpb": "bits per byte",
     "bpc": "bits per character",
     "success": "share of right answers",
     "error": "share of wrong answers",
 }
-"""Scores whose name is not a word, as an axis has them."""
+"""Axis labels of scores whose names are abbreviations."""
 LOSS = ("Loss of the task, nats per scored token.", "nats")
 """Caption and unit of a supervised run's loss."""
 VIEW_TOKENS = 2048
-"""Tokens of the trace that the page carries."""
+"""Number of tokens of the trace in the page."""
 
 
 def write_report(run: RunFolder) -> Path:
@@ -65,7 +65,7 @@ def write_report(run: RunFolder) -> Path:
 
 
 def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
-    """Weights of the newest sound checkpoint and the trace of a sample; or a note that says why there is none."""
+    """Number of weights in the newest intact checkpoint, the trace of a sample, and a note that says why either is missing."""
     from expire_span.checkpoint import list_checkpoints
 
     if run.config.task.kind == "retrofit":
@@ -77,7 +77,7 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     weights = sum(p.numel() for p in reader.model.parameters())
     try:
         trace = _trace(reader)
-    except ValueError as error:  # the data has moved: the rest of the report still stands
+    except ValueError as error:  # the data has moved; the rest of the report can still be written
         return weights, None, f"No sample could be read: {error}."
     return (
         weights,
@@ -87,7 +87,7 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
 
 
 def _trace(reader: AnyReader) -> Trace:
-    """The task's sample, or an agent's episode; without spans there is nothing to rank, and less of it will do."""
+    """The trace of the task's sample or of an agent's episode; a shorter one for systems without spans."""
     whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
     return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))
 
@@ -122,7 +122,7 @@ def layers_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> dict[s
 def draw_training(
     metrics: Sequence[dict[str, Any]], score: str = "score", *, plays: bool = False
 ) -> list[tuple[str, str]]:
-    """Captioned curves over the training steps, of what was written down."""
+    """Captioned curves over the training steps, of all metrics that the run recorded."""
     both = lambda key: {split: series_of(metrics, key, split) for split in ("train", "valid")}  # noqa: E731
     loss = ("Loss of policy and value together.", "loss") if plays else LOSS
     drawn = [
@@ -138,9 +138,9 @@ def draw_training(
             ),
         ),
         (
-            "How hard training presses on the spans: the weight of the span loss.",
+            "The weight of the span loss, which shortens spans.",
             draw_curves(
-                {"weight": series_of(metrics, "span_weight", "train")}, title="Span pressure", ylabel="weight", log=True
+                {"weight": series_of(metrics, "span_weight", "train")}, title="Span weight", ylabel="weight", log=True
             ),
         ),
     ]
@@ -168,8 +168,7 @@ def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
         unit=unit,
     )
     about_heat = (
-        f"One column for each {piece}, one row for each layer. "
-        "What is bright is kept long, what is dark is dropped at once."
+        f"One column for each {piece}, one row for each layer. Bright ones have long spans, dark ones expire at once."
     )
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
@@ -206,7 +205,7 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
 
 
 def explain_budget(run: RunFolder) -> str:
-    """What became of the target that training was given, in a sentence; empty where it had none or is not finished."""
+    """A sentence on whether training met its budget; empty if it had none or is not finished."""
     budget, result = getattr(run.config.train, "budget", None), run.read_result()
     if not isinstance(budget, BudgetConfig) or budget.live is None or not result or not result.get("live"):
         return ""
@@ -214,23 +213,24 @@ def explain_budget(run: RunFolder) -> str:
     target = f"The budget was {budget.live:g} memories alive per query and layer, and the model ended with {live:.1f}."
     if live < NEARLY * budget.live:
         return (
-            f"{target} A budget is a mark that training presses down to. Below it the pressure falls, but what has become "
-            "short is made longer again only if the task gains by it, and it did not."
+            f"{target} The span loss shortens spans until the budget is met. Below it, its weight falls, but spans grow "
+            "again only if that lowers the task's loss, which it did not."
         )
     if live > budget.live / NEARLY:
-        return f"{target} The pressure on spans had not brought it down by the last step; train longer to come nearer."
+        return f"{target} The span loss had not shortened spans enough by the last step; train longer to come nearer."
     return target
 
 
 def explain_spare(result: dict[str, Any]) -> str:
-    """Why a run holds more than one that never forgets would, where it does: on short sequences room outweighs memories."""
+    """Why a run holds more bytes than one that never forgets would, if it does: on short sequences spare slots outweigh
+    memories."""
     held, full = result.get("mean_bytes") or 0, result.get("full_bytes")
     if full is None or held <= full:
         return ""
     return (
-        "It holds more bytes than if nothing were forgotten, for its sequences are short: a store has room for at least "
-        f"{LEAST_SPARE} further memories, every memory carries its span and its position, and all rows of a batch are as wide "
-        "as the fullest. Longer sequences change that, because memories that die make room."
+        "It holds more bytes than if nothing were forgotten, because its sequences are short: a store has spare slots for at "
+        f"least {LEAST_SPARE} further memories, every memory has a span and a position, and all rows of a batch are as wide as "
+        "the fullest. With longer sequences this changes, because dead memories are deleted."
     )
 
 

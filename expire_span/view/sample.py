@@ -19,11 +19,11 @@ from .trace import Trace
 from .tracer import Tracer
 
 LONGEST = 8192
-"""Tokens of a sample at most: so many of a text, while an episode ends by itself."""
+"""Largest number of tokens in a sample: the length of a text sample, while an episode ends by itself."""
 EPISODES = 16
-"""Batches among which the longest is taken: of episodes the longest, of a text the first."""
+"""Number of test batches among which the longest is the sample: for episodes the longest, for text the first."""
 STREAMS = ("text", "words")
-"""Kinds of tasks whose data runs on and on, without places that a reader should find."""
+"""Kinds of tasks whose data is one continuous stream, without positions to highlight."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Sample:
 
 
 def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
-    """A stretch of the test data, [T], and the wanted token at each place that the task scores, where it scores some."""
+    """A part of the test data, [T], and the target token at each position that the task scores."""
     stream = task.stream("test", batch=1, block=LONGEST, seed=config.seed)
     batches = [batch for batch, _ in zip(stream, range(EPISODES))]
     with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
     best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
     choose: Any = getattr(task, "sample", None)
-    if choose is not None:  # a task that picks its own sample; its answers are known if it is one of these batches
+    if choose is not None:  # the task chooses its own sample; its targets are known if it is one of these batches
         tokens = choose(seed=config.seed).tokens
         best = next((batch for batch in batches if torch.equal(batch.x[0], tokens)), None)
         if best is None:
@@ -82,7 +82,7 @@ def sample_from(trace: Trace) -> Sample:
 
 
 def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
-    """Places of a sample that a reader should find at once."""
+    """Positions of a sample to highlight, with their labels."""
     if config.task.kind in STREAMS:
         return {}
     found = {n: label for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))}
@@ -95,7 +95,7 @@ def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
 
 
 def long_words(sample: Sample, config: RunConfig, layer: int, width: int, *, count: int = 8) -> dict[int, str]:
-    """Words that a layer keeps longest, each at its longest byte, far enough apart to be written below one another."""
+    """Words that a layer keeps longest, each at its longest-lived byte, far enough apart for their labels not to overlap."""
     if config.task.kind != "text" or getattr(config.task, "tokenizer", ""):
         return {}
     raw, spans, found = sample.tokens[:width].astype(np.uint8).tobytes(), sample.spans[layer], dict[int, str]()

@@ -1,4 +1,5 @@
-"""`expire-span view`: a local server for the page. It answers this machine only, and keeps nothing between requests."""
+"""`expire-span view`: a local server for the page. It listens on the loopback address only and stores nothing between
+requests."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from .tracer import READ_BLOCK
 NEXT_PORTS = 50
 """Ports tried after the wanted one."""
 SAMPLE_TOKENS = 2048
-"""Tokens of the task's sample that the page begins with."""
+"""Number of tokens of the task's sample with which the page opens."""
 MOST_WRITTEN = 100_000
-"""Tokens that one live text may have."""
+"""Largest number of tokens of one generated text."""
 
 
 class Source:
@@ -49,7 +50,7 @@ class Source:
         adapter: Path | None = None,
         model: str | None = None,
     ) -> None:
-        """`model` is where the adapter's base model is, if that is not where the adapter says."""
+        """model: the adapter's base model, if it is not where the adapter says."""
         self.run, self.trace, self.adapter, self.model = run, trace, adapter, model
         self._reader: AnyReader | None = None
         self._newest = self._shown = ""
@@ -60,7 +61,7 @@ class Source:
         return self.run.path if self.run else self.trace or self.adapter
 
     def reader(self) -> AnyReader:
-        """The model of the newest sound checkpoint. One that is still training moves on, and so does this."""
+        """A reader with the newest intact checkpoint; while the run is still training, later calls take newer ones."""
         with self._lock:
             if self.adapter is not None:
                 self._reader = self._reader or open_adapter(self.adapter, self.model)
@@ -75,7 +76,7 @@ class Source:
             return self._reader
 
     def warm(self) -> None:
-        """Load the model and let it read a block, so that the first page waits for neither."""
+        """Load the model and run it once, so that the first page need not wait for that."""
         if self.trace is None and self.describe()["text"]:
             for _ in self.reader().trace_text(b"read " * (READ_BLOCK // 5)):
                 pass
@@ -151,7 +152,7 @@ def build_app(source: Source, port: int) -> FastAPI:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    """A client that goes away in the middle of its request is nothing to write a traceback about."""
+    """An empty response instead of a traceback in the log, if the client disconnected during its request."""
     return Response(status_code=400)
 
 
@@ -184,14 +185,14 @@ async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[bytes
 
 
 async def _stream_lines(request: Request, start: Callable[[], Iterator[Line]]) -> StreamingResponse:
-    """A trace as it is made. What is wrong at once is an answer of its own; what goes wrong later is the last line."""
+    """Stream a trace as it is made. An error at the start becomes an error response, a later one the last line."""
     parts = _encode_parts(await run_in_threadpool(start))
     first = await run_in_threadpool(next, parts)
 
     async def rest() -> AsyncIterator[bytes]:
         yield first
         async for part in iterate_in_threadpool(parts):
-            if await request.is_disconnected():  # a closed tab: nobody reads the rest
+            if await request.is_disconnected():  # the tab was closed
                 return
             yield part
 
@@ -199,9 +200,9 @@ async def _stream_lines(request: Request, start: Callable[[], Iterator[Line]]) -
 
 
 def _encode_parts(lines: Iterator[Line], size: int = READ_BLOCK) -> Iterator[bytes]:
-    """The header, then as many lines at a time as the model reads at once.
+    """The header, then lines in parts of `size`, as many as the model reads in one call.
 
-    To change threads, or to send, for every single line would take longer than to make it.
+    Switching threads and sending for every single line would take longer than computing it.
     """
     yield encode(next(lines))
     while part := b"".join(map(encode, islice(lines, size))):
@@ -227,9 +228,8 @@ def bind_port(wanted: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
-            sock.listen(
-                100
-            )  # at once: a page that is opened while the model still loads waits, and no one else gets the port
+            # Listen before the model is loaded: a page opened meanwhile waits, and no other program takes the port.
+            sock.listen(100)
             return sock
         sock.close()
     raise UserError(f"no port from {wanted} to {wanted + NEXT_PORTS - 1} is free; give another with --port")

@@ -1,4 +1,4 @@
-"""Texts being written live: each can be paused, stepped and resumed, and ends when nobody listens any more."""
+"""Texts that are being generated for a page: each can be paused, stepped and resumed, and ends when its page is closed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .trace import Line, encode
 from .tracer import READ_BLOCK
 
 MOST_SESSIONS = 8
-"""Texts written at the same time."""
+"""Largest number of texts generated at the same time."""
 LISTEN_EVERY = 0.5
-"""Seconds between two checks of whether a paused text still has a listener."""
+"""Seconds between two checks of whether the page of a paused text is still open."""
 Action = Literal["pause", "step", "resume", "stop"]
 
 
@@ -28,15 +28,15 @@ Action = Literal["pause", "step", "resume", "stop"]
 class Session:
     lines: Iterator[Line]
     prompt: int
-    """Lines that come at once, before what the model writes itself."""
+    """Number of lines that are sent without pausing: those of the header and the prompt."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     running: bool = True
     steps: int = 0
-    """Steps allowed while paused."""
+    """Number of steps that may still be made while paused."""
     stopped: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     left: Callable[[], Awaitable[bool]] | None = None
-    """Whether the listener has gone away."""
+    """Asks whether the page has disconnected."""
 
     def act(self, action: Action) -> None:
         self.running = {"pause": False, "step": False, "resume": True}.get(action, self.running)
@@ -45,7 +45,7 @@ class Session:
         self.wake.set()
 
     async def may_go(self) -> bool:
-        """Wait until the next line is wanted; False once the session was stopped."""
+        """Wait until the next line may be made; returns False once the session was stopped."""
         while not self.stopped:
             if self.running or self.steps:
                 self.steps = 0 if self.running else self.steps - 1
@@ -57,7 +57,7 @@ class Session:
         return False
 
     def take(self, most: int) -> bytes:
-        """The next lines, encoded, so many at most; nothing once there are no more."""
+        """The next lines, encoded, at most `most` of them; empty once there are no more."""
         return b"".join(map(encode, islice(self.lines, most)))
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -90,7 +90,7 @@ class Sessions:
         self.open[name].act(action)
 
     async def stream(self, session: Session) -> AsyncIterator[bytes]:
-        """The session's lines. A closed tab cancels this, and the session is gone with it."""
+        """The session's lines. Closing the tab cancels this and removes the session."""
         try:
             async for part in session.stream():
                 yield part

@@ -1,4 +1,4 @@
-"""Where a picture comes from: a run's model, which can read new text, or a trace that was written before."""
+"""Readers of runs: the model of a run, which can read new text, an agent, or a retrofitted model."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def about_task(config: RunConfig | AgentRunConfig) -> str:
     """The task in one sentence: the first line of its settings' documentation."""
     if isinstance(config, AgentRunConfig):
         return about_world(config.task.env)
-    if config.task.kind == "text":  # whose settings speak of files
+    if config.task.kind == "text":  # the documentation of its settings describes files, not the task
         return f"Predict the next {'token' if getattr(config.task, 'tokenizer', '') else 'byte'} of a text."
     return (type(config.task).__doc__ or "").strip().splitlines()[0]
 
 
 class Reader(TextReader):
-    """The model of a run of text, words or of any other supervised task."""
+    """The model of a run on a supervised task."""
 
     def __init__(self, name: str, model: Decoder, config: RunConfig, own_sample: bytes | None = None) -> None:
-        """`own_sample` is text that lies in the run folder and is the sample, so that the data itself need not be there."""
+        """own_sample: a sample text in the run folder, used so that the data itself need not be there; None takes the
+        task's."""
         super().__init__()
         self.name, self.config, self.own_sample = name, config, own_sample
         self.model: Decoder = model
@@ -57,7 +58,7 @@ class Reader(TextReader):
 
     @classmethod
     def open(cls, run: RunFolder) -> Reader:
-        """From the newest sound checkpoint; the data itself is opened only when a sample is asked for."""
+        """Load the newest intact checkpoint; the data is opened only when a sample is needed."""
         decoder, config = load_model(run)
         sample = run.path / SAMPLE
         return cls(run.name, decoder, config, sample.read_bytes() if sample.is_file() else None)
@@ -70,7 +71,7 @@ class Reader(TextReader):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """What turns text into tokens, where a run of text does not read bytes."""
+        """The tokenizer of a run on text; None if its tokens are bytes."""
         path = getattr(self.config.task, "tokenizer", "")
         return Tokenizer(path) if path else None
 
@@ -106,7 +107,7 @@ class Reader(TextReader):
         return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
-        """The task's own; of a grid world with the pictures of its episode."""
+        """The task's sample; for a grid world, with the pictures of its episode."""
         if self.own_sample is not None:
             return self.encode(self.own_sample), {}, None
         tokens, answers = sample_of(self.task, self.config)
@@ -114,7 +115,7 @@ class Reader(TextReader):
 
 
 def open_reader(run: RunFolder) -> Reader | AgentReader:
-    """The model of a run, or one sentence that says why there is none."""
+    """The reader of a run. UserError if it has no checkpoint yet."""
     if not list_checkpoints(run):
         raise UserError(
             f"run {run.path} has no checkpoint yet, so there is no model to look into; wait, or train it on"

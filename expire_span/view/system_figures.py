@@ -1,4 +1,4 @@
-"""Figures of the memory systems themselves, measured on untrained layers: what they cost as a stream grows, who reads whom."""
+"""Figures of the memory systems, measured on untrained layers: bytes and time as a stream grows, and attention patterns."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from expire_span.models.systems.expire_span import ExpireSpanConfig
 from .pictures import PALETTE
 
 MEMORIES = 128
-"""Memories that systems with a knob are held to; the spans of the others start there."""
+"""Number of memories to which systems are set where they have such a setting; learned spans start there."""
 BLOCK = 128
-"""Tokens that are read at once."""
+"""Number of tokens that are read in one call."""
 SHAPE = LayerShape(dim=64, heads=4)
 PATTERN_SHAPE = LayerShape(dim=32, heads=4, kv_heads=2)
 STEPS = 64
-"""Steps of a pattern."""
+"""Number of steps in an attention pattern."""
 FAINTEST = 1e-4
-"""Weights below this share of a query's largest are drawn as nothing."""
+"""Weights below this share of a query's largest are not drawn."""
 
 
 def _settings(kind: str, memories: int) -> Any:
-    """A system held to so many memories, and learned spans that start there."""
+    """Settings of a system for `memories` memories; learned spans start there."""
     spans = ExpireSpanConfig(max_span=8 * memories, ramp=memories // 8, initial_span=0.125)
     rule = SYSTEMS[kind].budget.settings
     recipe = Recipe(1, spans.max_span, spans.ramp, spans.initial_span, spans)
@@ -40,11 +40,11 @@ def _settings(kind: str, memories: int) -> Any:
 
 @torch.no_grad()
 def measure_growth(kind: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """Bytes that a layer holds for one row after so many steps, and milliseconds of reading the last block, measured."""
+    """Measured bytes that a layer holds for one row after each number of steps, and milliseconds for reading the last block."""
     torch.manual_seed(0)
     layer = build_mixer(SHAPE, _settings(kind, MEMORIES)).eval()
     x = torch.randn(1, BLOCK, SHAPE.dim)
-    layer(x)  # what is made at the first call does not count
+    layer(x)  # a warm-up call, which is not measured
     state, held, times, recent = layer.initial_state(1, "kv"), [], [], []
     for n in range(1, max(lengths) // BLOCK + 1):
         start = time.perf_counter()
@@ -52,7 +52,7 @@ def measure_growth(kind: str, lengths: Sequence[int]) -> dict[str, Any]:
         recent.append(1e3 * (time.perf_counter() - start))
         if n * BLOCK in lengths:
             held.append(aux.bytes_held)
-            times.append(min(recent[-max(n // 8, 3) :]))  # the least: other programs can only add to it
+            times.append(min(recent[-max(n // 8, 3) :]))  # the minimum, since other programs can only add to it
     return {"system": kind, "lengths": list(lengths), "bytes": held, "ms_per_block": times}
 
 
@@ -101,7 +101,7 @@ def _influence(output: Tensor, x: Tensor) -> Tensor:
 
 
 def _spread_spans(layer: Mixer) -> None:
-    """Untrained spans are nearly alike; a layer that has learned gives tokens different ones."""
+    """Make the spans of an untrained layer differ between tokens, as those of a trained layer do."""
     weight = getattr(getattr(layer, "span_predictor", None), "weight", None)
     if isinstance(weight, nn.Parameter):
         nn.init.normal_(weight, std=0.4)

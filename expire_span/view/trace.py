@@ -1,7 +1,7 @@
-"""The trace: what a model read or wrote, and which memories were born and died meanwhile, as lines of JSON.
+"""The trace format: what a model read or generated, and which memories were written and died at each step, as lines of JSON.
 
-The first line is the header, each further line one step; docs/trace.md says what the fields mean. Every picture of memory
-reads a trace and nothing else. This file knows the format; `tracer.py` makes traces from a decoder.
+The first line is the header, each further line one step; docs/trace.md documents the fields. Every picture of memory is drawn
+from a trace and nothing else. This module reads and writes the format; `tracer.py` makes traces from a decoder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trace:
 
     @property
     def bits(self) -> np.ndarray:
-        """[T]: what each token cost, in bits; NaN where nothing had predicted it."""
+        """Negative log2 probability of each token, [T]; NaN for the first one and where the task does not predict tokens."""
         return np.array([math.nan if step.get("bits") is None else step["bits"] for step in self.steps])
 
     def lines(self) -> Iterator[Line]:
@@ -69,12 +69,12 @@ class Trace:
 
 
 def encode(line: Line) -> bytes:
-    """One line of the file. Numbers that JSON does not know (NaN) are a mistake of the writer."""
+    """One line of the file. NaN and infinities, which JSON does not have, raise an error."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace") + b"\n"
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Header, then steps; what is not a trace of this version is refused in one sentence."""
+    """The header, then the steps. UserError if the file is not a trace of this version."""
     try:
         with open(path, "rb") as file:
             yield from check_lines(file, str(path))

@@ -1,6 +1,6 @@
-"""A `Tracer` drives a decoder and writes down what happens, step by step; see trace.py for the format.
+"""A `Tracer` runs a decoder and records each step; see trace.py for the format.
 
-What it needs of a decoder is public: the spans of new tokens, the logits, the state.
+It uses public results of the decoder only: the spans of new tokens, the logits, the state.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_h
 from .trace import VERSION, Line
 
 READ_BLOCK = 256
-"""Tokens read at once where spans say exactly what lives at each step."""
+"""Number of tokens per call where spans determine which memories live at each step."""
 COARSE_BLOCK = 32
-"""Tokens read at once where only the block's mean is known."""
+"""Number of tokens per call where only the mean number of living memories per call is known."""
 GUESSES = 4
-"""Likeliest next tokens that a step names."""
+"""Number of likeliest next tokens that a step lists."""
 
 
 class TokenTracer(ABC):
-    """`header()`, then `read(tokens)` and `generate(sampling)` as often as wished: memory is carried from one to the next."""
+    """Call `header()` once, then `read(tokens)` and `generate(sampling)` any number of times; memory is carried between
+    calls."""
 
     def __init__(self, facts: MemoryFacts, *, name: str, task: str, about: str, vocabulary: str, show: Any) -> None:
         self.name, self.task, self.about = name, task, about
@@ -41,7 +42,7 @@ class TokenTracer(ABC):
 
     @abstractmethod
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
-        """Logits [T, V] after each token, their spans [layers][T][heads] (None without), and what the layers report."""
+        """Logits [T, V] after each token, the tokens' spans [layers][T][heads] (None without spans), and the layers' report."""
 
     @property
     def position(self) -> int:
@@ -55,16 +56,17 @@ class TokenTracer(ABC):
     def read(
         self, tokens: Tensor, answers: dict[int, int] | None = None, extras: Sequence[Line] | None = None
     ) -> Iterator[Line]:
-        """Steps for tokens [T]; `answers` names the wanted token at the places where a task asks for one.
+        """Yield the steps of tokens [T].
 
-        `extras` are further fields of each step, such as the picture that belongs to it.
+        answers: the target tokens by position, where a task scores some. extras: further fields of each step, such as a
+        picture.
         """
         steps = (step for block in tokens.split(self._pace()) for step in self._advance(block.tolist(), answers or {}))
         for n, step in enumerate(steps):
             yield step if extras is None else step | extras[n]
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[Line]:
-        """Steps for tokens that the model draws itself, each with the time; something must have been read before."""
+        """Yield the steps of tokens that the model generates, each with its time; something must have been read before."""
         if self.logits is None:
             raise ValueError("generating needs a token to go on from, got none; read a prompt first")
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -77,7 +79,7 @@ class TokenTracer(ABC):
 
     def _pace(self) -> int:
         if self.recurrent or self.log.facts.cap is not None:
-            return 1  # hidden states and evictions are seen only between blocks
+            return 1  # hidden states and evictions can be read only after a call, so each call reads one token
         return READ_BLOCK if self.log.spans else COARSE_BLOCK
 
     def _advance(self, tokens: list[int], answers: dict[int, int]) -> Iterator[Line]:
@@ -121,7 +123,7 @@ class TokenTracer(ABC):
 
 
 class Tracer(TokenTracer):
-    """Of a decoder of this package."""
+    """The tracer of a decoder of this package."""
 
     def __init__(self, decoder: Decoder, *, name: str, task: str, about: str = "", show: Any = None) -> None:
         self.decoder = decoder.eval()
@@ -135,7 +137,7 @@ class Tracer(TokenTracer):
 
     @torch.inference_mode()
     def _probe(self) -> tuple[int, bool]:
-        """How many spans a layer gives a token (1, or one for each key/value head), and whether it gives any."""
+        """Number of spans that a layer gives to a token (1, or one for each key/value head), and whether it gives any."""
         span = self.decoder(self._row([0]), None)[2].layers[0].span
         return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
 

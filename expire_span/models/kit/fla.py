@@ -19,8 +19,8 @@ LEAST_COUNT = 16
 """Blocks of fewer steps than this, decoding among them, run in plain PyTorch: fla's kernels work in chunks of 64."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MISCOMPILED_KEYS = 64
-"""Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs where a tile holds so many
-channels of the keys (flash-linear-attention issue 640)."""
+"""Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs if a tile holds this many channels
+of the keys (flash-linear-attention issue 640)."""
 _INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("fla", "einops", "triton"))
 _TRITON = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3]) if _INSTALLED else ()
 _warned: set[str] = set()

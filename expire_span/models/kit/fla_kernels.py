@@ -53,7 +53,7 @@ def gated_delta_kernel(
 
 @torch.compiler.disable()
 def forgetting_kernel(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor) -> Tensor:
-    """Forget-gate attention of a sequence that stands alone: q [B, T, H, D], k, v [B, T, Hkv, D], log_gate [B, T, H].
+    """Forget-gate attention of a block without memory before it: q [B, T, H, D], k, v [B, T, Hkv, D], log_gate [B, T, H].
 
     The kernel has no input for keys and values of earlier blocks.
     """

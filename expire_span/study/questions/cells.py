@@ -1,4 +1,4 @@
-"""The cells of the study: one small model each, trained, measured, and turned into plain numbers."""
+"""The cells of the study: each trains and measures one small model and returns plain numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tick = Callable[[float], None]
 TaskName = Literal["notes", "chores", "recall"]
 TRAIN = TrainConfig(lr=5e-3, warmup=10, schedule="linear", decay_share=0.3, span_lr_scale=0.5)
 BUDGET = BudgetConfig(initial_weight=1e-3, gain=0.3, max_weight=1e-2, start_loss=0.1, patience_loss=0.03)
-"""As in the recall recipe: press on spans only once the task is solved, and never so hard that it is undone."""
+"""As in the recall recipe: the span loss starts only once the task is solved, and its weight falls if the loss rises again."""
 ENCODER_TASK = LabellingTask(length=256, min_distance=48)
 LONG = 2048
 """Length of the sequences on which trained encoders are timed."""
@@ -39,7 +39,7 @@ RECALL = RecallTask(min_length=5, max_length=120, blank_prob=0.2)
 THRESHOLDS = (0.01, 0.03, 0.1, 0.3)
 KEPT = (1, 2, 4, 8, 16, 32)
 HINDSIGHT = (4, 8)
-"""Rules of the cache that are tried on every trained model."""
+"""Numbers of memories kept with which the hindsight rule is tried on every trained model."""
 
 
 def small_model(vocab: int, layers: int, positions: Any, mixer: MixerConfig) -> DecoderConfig:
@@ -61,7 +61,7 @@ class EncoderCell:
 
     system: Literal["full", "spans", "window"]
     memory: int
-    """Spans: the budget of living tokens per query. Window: how far it reaches on either side. Full: 0."""
+    """With spans, the budget of living tokens per query; with a window, its width on either side; with full attention, 0."""
     seed: int
     steps: int
 
@@ -71,7 +71,7 @@ class EncoderCell:
 
     @property
     def cost(self) -> float:
-        """In steps of the cheapest cell."""
+        """Cost in units of one training step of the cheapest cell."""
         return 2.0 * self.steps
 
     @property
@@ -100,7 +100,7 @@ def run_encoder(cell: EncoderCell, tick: Tick) -> dict[str, Any]:
 
 
 def asked_on_side(task: Labelling, sign: int, batch: Batch) -> Tensor:
-    """Questions that lie after (+1) or before (-1) the note that they ask for."""
+    """Mask [B, T] of the questions after (sign +1) or before (-1) the note for which they ask."""
     asked = task.asked(batch)
     colours = task.config.colours
     note = torch.where(batch.x < task.first_rumour, batch.x // colours, -1)  # name of the note here
@@ -125,7 +125,8 @@ def spans_by_kind(encoder: Decoder, task: Labelling, x: Tensor) -> dict[str, lis
 
 
 def measure_long(encoder: Decoder, seed: int) -> dict[str, float]:
-    """Accuracy on sequences eight times as long as in training, as far apart as before, and time of one forward pass."""
+    """Accuracy on sequences eight times as long as in training, with the same distances between question and note, and the
+    time of one forward pass."""
     task = Labelling(replace(ENCODER_TASK, length=LONG, max_distance=ENCODER_TASK.length))
     batches = list(itertools.islice(task.stream("test", batch=1, seed=seed), 4))
     found = measure(encoder, batches, task.asked)
@@ -142,13 +143,13 @@ def measure_long(encoder: Decoder, seed: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CacheCell:
-    """A decoder whose memories expire, or one with penalised attention whose cache drops what gets none."""
+    """A decoder whose memories expire, or one with penalised attention whose cache drops memories that get no attention."""
 
     task: TaskName
     system: Literal["spans", "attention"]
     penalty: Penalty
     strength: float
-    """Spans: the budget of living memories. Attention: the weight of the penalty."""
+    """With spans, the budget of living memories; with attention, the weight of the penalty."""
     seed: int
     steps: int
 
@@ -203,7 +204,7 @@ def run_cache(cell: CacheCell, tick: Tick) -> dict[str, Any]:
 
 @torch.no_grad()
 def change_by_streaming(decoder: Decoder, x: Tensor, block: int = 8) -> float:
-    """Largest change of a log-probability when the tokens are read in blocks and the dead are deleted in between."""
+    """Largest change of a log-probability when tokens are read in blocks and dead memories are deleted between them."""
     decoder.eval()
     whole = decoder(x, keep="nothing")[0].log_softmax(-1)
     state, parts = None, []
@@ -216,7 +217,7 @@ def change_by_streaming(decoder: Decoder, x: Tensor, block: int = 8) -> float:
 def measure_drops(
     decoder: Decoder, test: list[Batch], look: Callable[[], Measured], asked: Callable[[Batch], Tensor]
 ) -> dict[str, Any]:
-    """Accuracy against memories held for every rule, and how much the answers move at 8 kept."""
+    """Accuracy and memories held for every rule of the cache, and by how much answers change when 8 memories are kept."""
     mixer = decoder.layers()[0].mixer
     assert isinstance(mixer, PenalisedAttention)
     rules = [Drop(threshold=value) for value in THRESHOLDS] + [Drop(keep=count) for count in KEPT]
@@ -242,9 +243,10 @@ def change_by_dropping(decoder: Decoder, mixer: PenalisedAttention, x: Tensor, a
 
 @torch.no_grad()
 def idle_reading(decoder: Decoder, task: Labelling, batch: Batch) -> float:
-    """How many times as much attention a note gets as any other memory, from fillers: queries that ask nothing.
+    """Attention that fillers, which are queries without a question, pay to a note, relative to any other memory.
 
-    Attention is the largest among heads, as the cache sees it; 1 means that idle attention does not know notes from fillers.
+    Attention is the maximum over heads, as the cache uses it. A ratio of 1 means that fillers attend to notes no more than to
+    other memories.
     """
     block = decoder.layers()[0]
     mixer = block.mixer
@@ -264,7 +266,8 @@ def run_cell(cell: EncoderCell | CacheCell, folder: StudyFolder, tick: Tick) -> 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """On some processors oneDNN cannot serve q k^T, and spends a hundred times the product's time on finding out."""
+    """A context without oneDNN: on some CPUs it does not support q k^T, and finding that out takes a hundred times as long as
+    the product."""
     backend: Any = torch.backends.mkldnn
     before = backend.enabled
     backend.enabled = False

@@ -1,6 +1,7 @@
-"""Training and measuring one small model: the library's scorer, optimizers and budget controller around a short loop.
+"""Training and measuring one small model: the package's scorer, optimizers and budget controller in a short loop.
 
-The loop is its own because these models look both ways or carry penalties, leave no run folder, and take seconds.
+It does not use the package's training loop, because these models are bidirectional or have penalties, need no run folder, and
+train for seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from expire_span.train.scorer import Scorer
 
 
 def read(scorer: Scorer, batch: Batch) -> dict[str, Tensor]:
-    """The sums of one batch of sequences that stand alone: nothing is carried."""
+    """The scorer's sums for one batch of independent sequences, without carried memory."""
     return scorer(batch.x, batch.y, batch.mask, None, None, False)[0]
 
 
 def fit(
     decoder: Decoder, stream: BatchStream, config: TrainConfig, tick: Callable[[float], None] = lambda _: None
 ) -> None:
-    """Train in place. With a budget its controller sets the weight of the span loss, else `span_weight` is it."""
+    """Train in place. The weight of the span loss is set by the budget controller if there is a budget, else by
+    `span_weight`."""
     scorer = Scorer(decoder).train()
     optimizers = build_optimizers(scorer, config)
     budget = None
@@ -53,12 +55,12 @@ def fit(
 class Measured:
     accuracy: float
     live: float
-    """Mean memories that a query can read, itself included, averaged over layers."""
+    """Number of memories that a query can read, itself included, the mean over queries and layers."""
 
 
 @torch.no_grad()
 def measure(decoder: Decoder, batches: Iterable[Batch], asked: Callable[[Batch], Tensor]) -> Measured:
-    """Share of right answers where `asked` [B, T] says so, and memories held at all positions."""
+    """Share of right answers at the positions that `asked(batch)` [B, T] marks, and memories held at all positions."""
     decoder.eval()
     right, count, live, tokens = 0, 0, 0.0, 0
     for batch in batches:

@@ -4,8 +4,8 @@ A sequence is mostly filler. A few *notes* say "this name has this colour", one 
 same, but mean nothing. *Questions* name a name, at least `min_distance` steps from its note: before it or after it with
 `direction="both"` (for encoders), only after it with `direction="past"` (for decoders).
 
-With `chores`, fillers have work of their own: the sequence begins with a *topic*, and some of the fillers, drawn at random,
-must be labelled with it. No filler knows whether it is asked, so all must look for the topic.
+With `chores`, the sequence begins with a *topic*, and some of the fillers, drawn at random, must be labelled with it. Since
+nothing shows which fillers are scored, all of them must attend to the topic.
 
 Tokens: notes 0..N*C-1 (name * C + colour), rumours, questions (one for each name), fillers, topics. Labels: colours, then
 topics.
@@ -24,7 +24,7 @@ from expire_span.tasks.contract import Batch, Score, Split
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 EVAL_BATCHES = 8
-"""Batches of the valid and of the test split."""
+"""Number of batches of the valid and of the test split."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class LabellingTask:
     length: int = 384
     """Tokens of a sequence of the valid and test splits."""
     min_length: int = 24
-    """Training batches have lengths between this and `length`, evenly on a logarithmic scale: short ones teach soonest."""
+    """Training batches have lengths between this and `length`, log-uniform, since short ones are learned first."""
     names: int = 6
     """Number of names; each has one note in a sequence."""
     colours: int = 4
     questions: float = 0.1
-    """Share of the places that ask a question."""
+    """Share of the positions that hold a question."""
     min_distance: int = 64
-    """Fewest steps between a question and its note, or a quarter of a sequence that is shorter than four times this."""
+    """Least number of steps between a question and its note; in sequences shorter than four times this, a quarter of them."""
     max_distance: int | None = None
-    """Most steps between them; None sets no limit."""
+    """Largest number of steps between them; None: no limit."""
     rumours: float = 0.1
-    """Share of the filler places that hold a rumour."""
+    """Share of the filler positions that hold a rumour."""
     fillers: int = 8
     """Number of kinds of plain filler."""
     chores: float = 0.0
@@ -144,7 +144,7 @@ def draw_sequence(task: Labelling, length: int, rng: np.random.Generator) -> tup
 def _draw_questions(
     c: LabellingTask, places: np.ndarray, length: int, apart: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places and names of the questions: pairs that are far enough apart, each place at most once."""
+    """Positions and names of the questions, each at an allowed distance from its note and no two at one position."""
     away = np.arange(length)[:, None] - places  # [T, names], > 0 after the note
     away = away if c.direction == "past" else np.abs(away)
     fits = (away >= apart) & (away <= (c.max_distance or length))

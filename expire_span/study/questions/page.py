@@ -1,4 +1,4 @@
-"""The page of the two questions: what was asked, what was found, in words, pictures and tables."""
+"""The page of the study: both questions and their answers, in words, pictures and tables."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def collect_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def leanest(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The Expire-Span row that holds least."""
+    """The Expire-Span row that holds the fewest memories."""
     return min((row for row in rows if row["system"] == "spans"), key=lambda row: row["live"]["mean"])
 
 
 def rivals(result: dict[str, Any], task: str) -> list[dict[str, Any]]:
-    """The best weight of every penalty, at the memory of the leanest Expire-Span."""
+    """For every penalty, the row of its best weight at the same memory as the leanest Expire-Span row."""
     best: dict[str, dict[str, Any]] = {}
     for row in result["cache"]:
         if row["task"] == task and row["system"] == "attention":

@@ -7,9 +7,9 @@ is one whatever the model does, and its gradient is zero. Three penalties that d
     columns        sum_i sqrt(sum_t a_ti)        few memories should be read by anybody, over all time
     unnormalised   sum_i exp(s_ti)               the weights before they are made to sum to one
 
-The cache then drops a memory by the attention that it has received so far. This uses the past only, as a stream must: at step t
-it knows a_si for s <= t, and nothing of the questions to come. `hindsight` is the same rule with the attention that a memory
-will receive from now on, which no stream can know; it shows whether attention would tell what is needed, if it told in time.
+The cache then drops memories by the attention that they have received so far. This uses the past only, as a stream must: at
+step t it knows a_si for s <= t, and nothing of later questions. `hindsight` is the same rule with the attention that a memory
+will receive from now on, which no stream can know; it shows how well attention would work if it were known in advance.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from expire_span.models.systems.full.layer import Full
 
 Penalty = Literal["none", "l1", "entropy", "columns", "unnormalised"]
 SCORE_LIMIT = 30.0
-"""Scores above this are cut before exp, so that the unnormalised penalty cannot overflow."""
+"""Scores are clamped to this before exp, so that the unnormalised penalty cannot overflow."""
 
 
 def l1_norm(weight: Tensor, scores: Tensor) -> Tensor:
-    """Mean over queries of sum_i |a_ti|: one, always. [B, H, T, T] -> [B]."""
+    """Mean over queries of sum_i |a_ti|, which is always one. [B, H, T, T] -> [B]."""
     return weight.abs().sum(-1).mean((1, 2))
 
 
 def entropy(weight: Tensor, scores: Tensor) -> Tensor:
-    """Mean entropy of a query's attention, in nats. The floor keeps the gradient of unseen memories finite."""
+    """Mean entropy of a query's attention, in nats. Weights are clamped from below, so that gradients at weight 0 stay
+    finite."""
     return -(weight * weight.clamp_min(1e-30).log()).sum(-1).mean((1, 2))
 
 
 def column_spread(weight: Tensor, scores: Tensor) -> Tensor:
-    """Sum over memories of the square root of all attention they ever get, per query: small where few are read."""
+    """Mean over memories of the square root of all attention that each gets, averaged over heads: small if few are read."""
     received = weight.mean(1).sum(-2)  # [B, T]
     return (received + 1e-6).sqrt().mean(-1)
 
@@ -64,19 +65,20 @@ class Drop:
     """When a memory leaves the cache."""
 
     threshold: float = 0.0
-    """It goes once the mean attention that it got from the queries since it was written is below this."""
+    """A memory is dropped once its mean attention from the queries since it was written is below this."""
     grace: int = 4
-    """Memories younger than this stay: nobody has had the time to read them."""
+    """Memories younger than this many steps are kept, since few queries could have read them."""
     keep: int | None = None
-    """Instead of a threshold: keep the youngest `grace` and, of the others, the so many that got most attention."""
+    """Instead of a threshold: keep the youngest `grace` memories and the `keep` others that got most attention."""
     hindsight: bool = False
-    """Judge by the attention that is still to come; impossible in a stream."""
+    """Use the attention that memories will get later, which is impossible in a stream."""
 
 
 class PenalisedAttention(Full):
     """Full attention that reports a penalty on its weights, and drops memories where `drop` is set.
 
-    One decision for all heads of a layer, as an expiry span is one for all: a memory's attention is the largest among heads.
+    A memory is kept or dropped for all heads of a layer together, as with one span per layer; its attention is the maximum over
+    heads.
     """
 
     def __init__(self, *shape: Any, penalty: Penalty = "none", **options: Any) -> None:
@@ -111,7 +113,7 @@ def penalise(decoder: Decoder, penalty: Penalty) -> Decoder:
 
 
 def drop_unread(scores: Tensor, weight: Tensor, rule: Drop) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, T, T] with memories leaving step by step, and the mean number held. `weight`: without leaving."""
+    """Attention [B, H, T, T] when memories are dropped step by step, and the mean number held. weight: without dropping."""
     batch, _, count, _ = scores.shape
     future = weight.amax(1).flip(1).cumsum(1).flip(1) - weight.amax(1) if rule.hindsight else None
     held = torch.ones(batch, count, dtype=torch.bool, device=scores.device)  # memories not dropped so far

@@ -1,4 +1,4 @@
-"""`expire-span study questions`: what is trained, and what it adds up to."""
+"""`expire-span study questions`: which models are trained, and the summary of their results."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class QuestionsSettings:
     span_steps: int = 400
     attention_steps: int = 250
     other_steps: int = 300
-    """Of attention on the other two tasks."""
+    """Training steps of attention on the other two tasks."""
     windows: tuple[int, ...] = (15, 96)
     encoder_budgets: tuple[int, ...] = (16,)
     budgets: tuple[int, ...] = (10, 16)
     everything: bool = True
-    """Off: one weight of one penalty, and the task of notes alone."""
+    """If False, train only one weight of one penalty, and only on the task of notes."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seeds", "encoder_steps", "span_steps", "attention_steps", "other_steps")
@@ -54,7 +54,7 @@ class QuestionsSettings:
 
     @classmethod
     def quick(cls, seeds: int = 1) -> QuestionsSettings:
-        """Half a minute: few cells, few steps; little is learned."""
+        """Settings that take half a minute: few cells and few steps, so that little is learned."""
         return cls(seeds, 40, 60, 50, 50, (8,), (16,), (10,), False)
 
     @property
@@ -85,7 +85,7 @@ class QuestionsSettings:
 
 
 def run_study(settings: QuestionsSettings, out: Path, processes: int) -> tuple[Path, dict[str, Any]]:
-    """Run what is not finished, then write study.json, report.html and the pictures."""
+    """Run the cells that are not finished, then write study.json, report.html and the pictures."""
     from .page import collect_facts, draw_all
 
     begin = time.perf_counter()
@@ -105,7 +105,7 @@ def run_study(settings: QuestionsSettings, out: Path, processes: int) -> tuple[P
     return folder.path, result
 
 
-# What the cells add up to
+# Summary of the cells
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,13 +162,13 @@ def _cache_row(group: list[dict[str, Any]], caches: list[dict[str, Any]]) -> dic
 
 
 def spans_memory(cell: dict[str, Any], caches: list[dict[str, Any]]) -> float:
-    """What the leanest Expire-Span decoder of the same task and seed holds."""
+    """Number of memories that the leanest Expire-Span decoder of the same task and seed holds."""
     same = [c for c in caches if all(c["cell"][key] == cell["cell"][key] for key in ("task", "seed"))]
     return min(c["live"] for c in same if c["cell"]["system"] == "spans")
 
 
 def best_within(curve: list[dict[str, Any]], limit: float, hindsight: bool) -> float:
-    """The best accuracy of any rule that holds no more than `limit` memories and half of one; else the leanest rule's."""
+    """The best accuracy of any rule that holds at most `limit` + 0.5 memories; if there is none, that of the leanest rule."""
     points = [p for p in curve if p["rule"]["hindsight"] == hindsight]
     leanest = min(points, key=lambda p: p["live"])
     return max((p["accuracy"] for p in points if p["live"] <= limit + 0.5), default=leanest["accuracy"])

@@ -1,1 +1,1 @@
-"""The words of a study's page."""
+"""The sections of the studies' pages: their text, pictures and tables."""

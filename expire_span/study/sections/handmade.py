@@ -1,4 +1,4 @@
-"""Sections on memories made by hand (items one to seven): the numbers first, then the words and pictures made of them."""
+"""Sections on memories with weights set by hand: first the numbers, then the text and pictures that use them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from expire_span.study.page import Section
 from expire_span.tasks.entrances import Series, count_entrances
 
 SHOWN = 60
-"""Steps of the series in the pictures."""
+"""Number of steps of the series in the pictures."""
 LONG = 2000
-"""Steps of the series on which the hand-made gated counter is tried."""
+"""Number of steps of the series on which the hand-made gated counter is tested."""
 LATER = 60
-"""Steps over which sensitivity is followed."""
+"""Number of steps over which sensitivity is measured."""
 GATES = (0.0, 0.01, 0.1)
-"""Shares that the gates of the sensitivity picture let in."""
+"""Openings of the gates in the sensitivity picture."""
 
 
 def sample_series(length: int = SHOWN, number: int = 3) -> np.ndarray:
@@ -29,7 +29,7 @@ def sample_series(length: int = SHOWN, number: int = 3) -> np.ndarray:
 
 
 def curves() -> dict[str, np.ndarray]:
-    """Sensitivity of a tanh cell and of gates that let different shares in."""
+    """Sensitivity of a tanh cell and of gated cells with different openings."""
     found = {"tanh, shrinking by 0.9": sensitivity.sensitivity(sensitivity.tanh_states, LATER)}
     for gate in GATES:
         name = "gate shut" if gate == 0 else f"gate {gate:.0%} open"
@@ -38,7 +38,8 @@ def curves() -> dict[str, np.ndarray]:
 
 
 def two_grus(steps: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
-    """The first unit of the post's cell and of torch.nn.GRU, given the same weights; and torch's with both changes undone."""
+    """States of the first unit of `GatedCell` and of torch.nn.GRU with the same weights, and of torch.nn.GRU with z
+    inverted."""
     torch.manual_seed(seed)
     ours, theirs, changed = GatedCell(1, 4), nn.GRU(1, 4, batch_first=True), nn.GRU(1, 4, batch_first=True)
     x = 2 * torch.randn(1, steps, 1)
@@ -51,7 +52,7 @@ def two_grus(steps: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def copy_weights(ours: GatedCell, theirs: nn.GRU, keep: int) -> None:
-    """Give torch's GRU the numbers of the post's cell; keep = -1 turns its update gate round, so that z means the same."""
+    """Copy the weights of a `GatedCell` to torch's GRU; keep = -1 negates its update gate, so that z means the same in both."""
     units = ours.candidate.in_features
     z, r, c = ours.input.weight.split(units)
     bz, br, bc = ours.input.bias.split(units)
@@ -63,7 +64,7 @@ def copy_weights(ours: GatedCell, theirs: nn.GRU, keep: int) -> None:
 
 
 def measure_all() -> dict[str, Any]:
-    """Every number that the captions name."""
+    """All numbers that the sections' texts mention."""
     long = sample_series(LONG)
     counted = gating.read_count(gating.run_counter(long[None]))[0]
     leak, falls, grus = leaky.sweep(), curves(), two_grus()
@@ -163,7 +164,7 @@ def _sensitivity(numbers: dict[str, Any]) -> Section:
 
 
 def gate_example() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Noise, three moments at which the gate opens, and what a shut and a leaking unit hold."""
+    """Noise, three steps at which the gate opens, and the states of a unit with a closed and of one with a leaking gate."""
     values = 2 * torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     writes = torch.zeros_like(values)
     writes[[5, 25, 45]] = 1

@@ -33,7 +33,7 @@ def _exercise(result: dict[str, Any]) -> Section:
 
 
 def describe_sizes(cells: list[dict[str, Any]]) -> str:
-    """Where it is solved, in a sentence."""
+    """A sentence on which sizes solve the task."""
     shares = {(cell["size"]["layers"], cell["size"]["units"]): cell["solved"] for cell in cells}
     always = [f"{layers} x {units}" for (layers, units), share in shares.items() if share == 1]
     never = [f"{layers} x {units}" for (layers, units), share in shares.items() if share == 0]
@@ -60,7 +60,7 @@ def best_cell(cells: list[dict[str, Any]], trained: int) -> dict[str, Any]:
 
 
 def systems_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the picture of longer series compares: by hand, the best network, and the decoders (all seeds of each)."""
+    """The systems in the picture of longer series: the hand-made counter, the best network, and the decoders (all seeds)."""
     best = best_cell(result["exercise"], result["trained_length"])
     size = f"{best['size']['layers']} x {best['size']['units']}"
     systems = {"5 units by hand": result["by_hand"]["gated_counter"], f"gated network {size}": best}

@@ -15,7 +15,7 @@ def draw_sections(result: dict[str, Any]) -> list[Section]:
 
 
 def best_layer(model: dict[str, Any]) -> int:
-    """The layer whose units hold still longest."""
+    """The layer whose units have the longest stretches."""
     return int(np.argmax([layer["steadiest_tenth"] for layer in model["trained"]]))
 
 

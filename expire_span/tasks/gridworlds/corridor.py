@@ -5,8 +5,8 @@ The K doors are in the walls above and below the last cells, two to a cell from 
 the episode; the one with the cue's colour is right.
 
 Actions: left, right, up, down. Reward: +1 for the right door, 0 for a wrong one, -0.005 for every step. Truncated after
-4 L + 20 steps. With `passive` the agent is carried to the right by itself, and only the choice of a door is its own. With
-`recue_prob` a second cue half-way replaces the first.
+4 L + 20 steps. With `passive` the agent moves right by itself and only chooses a door. With probability `recue_prob` a second
+cue half-way replaces the first.
 """
 
 from __future__ import annotations
@@ -49,16 +49,13 @@ class Corridor(Engine):
 
     def _build_tables(self) -> None:
         sides, offsets = self.arrays.arange(2)[None, :, None], self.offsets[:, None, :]
-        self.wall_offsets = (
-            2 * offsets + sides
-        )  # [1, 2, V]: places in the walls, two to a column, relative to the agent
-        self.slot_offsets = (
-            sides - 2 * offsets
-        )  # [1, 2, V]: slots of doors at these places, relative to the agent's column
+        # [1, 2, V]: places in the walls, two to a column, relative to the agent.
+        self.wall_offsets = 2 * offsets + sides
+        # [1, 2, V]: slots of doors at these places, relative to the agent's column.
+        self.slot_offsets = sides - 2 * offsets
         self.changes = self.arrays.constant([-1, 1, 0, 0])  # how each action changes the agent's cell
-        self.door_rows = (
-            self.rows[:, None, None] * self.config.colours
-        )  # where a row's slots begin in the flat door_colours
+        # Index at which a row's slots begin in the flattened door_colours.
+        self.door_rows = self.rows[:, None, None] * self.config.colours
 
     def _draw_facts(self, keys: Array) -> dict[str, Array]:
         config, arrays = self.config, self.arrays
@@ -112,9 +109,8 @@ class Corridor(Engine):
         cells = self.arrays.zeros(self.num_envs, 3, self.view, kind="int32")
         cells[:, 0::2] = self._walls(columns)
         cells[:, 1] = self.arrays.where(inside, EMPTY, cell(WALL, GREY))
-        image = self.arrays.zeros(
-            self.num_envs, self.view, self.view, 3, kind="uint8"
-        )  # what lies further off is unseen
+        # Zero means unseen: the agent sees only the corridor and its walls.
+        image = self.arrays.zeros(self.num_envs, self.view, self.view, 3, kind="uint8")
         half = self.view // 2
         image[:, half - 1 : half + 2] = self.arrays.bytes_of(cells)[..., :3]
         return {"image": image}
@@ -123,20 +119,18 @@ class Corridor(Engine):
         """Cells above and below the corridor in view, [B, 2, V]."""
         where, config = self.arrays.where, self.config
         places = 2 * self.position[:, None, None] + self.wall_offsets
-        slots = (
-            2 * (self.length - 1 - self.position)[:, None, None] + self.slot_offsets
-        )  # from 0 on inside the corridor
+        # Slots count from the end of the corridor backwards; negative ones are beyond its end.
+        slots = 2 * (self.length - 1 - self.position)[:, None, None] + self.slot_offsets
         draws = mix(self.niche_keys[:, None, None] + places)
-        niche = (
-            (places >= 2) & (slots >= 0) & chance(draws, config.niche_prob)
-        )  # the first column, places 0 and 1, has none
+        # The first column, places 0 and 1, has no niche.
+        niche = (places >= 2) & (slots >= 0) & chance(draws, config.niche_prob)
         cells = where(niche, cell(BOX, below_low(draws, config.colours)), cell(WALL, GREY))
         above = where(columns == 0, cell(BALL, self.first_cue)[:, None], cells[:, 0])
         if config.recue_prob > 0:
             again = (columns == self.middle[:, None]) & self.recued[:, None]
             above = where(again, cell(BALL, self.second_cue)[:, None], above)
         cells[:, 0] = above
-        # Slots of doors never reach back to the first column: corridors are longer than that.
+        # Doors never extend back to the first column, since corridors are longer than that.
         door = (slots >= 0) & (slots < config.colours)
         return where(door, cell(DOOR, self._colours_of(slots), CLOSED), cells)
 

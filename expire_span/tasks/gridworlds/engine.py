@@ -1,8 +1,8 @@
 """The base of the grid worlds: many environments side by side, stepped by array operations alone.
 
-Every draw is a hash of (seed, environment, episode, purpose, place), so an episode depends on nothing else: not on the batch it
-runs in, not on the backend, not on the device. Speed comes from few and large array operations: episodes are drawn only for the
-rows that begin one, and what an agent sees is looked up in tables where it has few forms.
+Every draw is a hash of (seed, environment, episode, purpose, place), so an episode depends on nothing else: not on the batch,
+the backend or the device. It is fast because it uses few and large array operations: episodes are drawn only for the rows that
+begin one, and views of which there are few are looked up in tables.
 
 Observations use MiniGrid's encoding: each cell is (type, colour, state). The view is a square centred on the agent.
 """
@@ -31,7 +31,7 @@ MOVES = ("left", "right", "up", "down")
 
 @dataclass
 class Step:
-    """What one step of every environment gives."""
+    """What one step of every environment returns."""
 
     observation: dict[str, Array]
     reward: Array
@@ -43,10 +43,11 @@ class Step:
 
 
 class Engine(ABC):
-    """`num_envs` environments side by side. Those that are over stand still, with reward 0, until they are begun anew.
+    """`num_envs` environments side by side (B). One whose episode is over does not move, with reward 0, until `begin` or
+    `reset`.
 
-    Two kinds of arrays describe the running episodes: facts, which are drawn when an episode begins and stay the same until
-    its end, and state, which steps change. Facts follow from (seed, environment, episode), so only state has to be saved.
+    Two kinds of arrays describe the running episodes: facts, which are drawn when an episode begins and do not change until its
+    end, and state, which steps change. Facts follow from (seed, environment, episode), so only state has to be saved.
     """
 
     name: ClassVar[str]
@@ -54,7 +55,7 @@ class Engine(ABC):
     """Names of the arrays that a world's steps change, beside those of `SAVED`."""
     num_actions: int
     text_length: int = 0
-    """Word ids of a sentence; 0 where observations have no text."""
+    """Number of word ids of a sentence (S); 0 where observations have no text."""
     keys: Array
     """[B]: hash of seed and environment."""
     episodes: Array
@@ -91,9 +92,9 @@ class Engine(ABC):
         return self.observe()
 
     def begin(self, rows: Array) -> None:
-        """Begin the next episode in the rows [B] that are True; the others go on.
+        """Begin the next episode in the rows that are True in `rows` [B]; the others continue.
 
-        On the CPU only these rows are drawn: in a large batch a few episodes end at nearly every step.
+        On the CPU only these rows are drawn, since in a large batch a few episodes end at nearly every step.
         """
         positions = self.arrays.positions(rows)
         if positions is not None and len(positions) == 0:
@@ -151,7 +152,8 @@ class Engine(ABC):
                 raise ValueError(f"an action of {self.name} lies in 0..{self.num_actions - 1}, got {bad}")
 
     def info(self) -> dict[str, Array]:
-        """What training must not see: success, the expert's action and steps, and how long this observation is useful."""
+        """Facts that the agent must not see: success, the expert's action and steps, the fact that this observation shows and
+        until when it is needed."""
         fact, until = self.needed()
         return {
             "success": self.success,
@@ -168,7 +170,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _draw_facts(self, keys: Array) -> dict[str, Array]:
-        """What stays the same through the episodes with the given keys [n], by the names of attributes; [n, ...] each."""
+        """Draw the facts of the episodes with these keys [n]: a dictionary from attribute names to arrays [n, ...]."""
 
     @abstractmethod
     def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
@@ -196,10 +198,10 @@ class Engine(ABC):
 
     @abstractmethod
     def needed(self) -> tuple[Array, Array]:
-        """[B] each: the fact that this observation shows (-1 for none), and the last step at which it is of use.
+        """[B] each: the fact that this observation shows (-1 for none), and the last step at which that fact is needed.
 
-        The last step assumes that the expert acts from now on. Where several observations show one fact, keeping any of
-        them is enough.
+        The last step assumes that the expert acts from now on. Where several observations show the same fact, keeping any one
+        of them is enough.
         """
 
     @abstractmethod

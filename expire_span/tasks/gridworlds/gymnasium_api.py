@@ -24,7 +24,7 @@ MODES = ("ansi", "rgb_array")
 
 
 def observation_space(engine: Engine) -> spaces.Dict:
-    """`image`: cells in MiniGrid's encoding; `text`: word ids, where the world speaks."""
+    """`image`: cells in MiniGrid's encoding; `text`: word ids, where the world has sentences."""
     parts: dict[str, gym.Space] = {"image": spaces.Box(0, 255, (engine.view, engine.view, 3), np.uint8)}
     if engine.text_length:
         parts["text"] = spaces.Box(0, len(WORDS) - 1, (engine.text_length,), np.int32)
@@ -180,8 +180,8 @@ class GridWorldVectorEnv(VectorEnv):
 class PreviousActionAndReward(gym.Wrapper):
     """Adds the last action and reward to the observation.
 
-    Off by default for a reason: an agent can then write what it must remember into its own actions and read it back, which
-    is not memory.
+    It is off by default because an agent could write what it must remember into its own actions and read it back, without using
+    its memory.
     """
 
     def __init__(self, env: gym.Env) -> None:

@@ -24,7 +24,7 @@ NEVER = 1 << 40
 MOST_PLACES = 64
 """No world has more places."""
 STAYS, CANCELLED, REPLACED = range(3)
-"""What becomes of an instruction."""
+"""What later happens to an instruction."""
 
 
 class Instruction(Engine):
@@ -82,7 +82,7 @@ class Instruction(Engine):
         self._build_speech()
 
     def _move(self, place: int, action: int) -> int:
-        """Where a move leads; walls hold the agent back."""
+        """The place to which a move leads; at a wall the agent stays."""
         size = self.config.size
         y, x = divmod(place, size)
         x = min(max(x + (action == RIGHT) - (action == LEFT), 0), size - 1)
@@ -94,15 +94,14 @@ class Instruction(Engine):
         return abs(y - to_y) + abs(x - to_x)
 
     def _build_speech(self) -> None:
-        """Tables of what may be said when, and of the words that say it."""
+        """Build the tables of which sentences may occur at which step, and of their words."""
         constant, config = self.arrays.constant, self.config
         half, count = config.talk // 2, config.instructions
         early, late = half // count, (config.talk - half) // count  # the shares of `_times`
         candidates = [min(t // early, count - 1) for t in range(half)]
         candidates += [count + min((t - half) // late, count - 1) for t in range(half, config.talk)]
-        self.candidates = constant(
-            [*candidates, 0]
-        )  # the one sentence of `said` that may fall on each step of the talk
+        # For each step of the talk, the index in `said` of the only sentence that may fall on it.
+        self.candidates = constant([*candidates, 0])
         self.first_candidates = self.rows * 2 * count  # where a row's sentences begin in flat arrays
         slots = [slot for slot, _ in sentences.SLOTS.values()]  # -1, -2, ...
         templates = [sentences.encode_template(template) for template in TEMPLATES]
@@ -166,12 +165,13 @@ class Instruction(Engine):
         return self.arrays.where(cancelled, CANCELLED, self.arrays.where(replaced, REPLACED, STAYS))
 
     def _times(self, draws: Array, start: int, length: int) -> Array:
-        """A step within equal shares of a stretch of the talk, so that no two sentences fall on one step."""
+        """One step in each of M equal parts of the talk from `start` on, so that no two sentences fall on the same step."""
         share = length // self.config.instructions
         return start + self.order * share + below(draws, share)
 
     def _expert_route(self, start: Array, goals: Array, change: Array) -> tuple[Array, Array]:
-        """Step at which the expert does each instruction [n, M], and its steps in all [n]: always on to the nearest place."""
+        """The step at which the expert carries out each instruction [n, M], and its total number of steps [n]. It always goes
+        to the nearest place."""
         where, open_ = self.arrays.where, change != CANCELLED
         clock, place = start * 0 + self.config.talk, start
         done_at = goals * 0
@@ -283,7 +283,7 @@ class Instruction(Engine):
         return self.whole_route
 
     def needed(self) -> tuple[Array, Array]:
-        """An instruction is of use until it is changed or done, a change until the last act."""
+        """An instruction is needed until it is changed or carried out, a change until the last act."""
         where, now = self.arrays.where, self.steps[:, None]
         told, changed = self.told_at == now, self.changed_at == now
         until_told = where(self.change != STAYS, self.changed_at, self.done_at)

@@ -28,11 +28,11 @@ class Portal(Engine):
     num_actions = 4
     config: PortalTask
     room: Array
-    """[B]: number of the present room."""
+    """[B]: number of the current room."""
     lap: Array
     """[B]: how often the chain has been passed."""
     farthest: Array
-    """[B]: the most rooms that were passed so far, over all laps."""
+    """[B]: largest number of rooms passed so far, over all laps."""
     x: Array
     """[B]: the agent's column in its room."""
     y: Array
@@ -72,7 +72,7 @@ class Portal(Engine):
         self.known = self.known | (opened[:, None] & (self.numbers == self.room[:, None]))
         x = self.arrays.clamp(self.x + self.changes_x[actions], config.width - 1)
         y = self.arrays.clamp(self.y + self.changes_y[actions], HEIGHT - 1)
-        # Whoever goes through a door stands at the entrance of the next room.
+        # An agent that goes through a door is placed at the entrance of the next room.
         self.x = where(opened, config.width // 2, where(running, x, self.x))
         self.y = where(opened, HEIGHT - 1, where(running, y, self.y))
         after = where(right, self.room + 1, 0)
@@ -102,7 +102,7 @@ class Portal(Engine):
         return {"image": self.views[number]}
 
     def _draw_views(self) -> Array:
-        """What is seen from every cell of every room with either layout: [rooms * 2 * HEIGHT * width, V, V, 3]."""
+        """The view from every cell of every room with either layout of doors: [rooms * 2 * HEIGHT * width, V, V, 3]."""
         where, arange, width = self.arrays.where, self.arrays.arange, self.config.width
         rooms = self.config.rooms if self.config.marked else 1
         number = arange(rooms * 2 * HEIGHT * width)[:, None, None]
@@ -146,7 +146,8 @@ class Portal(Engine):
         return here + config.steps_per_room * rooms, (returns + laps) > 0
 
     def needed(self) -> tuple[Array, Array]:
-        """A room's fact is shown beneath the door that the expert takes: colour above, room below, and what comes next."""
+        """A room's fact is shown at the step beneath the door that the expert takes: the view shows the door's colour and the
+        room, and the step after it shows whether the door was right."""
         remaining, again = self._remaining()
         shown = again & self._beneath_door() & (self.x == self._chosen_column())
         until = self.steps + remaining - self.config.steps_per_room * (self.config.rooms - self.room)
