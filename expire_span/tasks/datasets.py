@@ -21,7 +21,7 @@ from typing import IO
 import numpy as np
 
 from expire_span.errors import StorageError, UserError
-from expire_span.files import write_atomic
+from expire_span.files import read_json, write_atomic
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
@@ -203,9 +203,9 @@ def _check_game(target: Path, config: CollisionTask) -> None:
     """Note beside the frames how often the particles are made to meet; a folder of another game is not what was asked for."""
     note = target / "game.json"
     try:
-        found = json.loads(note.read_bytes()) if note.exists() else None
-    except ValueError as error:
-        raise UserError(f"{note} is damaged ({error}); remove {target} and repeat the command") from error
+        found = read_json(note) if note.exists() else None
+    except UserError as error:
+        raise UserError(f"{error}; remove {target} and repeat the command") from error
     if found is None and any((target / f"{split}.npy").exists() for split in SPLITS):
         found = {"meet_prob": 0.0}  # saved before particles could be made to meet
     if found is not None and found != {"meet_prob": config.meet_prob}:
@@ -235,6 +235,10 @@ def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation
         parts.append(np.concatenate([tokens, out.label.T[..., None]], -1).astype(np.uint8))
     data = np.concatenate(parts, 1).reshape(-1, FRAME + 1)[:count]
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        np.save(file, data, allow_pickle=False)
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            np.save(file, data, allow_pickle=False)
+        os.replace(part, path)
+    except OSError as error:  # a full disk: what was written is of no use
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

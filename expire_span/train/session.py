@@ -99,15 +99,18 @@ def go_on(
     with _lock_run(run, accelerator):
         display = _build_display(learner, run, shown)
         snapshot = checkpoint.load(run, rank=accelerator.process_index, warn=display.say)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            checkpoint.remove_unfinished(run)
-            checkpoint.remove_damaged(run)
-            run.truncate(snapshot.step if snapshot else 0)
         if snapshot is not None:
             _load(learner, snapshot, run)
+        else:
+            display.say("this run has no checkpoint yet, so it starts from its first step")
         accelerator.wait_for_everyone()
-        _build_loop(learner, run, display, first=snapshot.step if snapshot else 0).run()
+        first = snapshot.step if snapshot else 0
+        if accelerator.is_main_process:  # nothing is deleted before all that the run needs has been read
+            run.truncate(first)
+            checkpoint.remove_unfinished(run)
+            checkpoint.remove_damaged(run)
+        accelerator.wait_for_everyone()
+        _build_loop(learner, run, display, first=first).run()
     return run
 
 
