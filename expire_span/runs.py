@@ -104,9 +104,9 @@ def check_holds_folders(folder: Path) -> None:
     """Refuse a folder that could not be made or written to."""
     found = next(place for place in (folder, *folder.parents, Path(".")) if place.exists())
     if not found.is_dir():
-        raise UserError(f"{folder} cannot hold run folders: {found} is a file; give another --runs-dir")
+        raise UserError(f"{folder} cannot hold run folders: {found} is a file; give another --runs-dir, or --out")
     if not os.access(found, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir")
+        raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir, or --out")
 
 
 def find_run(run: str | None, runs_dir: Path) -> RunFolder:

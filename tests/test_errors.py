@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,19 @@ def test_a_full_disk_in_training_says_how_to_go_on(tmp_path, monkeypatch, name):
             make_run(tmp_path)
     run = supervised.resume(RunFolder.open(tmp_path / "runs" / "a"), shown=False)
     assert run.finished and [line["step"] for line in run.read_metrics() if line["split"] == "train"] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
+    """Its library writes in a thread, whose own traceback must not reach the terminal."""
+
+    def full(*_args):
+        raise FULL
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    hook = threading.excepthook
+    with pytest.raises(StorageError, match=r"cannot write .*tensorboard: the disk is full; .*expire-span resume"):
+        make_run(tmp_path, tracker="tensorboard")
+    assert capfd.readouterr().err == "" and threading.excepthook is hook
 
 
 def test_a_full_disk_in_resume_and_report(call, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from typing import IO
 
 import numpy as np
 
-from expire_span.errors import StorageError, UserError
+from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import read_json, write_atomic
 from expire_span.task_configs import CollisionTask
 
@@ -113,7 +113,10 @@ def _copy_books(folder: Path, target: Path) -> None:
     for book in sorted(folder.rglob("*.txt")):
         place = target / book.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(book, place)
+        try:
+            shutil.copyfile(book, place)
+        except OSError as error:  # a full disk names the source, and only the file that is made is lost
+            raise StorageError(f"cannot copy {book} into {target.parent.parent}: {describe(error)}") from error
 
 
 def _unpack_books(archive: Path, target: Path) -> None:
