@@ -39,7 +39,23 @@ class Origin:
         if snapshot is None:
             raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
         checkpoint.check_weights(snapshot.best_weights, model.state_dict(), f"run {run.path}")
+        _check_alike(run, model.config)
         return cls(snapshot.best_weights, {"run": str(run.path), "step": snapshot.step})
+
+
+ALIKE = ("heads", "norm", "norm_kind", "activation", "positions", "qk_norm")
+"""Settings that give weights another meaning without changing their shapes."""
+
+
+def _check_alike(run: RunFolder, model: Any) -> None:
+    """Refuse weights that would compute something else in this model than in the one that learned them."""
+    for name in ALIKE:
+        theirs, ours = getattr(run.config.model, name, None), getattr(model, name, None)
+        if theirs != ours:
+            raise UserError(
+                f"run {run.path} was trained with model.{name} {theirs}, and this model has {ours}; its weights would mean "
+                f"something else, so give --model.{name.replace('_', '-')} {theirs}"
+            )
 
 
 def begin(
