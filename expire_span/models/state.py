@@ -42,14 +42,20 @@ def outside_inference(state: Any) -> Any:
     """The state, or a copy of one that was made in torch.inference_mode: outside of it, such tensors cannot be changed."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return state
-    made: list[bool] = []
+    return fork(state) if _from_inference(state) else state
 
-    def look(x: Tensor) -> Tensor:
-        made.append(x.is_inference())
-        return x
 
-    map_tensors(state, look)
-    return fork(state) if any(made) else state
+def _from_inference(state: Any) -> bool:
+    """Whether inference mode made any tensor of a state. Decoding asks this for every token, so no copy is built."""
+    if isinstance(state, Tensor):
+        return state.is_inference()
+    if isinstance(state, ExpiringMemory):
+        return any(x.is_inference() for x in state.layout.buffers.values())
+    if isinstance(state, SteadyMemory):
+        return state.hidden.is_inference()
+    if isinstance(state, (dict, list, tuple)):
+        return any(map(_from_inference, state.values() if isinstance(state, dict) else state))
+    return False
 
 
 def bytes_of(state: Any) -> int:
