@@ -35,7 +35,7 @@ from torch import Tensor
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import RunConfig
 from expire_span.errors import RunError, StorageError, UserError, describe
-from expire_span.files import hash_file, sync_folder, to_json, write_synced
+from expire_span.files import check_plain, hash_file, sync_folder, to_json, write_synced
 from expire_span.models.decoder import Decoder, upgrade_name
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
@@ -78,6 +78,8 @@ def folder_of(run: RunFolder, step: int) -> Path:
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
     """Checkpoint folders, newest first, intact or damaged. Anything that is not a checkpoint is ignored."""
+    if os.path.lexists(run.checkpoints) and not run.checkpoints.is_dir():
+        raise StorageError(f"{run.checkpoints} must be a folder, and is none; put the folder back, or remove it")
     found = [
         path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()
     ]
@@ -98,7 +100,7 @@ def save(
         barrier()
         write_synced(building / _memory_name(rank), _tree_bytes(snapshot.worker))
         barrier()
-        if rank == 0 and not final.exists():
+        if rank == 0 and not final.is_dir():
             _write_shared(run, building, final, snapshot)
             _prune(run, keep)
     except OSError as error:
@@ -219,24 +221,27 @@ def load_decoder(run: str | os.PathLike[str] = SHIPPED, device: torch.device | s
 def newest_sound(run: RunFolder, warn: Warn | None = None) -> Path | None:
     """The newest checkpoint whose files match their checksums."""
     folders = list_checkpoints(run)
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
         fault = find_fault(folder)
         if fault is None:
             return folder
+        if number == len(folders):
+            raise StorageError(
+                f"no checkpoint of run {run.path} is intact ({number} tried; of {folder.name}, {fault}); "
+                f"delete {run.checkpoints} to start again"
+            )
         if warn is not None:
             warn(f"checkpoint {folder} is damaged ({fault}); it is skipped and the one before it is tried")
-    if folders:
-        raise StorageError(
-            f"no checkpoint of run {run.path} is intact ({len(folders)} tried); delete {run.checkpoints} to start again"
-        )
     return None
 
 
 def find_fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file, or None."""
     try:
+        check_plain(folder / "checksums.json")
         sums = json.loads((folder / "checksums.json").read_bytes())
         for name, expected in sums.items():
+            check_plain(folder / name)
             if hash_file(folder / name) != expected:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:

@@ -27,6 +27,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def check_plain(path: Path) -> None:
+    """Refuse a pipe or a device in place of a file: reading one may wait for ever, or never end."""
+    kind = path.stat().st_mode
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a folder is refused by whoever opens it
+        raise OSError(errno.ENOTSUP, "it is not a plain file", str(path))
+
+
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
     """The checksum of a file's bytes in hexadecimal digits."""
     with open(path, "rb") as file:
@@ -110,6 +117,7 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The table of fields in a JSON file."""
     try:
+        check_plain(path)
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {describe(error)}") from error

@@ -29,6 +29,7 @@ from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
 from expire_span.errors import RunError, StorageError, UserError, describe
 from expire_span.files import (
+    check_plain,
     check_seal,
     hash_file,
     parse_json,
@@ -41,6 +42,7 @@ from expire_span.files import (
     write_synced,
 )
 from expire_span.migrations import OLDEST, migrate
+from expire_span.records import METRICS, SPEED, check_record
 from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.shipped import SHIPPED
 
@@ -102,9 +104,9 @@ def check_holds_folders(folder: Path) -> None:
     """Refuse a folder that could not be made or written to."""
     found = next(place for place in (folder, *folder.parents, Path(".")) if place.exists())
     if not found.is_dir():
-        raise UserError(f"{folder} cannot hold run folders: {found} is a file; give another --runs-dir")
+        raise UserError(f"{folder} cannot hold run folders: {found} is a file; give another --runs-dir, or --out")
     if not os.access(found, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir")
+        raise UserError(f"{folder} cannot hold run folders: {found} is not writable; give another --runs-dir, or --out")
 
 
 def find_run(run: str | None, runs_dir: Path) -> RunFolder:
@@ -250,11 +252,11 @@ class RunFolder:
 
     def truncate(self, step: int) -> None:
         """Delete all metrics after `step`, and a line that a crash cut short, so that a resumed run writes them again."""
-        for name in ("metrics.jsonl", "speed.jsonl"):
-            if (self.path / name).exists():
-                kept = [data for line, data in self._read_lines(name) if line["step"] <= step]
-                with self._resumable(name):
-                    write_atomic(self.path / name, b"".join(kept))
+        names = [name for name in ("metrics.jsonl", "speed.jsonl") if os.path.lexists(self.path / name)]
+        kept = {name: [data for line, data in self._read_lines(name) if line["step"] <= step] for name in names}
+        for name, lines in kept.items():  # both are intact: neither is written where the other is damaged
+            with self._resumable(name):
+                write_atomic(self.path / name, b"".join(lines))
 
     def sync_metrics(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be newer than they are."""
@@ -267,8 +269,14 @@ class RunFolder:
         with self._resumable("result.json"):
             write_atomic(self.path / "result.json", to_json(result))
 
-    def read_result(self) -> dict[str, Any] | None:
-        return read_json(self.path / "result.json") if self.finished else None
+    def read_result(self, *needed: str) -> dict[str, Any] | None:
+        """The final evaluation, or None before the run has finished. Fields that the caller needs must be there."""
+        if not self.finished:
+            return None
+        result = read_json(self.path / "result.json")
+        scored = ("score",) if "score" in result else ()
+        check_record(result, (*scored, *needed), str(self.path / "result.json"))
+        return result
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with self._resumable(name), open(self.path / name, "ab") as file:
@@ -286,15 +294,15 @@ class RunFolder:
     def _read_lines(self, name: str) -> list[tuple[dict[str, Any], bytes]]:
         """The lines that were written to their end, each with its bytes; a damaged one is refused."""
         path = self.path / name
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if not os.path.lexists(path):
+            return []
+        check_plain(path)
+        lines = path.read_bytes().splitlines(keepends=True)
         out = []
         for number, line in enumerate(lines, 1):
             if line.endswith(b"\n"):
                 value = parse_json(line, f"line {number} of {path}")
-                if not isinstance(value.get("step"), int):
-                    raise UserError(
-                        f"line {number} of {path} must have a whole number as step, got {value.get('step')!r}"
-                    )
+                check_record(value, SPEED if name == "speed.jsonl" else METRICS, f"line {number} of {path}")
                 out.append((value, line))
         return out
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -125,6 +126,19 @@ def test_a_full_disk_in_training_says_how_to_go_on(tmp_path, monkeypatch, name):
     assert run.finished and [line["step"] for line in run.read_metrics() if line["split"] == "train"] == [1, 2, 3, 4]
 
 
+def test_a_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
+    """Its library writes in a thread, whose own traceback must not reach the terminal."""
+
+    def full(*_args):
+        raise FULL
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    hook = threading.excepthook
+    with pytest.raises(StorageError, match=r"cannot write .*tensorboard: the disk is full; .*expire-span resume"):
+        make_run(tmp_path, tracker="tensorboard")
+    assert capfd.readouterr().err == "" and threading.excepthook is hook
+
+
 def test_a_full_disk_in_resume_and_report(call, tmp_path, monkeypatch):
     run = make_run(tmp_path)
 
@@ -229,10 +243,20 @@ def test_a_foreign_checkpoint_with_right_checksums(call, tmp_path):
         (newest / name).write_bytes(data)
         (newest / "checksums.json").unlink()
         checkpoint._write_sums(newest)
+        whole = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
         for verb in ("resume", "eval") if name == "model.safetensors" else ("resume",):
             code, err = call(verb, "a")
             assert code in (1, 2) and len(err.strip().splitlines()) == 1, (name, data[:20], err)
+        assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == whole, (name, data[:20])
         (newest / name).write_bytes(before)
+    (newest / name).write_bytes(b"damaged")  # of two checkpoints, the older one does not fit: the newer is not deleted
+    first = run.checkpoints / "step-00000002"
+    (first / "state.json").write_text(json.dumps({**state, "step": 2, "stream": 3}))
+    (first / "checksums.json").unlink()
+    checkpoint._write_sums(first)
+    assert call("resume", "a")[0] == 2 and newest.is_dir()
+    (tmp_path / "text.txt").unlink()
+    check_refused(call("resume", "a"), "which is not there; put it back")
 
 
 def test_leftovers_of_killed_runs_are_swept(tmp_path):

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, LlamaModel, T5Config  # noqa: E402
 from transformers import T5ForConditionalGeneration as T5  # noqa: E402
 
+from expire_span.errors import UserError  # noqa: E402
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
 
 from .hf_models import FAMILIES, forgetful, tiny, tokens  # noqa: E402
@@ -189,3 +190,18 @@ def test_adapters_that_do_not_fit(tmp_path):
     (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(head | {"format": 9}))
     with pytest.raises(ValueError, match="has format 9, this version reads format 1"):
         load_adapter(model, tmp_path / "adapter")
+    base = head["base"]
+    for change, words in [
+        ({"base": None}, "base must be a table of fields, got None"),
+        ({"base": base | {"hash": 7}}, "base.hash must be text, got 7"),
+        ({"config": head["config"] | {"ramp": "x"}}, "config.ramp must be a whole number, got 'x'"),
+        ({"sha256": None}, "sha256 must be text, got None"),
+        ({"lora_rank": -1}, "lora_rank must be a whole number of at least 0, got -1"),
+    ]:
+        (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(head | change))
+        with pytest.raises(UserError, match=rf"adapter.json: {words}; copy the adapter again"):
+            load_adapter(model, tmp_path / "adapter")
+    for damage in ("[]", "[" * 100_000):
+        (tmp_path / "adapter" / "adapter.json").write_text(damage)
+        with pytest.raises(UserError, match=r"adapter.json (is not valid JSON|must hold a JSON table)"):
+            load_adapter(model, tmp_path / "adapter")

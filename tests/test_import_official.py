@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,25 @@ def test_an_imported_run_evaluates_generates_reports_and_trains_on(tmp_path, tex
     assert call("resume", run, capsys=capsys)[0] == 0 and json.loads((run / "result.json").read_text())["step"] == 2
 
 
+QUERY = "layers.0.attn.proj_query.weight"
+
+
+def changed(path: Path, change: Callable[[torch.Tensor], torch.Tensor], part: str = QUERY) -> Path:
+    """A checkpoint in which `change` was made to every tensor whose name has `part`."""
+    state = with_buffers(make_checkpoint(True))
+    return save(path / "a.pt", {name: change(x) if part in name else x for name, x in state.items()})
+
+
+def cut_short(path: Path) -> Path:
+    file = save(path / "a.pt", with_buffers(make_checkpoint(True)))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return file
+
+
+def with_layer(path: Path, number: int) -> Path:
+    return save(path / "a.pt", make_checkpoint(True) | {f"layers.{number}.norm1.bias": torch.ones(1)})
+
+
 def pickled_code(path: Path) -> Path:
     class Evil:
         def __reduce__(self):
@@ -117,6 +137,17 @@ def pickled_code(path: Path) -> Path:
         (lambda p: save(p / "a.pt", with_buffers(make_checkpoint(True))), ["--max-span", "9"], "mask, 44, got 9 and 4"),
         (lambda p: save(p / "a.pt", {"x": torch.ones(2)}), [], "lacks in_emb.weight"),
         (lambda p: save(p / "a.pt", {}), [], "must hold named tensors"),
+        (lambda p: changed(p, torch.Tensor.int), [], "floating-point numbers, got torch.int32"),
+        (lambda p: changed(p, torch.Tensor.to_sparse), [], "layout torch.sparse_coo"),
+        (
+            lambda p: changed(p, lambda x: x.to("meta")),
+            [],
+            "must be a dense tensor of floating-point numbers, got no data",
+        ),
+        (lambda p: changed(p, lambda x: x * torch.nan), [], "query.weight must hold finite numbers"),
+        (lambda p: changed(p, lambda x: torch.cat([x, x]), "key_pe"), [], "(1, head_dim, block), got (2, 8, 8)"),
+        (lambda p: with_layer(p, 10**11), [], "has layer 100000000000 but lacks layer 3"),
+        (lambda p: cut_short(p), [], "cannot be loaded as weights alone"),
         (lambda p: pickled_code(p / "a.pt"), [], "code in it is never run"),
         (lambda p: (p / "a.pt").write_bytes(b"nonsense") and p / "a.pt", [], "cannot be loaded as weights alone"),
         (lambda p: (p / "a.safetensors").write_bytes(b"nonsense") and p / "a.safetensors", [], "safetensors file"),

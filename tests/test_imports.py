@@ -24,6 +24,7 @@ ROWS = {
     "agent_configs": 1,
     "agent_recipes": 1,
     "retrofit_configs": 1,
+    "records": 1,
     "runs": 1,
     "sizes": 1,
     "shipped": 1,

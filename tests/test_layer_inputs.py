@@ -28,7 +28,9 @@ from expire_span import (
     task_configs,
     train_configs,
 )
-from expire_span.models.systems import SYSTEMS
+from expire_span.models.mixer import build_mixer
+from expire_span.models.state import bytes_of, fork
+from expire_span.models.systems import SYSTEMS, LayerShape
 
 X = torch.ones(2, 5, 16)
 
@@ -68,6 +70,11 @@ def test_hidden_states(name):
         build()(x)
 
 
+def test_a_layer_without_numbers():
+    with pytest.raises(ValueError, match="x is on the device meta, which holds no numbers; give it on a CPU or a GPU"):
+        build().to("meta")(X.to("meta"))
+
+
 def test_autocast_may_mix_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
         assert build()(X.bfloat16()).y.shape == X.shape
@@ -94,6 +101,25 @@ def test_states():
             model(X, fresh=fresh)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", SYSTEMS)
+def test_every_memory_system_takes_nothing_and_refuses_other_rows(kind):
+    """No rows or no tokens change no state; a state of other rows is refused; inference mode may end between blocks."""
+    torch.manual_seed(0)
+    layer = build_mixer(LayerShape(16, 2), SYSTEMS[kind].settings(**SYSTEMS[kind].example)).eval()
+    x, later = torch.randn(2, 12, 16), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        state = layer(x).state
+        want = layer(later, fork(state)).y
+        y, after, aux = layer(x[:, :0], fork(state))
+        assert y.shape == (2, 0, 16) and aux.bytes_held == bytes_of(state) and torch.equal(layer(later, after).y, want)
+        assert layer(x[:0]).y.shape == (0, 12, 16)
+        with pytest.raises(ValueError, match=r"the state holds 2 rows and x has 3; begin with None, or choose rows by"):
+            layer(torch.randn(3, 3, 16), state)
+    with torch.inference_mode():
+        state = layer(x).state
+    torch.testing.assert_close(layer(later, state).y, want)
+
+
 def test_stores():
     """A key of width 1 would be broadcast over the stored ones' width."""
     pos, span, k = torch.arange(3), torch.ones(2, 3), torch.ones(2, 3, 8)
@@ -118,6 +144,10 @@ TOKENS = {
     "a list": ([[1, 2]], r"tokens must be a tensor \[B, T\], got list; convert it"),
     "floats": (torch.ones(2, 3), r"tokens must be integers, got torch.float32; convert them by tokens.long\(\)"),
     "bool": (torch.ones(2, 3, dtype=torch.bool), "tokens must be integers, got torch.bool"),
+    "elsewhere": (
+        torch.ones(2, 3, dtype=torch.int64, device="meta"),
+        "tokens are on meta but the model is on cpu; move one of them",
+    ),
     "one row": (
         torch.ones(3, dtype=torch.int64),
         r"tokens must have shape \[B, T\], got \(3,\); one row is tokens\[None\]",

@@ -126,6 +126,11 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path):
     other = tiny_config(text, {"dim": 8}, steps=2)
     with pytest.raises(UserError, match=r"weight \S+ of run .*first has the shape .* give the settings"):
         supervised.train(other, tmp_path / "third", init_from=first, shown=False)
+    other = tiny_config(text, {"heads": 4}, steps=2)  # of the same shapes, but another function of the weights
+    with pytest.raises(
+        UserError, match=r"first was trained with model.heads 2, and this model has 4; .*--model.heads 2"
+    ):
+        supervised.train(other, tmp_path / "third", init_from=first, shown=False)
     assert not (tmp_path / "third").exists()
 
 
@@ -177,6 +182,7 @@ def show(width: int) -> str:
         assert first == 600 and display.bar.tasks[0].completed == 601
         shown = io.StringIO()
         Console(file=shown, width=width, color_system=None).print(display.bar.get_renderable())
+    assert "  0/1000" not in console.file.getvalue(), "a resumed run must not show step 0 first"
     return shown.getvalue().rstrip("\n")
 
 

@@ -5,6 +5,7 @@ import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -43,7 +44,12 @@ def test_no_rows_and_no_queries_give_nothing():
 def test_boundaries_may_be_a_tensor_or_a_list(impl):
     ids = torch.tensor([0] * 5 + [1] * 4 + [2] * 3)
     want = expire_attention(**make(impl=impl), documents=ids)
-    for bounds in ([0, 5, 9, 12], (0, 5, 9, 12), torch.tensor([0, 5, 9, 12], dtype=torch.int32), [0, 5, 5, 9, 12]):
+    for bounds in (
+        [0, 5, 9, 12],
+        np.array([0, 5, 9, 12]),
+        torch.tensor([0, 5, 9, 12], dtype=torch.int32),
+        [0, 5, 5, 9, 12],
+    ):
         assert torch.equal(expire_attention(**make(impl=impl), cu_seqlens=bounds), want)
 
 
@@ -59,6 +65,26 @@ BAD = {
     "falling": (dict(cu_seqlens=torch.tensor([0, 7, 5, 12])), "cu_seqlens must not decrease, got 7 then 5"),
     "float boundaries": (dict(cu_seqlens=torch.tensor([0.0, 12.0])), r"got shape \(2,\) of torch.float32"),
     "float list": (dict(cu_seqlens=[0, 5.5, 12]), r"cu_seqlens must hold integers, got \[0, 5.5, 12\]"),
+    "one number as boundaries": (dict(cu_seqlens=12), "cu_seqlens must hold integers, got 12"),
+    "huge boundaries": (
+        dict(cu_seqlens=[0, 2**70, 12]),
+        r"cu_seqlens must hold integers, got \[0, 1180591620717411303424",
+    ),
+    "three documents": (dict(documents=(torch.zeros(T).long(),) * 3), "one tensor or two, .* got 3"),
+    "complex documents": (
+        dict(documents=torch.zeros(T, dtype=torch.complex64)),
+        "must be integers of shape .*complex64",
+    ),
+    "relative keys as a list": (dict(relative_keys=[[1.0] * D]), "relative_keys must be a tensor, got list"),
+    "integer relative keys": (
+        dict(relative_keys=torch.ones(2, D).long()),
+        "relative_keys must be a float tensor .*int64",
+    ),
+    "relative keys elsewhere": (
+        dict(relative_keys=torch.ones(2, D, device="meta")),
+        "relative_keys is on meta but q is on cpu",
+    ),
+    "sparse": (dict(k=torch.ones(B, H, T, D).to_sparse()), "k must be a dense tensor, got layout torch.sparse_coo"),
     "boundaries by row": (dict(cu_seqlens=torch.tensor([[0, 12]] * 2)), r"\(documents \+ 1,\), got shape \(2, 2\)"),
     "no boundaries": (dict(cu_seqlens=[]), r"got shape \(0,\)"),
     "boundaries and a store": (

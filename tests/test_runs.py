@@ -8,10 +8,11 @@ import os
 
 import pytest
 
-from expire_span import runs
+from expire_span import checkpoint, runs
 from expire_span.config import FORMAT_VERSION
 from expire_span.recipes import recall
-from expire_span.runs import RunError, RunFolder, UserError, find_run, write_atomic
+from expire_span.records import MEASURED
+from expire_span.runs import RunError, RunFolder, StorageError, UserError, find_run, write_atomic
 
 
 def make(path):
@@ -100,3 +101,56 @@ def test_result_marks_the_run_finished(tmp_path):
     assert not run.finished and run.read_result() is None
     run.write_result({"loss": 1.5})
     assert run.finished and run.read_result() == {"loss": 1.5}
+
+
+SPEED = {"step": 1, "seconds": 1.0, "tokens_per_second": 1.0, "ms_per_step": 1.0, "peak_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "words"),
+    [
+        ("metrics.jsonl", {"step": True}, "line 1 of .* must have a whole number as step, got True"),
+        ("metrics.jsonl", {"step": -1}, "a whole number as step, got -1"),
+        ("metrics.jsonl", {"step": 1, "live": "x"}, "a list of numbers, one for each layer as live, got 'x'"),
+        ("metrics.jsonl", {"step": 1, "live": [None]}, r"as live, got \[None\]"),
+        ("metrics.jsonl", {"step": 1, "loss": "0.5"}, "a number or null as loss, got '0.5'"),
+        ("metrics.jsonl", {"step": 1, "loss": 10**300}, "a number or null as loss, got 10000"),
+        ("metrics.jsonl", {"step": 1, "split": 3}, "text as split, got 3"),
+        ("speed.jsonl", {"step": 1}, "a number as seconds, got None"),
+        ("speed.jsonl", SPEED | {"peak_bytes": None}, "a number as peak_bytes, got None"),
+        ("result.json", {"score": None}, "result.json must have a number as score, got None"),
+        ("result.json", {"rows": "2"}, "a whole number as rows, got '2'"),
+        ("result.json", dict.fromkeys(MEASURED, 1) | {"live": [1], "peak_live": [1], "bands": [{}]}, "bands as bands"),
+        ("result.json", {"loss": 1.5}, "result.json must have a whole number as rows, got None"),
+    ],
+)
+def test_fields_of_another_type_are_named(tmp_path, name, record, words):
+    run = make(tmp_path / "a")
+    (run.path / name).write_text(json.dumps(record) + "\n")
+    read = {"metrics.jsonl": run.read_metrics, "speed.jsonl": run.read_speed}
+    with pytest.raises(UserError, match=words):
+        read.get(name, lambda: run.read_result(*MEASURED))()
+
+
+def test_neither_file_of_metrics_is_cut_where_one_is_damaged(tmp_path):
+    run = make(tmp_path / "a")
+    run.append_metrics({"step": 10})
+    run.append_speed({"step": 10})
+    with pytest.raises(UserError, match=r"line 1 of .*speed.jsonl"):
+        run.truncate(0)
+    assert run.read_metrics() == [{"step": 10}]
+
+
+def test_pipes_links_and_folders_in_place_of_files(tmp_path):
+    """A pipe would be waited for without end; a link to itself is no file, and is not a missing one either."""
+    run = make(tmp_path / "a")
+    os.mkfifo(run.path / "metrics.jsonl")
+    with pytest.raises(OSError, match="not a plain file"):
+        run.read_metrics()
+    (run.path / "speed.jsonl").symlink_to("speed.jsonl")
+    with pytest.raises(OSError, match="symbolic links"):
+        run.read_speed()
+    run.checkpoints.rmdir()
+    run.checkpoints.touch()
+    with pytest.raises(StorageError, match="checkpoints must be a folder, and is none"):
+        checkpoint.list_checkpoints(run)

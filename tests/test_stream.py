@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from expire_span.config import DecoderConfig
 from expire_span.errors import StorageError
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems import SYSTEMS
 from expire_span.store.slots import FRESH
-from expire_span.stream import Sampling, Stream
+from expire_span.stream import Sampling, Stream, saved
 from expire_span.stream.tokens import Flight
 from tests.error_budget import reordered
 from tests.stream_cases import CASES, SHAPE, build, without_initial
@@ -238,6 +240,10 @@ def test_bad_input_is_named(tmp_path):
     (tmp_path / "text").write_text("nothing")
     refuse("not a saved stream", lambda: Stream.load(decoder, tmp_path / "text"))
     refuse("not a saved stream that can be read: ", lambda: Stream.load(decoder, tmp_path / "absent"))
+    right = {"format": saved.FORMAT, "model": saved.fingerprint(decoder)}
+    for head, words in [([], "got no stream"), ({"format": 1}, "another model"), (right, "this version can read")]:
+        save_file({}, tmp_path / "foreign", {"stream": json.dumps(head)})
+        refuse(words, lambda: Stream.load(decoder, tmp_path / "foreign"))
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):

@@ -325,6 +325,14 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
     with pytest.raises(UserError, match="is a file; give a folder"):
         StudyFolder.open(tmp_path / "letter.txt", "entrances", {})
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
+    for damage in ("[]", "[" * 100_000):
+        (tmp_path / "settings.json").write_text(damage)
+        with pytest.raises(UserError, match=r"settings.json (is not valid|must hold a) JSON.*; give another --out"):
+            StudyFolder.open(tmp_path, "entrances", {})
+    folder = StudyFolder.open(tmp_path / "new", "entrances", {})
+    (folder.path / "cells" / "x.json").write_text("{")
+    with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
+        folder.read_cell("x")
 
 
 @pytest.mark.parametrize("count, words", [(10, "holds 10 words, but words needs 1000"), (1200, "words for train")])

@@ -184,6 +184,7 @@ def run_resume(args: list[str]) -> int:
         return resume_agent(run)
     if isinstance(run.config, RetrofitRunConfig):
         return resume_retrofit(run, allow_changed_data=command.allow_changed_data)
+    check_data_is_there(run, "put it back, or go to the folder that the training began in")
     from expire_span.train.supervised import resume
 
     return _finish(resume(run, allow_changed_data=command.allow_changed_data))
@@ -257,13 +258,18 @@ def _evaluate(run: RunFolder, command: Eval) -> dict[str, Any]:
     return result.per_row()
 
 
+def check_data_is_there(run: RunFolder, advice: str) -> None:
+    """Refuse a run whose data has moved; the task itself would advise an option that its command may not have."""
+    own = getattr(run.config.task, "path", "")
+    if own and not os.path.exists(own):
+        raise UserError(f"run {run.path} reads {own}, which is not there; {advice}")
+
+
 def with_data(run: RunFolder, path: str | None) -> RunFolder:
     """The run with its task's data at `path`; None leaves it as it is, if the data is there."""
     task: Any = run.config.task
     if path is None:
-        own = getattr(task, "path", "")
-        if own and not os.path.exists(own):
-            raise UserError(f"run {run.path} reads {own}, which is not there; say where its data is with --path")
+        check_data_is_there(run, "say where its data is with --path")
         return run
     if not hasattr(task, "path"):
         raise UserError(f"--path needs a run whose task reads a file, got task {task.kind}")

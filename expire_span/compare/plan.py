@@ -10,6 +10,7 @@ It needs the standard library only, so that wrong input is refused before torch 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -177,6 +178,8 @@ class Comparison:
                 self.path / "compare.json", to_json(seal({**head, "config": to_dict(self.config), "runs": runs}))
             )
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # where it is empty
             raise StorageError(f"cannot write {self.path / 'compare.json'}: {describe(error)}") from error
 
     def join(self, new: Comparison) -> Comparison:

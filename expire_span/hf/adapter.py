@@ -11,7 +11,6 @@ quick.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from expire_span.checks import check_count, require, show
+from expire_span.config import from_dict
 from expire_span.errors import UserError
-from expire_span.files import to_json, write_atomic
+from expire_span.files import read_json, to_json, write_atomic
 from expire_span.retrofit_configs import RetrofitConfig
 
 FORMAT = 1
@@ -44,13 +45,25 @@ def read_head(folder: Path) -> dict[str, Any]:
     path = folder / "adapter.json"
     if not path.is_file():
         raise UserError(f"no adapter at {folder}: it has no adapter.json")
-    try:
-        head = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    head = read_json(path)
     if head.get("format") != FORMAT:
         raise UserError(f"adapter {folder} has format {head.get('format')}, this version reads format {FORMAT}")
+    try:
+        _check_head(head)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; copy the adapter again") from error
     return head
+
+
+def _check_head(head: dict[str, Any]) -> None:
+    """Refuse fields of another type than `save_adapter` writes, naming the field."""
+    from_dict(RetrofitConfig, head.get("config"), "config")
+    base: Any = head.get("base")
+    require(isinstance(base, dict), f"base must be a table of fields, got {show(base)}")
+    texts = {f"base.{name}": base.get(name) for name in ("class", "name", "hash")} | {"sha256": head.get("sha256")}
+    for name, value in texts.items():
+        require(isinstance(value, str), f"{name} must be text, got {show(value)}")
+    check_count("lora_rank", head.get("lora_rank", 0), least=0)
 
 
 def load_into(handle: Any, folder: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from expire_span.errors import UserError
 from expire_span.files import write_atomic
 from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
@@ -257,7 +258,10 @@ class ExpiringCache(Cache):
         write_atomic(Path(path), safetensors.torch.save(tensors, {"skeleton": json.dumps(skeleton)}))
 
     def load(self, path: str | Path, device: torch.device | str = "cpu") -> ExpiringCache:
-        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            self.load_state_dict(unpack(tensors, json.loads(file.metadata()["skeleton"])))
+        try:
+            with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                self.load_state_dict(unpack(tensors, json.loads(file.metadata()["skeleton"])))
+        except (KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+            raise UserError(f"{path} is not a saved cache that can be read ({error})") from error
         return self

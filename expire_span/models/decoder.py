@@ -72,6 +72,9 @@ class Decoder(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, C]. Tokens outside the vocabulary are refused on a CPU; on a GPU, CUDA reports them later."""
         tokens = check_tokens(tokens)
+        if tokens.device != self.embed.weight.device:
+            here = self.embed.weight.device
+            raise ValueError(f"tokens are on {tokens.device} but the model is on {here}; move one of them")
         try:
             return self.embed(tokens)
         except IndexError:

@@ -19,6 +19,8 @@ from expire_span.checks import show
 from expire_span.models import systems
 from expire_span.models.systems import LayerShape
 
+from .state import bytes_of, count_rows, outside_inference
+
 Keep = Literal["hidden", "kv", "nothing"]
 """What a state holds of the past. "hidden": hidden states, for training; keys, values and spans are recomputed from them in
 every block. "kv": keys and values, for serving; they are computed once. "nothing": every call is a sequence of its own."""
@@ -143,7 +145,12 @@ class Mixer(nn.Module, ABC):
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""
         self._check_input(x)
-        return self.mix(x, self.initial_state(x.shape[0]) if state is None else state)
+        if state is None:
+            state = self.initial_state(x.shape[0])
+        else:
+            _check_rows(state, x.shape[0])
+            state = outside_inference(state)
+        return self.mix(x, state) if x.numel() else _mix_nothing(x, state)
 
     def _check_input(self, x: Tensor) -> None:
         """Refuse what is not [B, T, C] in the dtype of the weights, in one sentence."""
@@ -154,11 +161,28 @@ class Mixer(nn.Module, ABC):
         weight = self.out.weight
         if x.device != weight.device:
             raise ValueError(f"x is on {x.device} but the layer is on {weight.device}; move one of them")
+        if x.is_meta:
+            raise ValueError(f"x is on the device {x.device}, which holds no numbers; give it on a CPU or a GPU")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype} but the layer's weights are {weight.dtype}; convert one of them")
 
     def steadiness(self) -> Steadiness:
         return Steadiness()
+
+
+def _check_rows(state: Any, rows: int) -> None:
+    held = count_rows(state)
+    if held is not None and held != rows:
+        raise ValueError(
+            f"the state holds {held} rows and x has {rows}; begin with None, or choose rows by models.state.select_rows"
+        )
+
+
+def _mix_nothing(x: Tensor, state: Any) -> MixerOutput:
+    """No rows or no tokens: nothing is read, so the state stays as it is, and no memory is alive to anybody."""
+    span, live = x.new_zeros(x.shape[:2]), torch.zeros((), device=x.device)
+    aux = MixerAux(loss=x.new_zeros(x.shape[0]), span=span, live=live, bytes_held=bytes_of(state))
+    return MixerOutput(torch.zeros_like(x), state, aux)
 
 
 def build_mixer(shape: LayerShape, settings: Any, relative_keys: nn.Parameter | None = None) -> Mixer:

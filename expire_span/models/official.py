@@ -73,7 +73,16 @@ def read_settings(state_dict: Mapping[str, Tensor]) -> Settings:
         raise ValueError(f"the queries' width must be a multiple of key_pe's head dim, got {width} and {head_dim}")
     mask = theirs.get(f"layers.0.{_MASK}")
     life = None if mask is None or mask.dim() != 2 else mask.shape[1] - mask.shape[0]
-    return Settings(max(numbers) + 1, width // head_dim, block, "out_norm.weight" in theirs, life)
+    return Settings(_count_layers(numbers), width // head_dim, block, "out_norm.weight" in theirs, life)
+
+
+def _count_layers(numbers: list[int]) -> int:
+    """Layers are numbered from 0 without gaps; a stray number must not make us look for a billion layers."""
+    found = sorted(set(numbers))
+    gap = next((n for n, number in enumerate(found) if n != number), None)
+    if gap is not None:
+        raise ValueError(f"the checkpoint has layer {found[-1]} but lacks layer {gap}; it is damaged, or not whole")
+    return len(found)
 
 
 def load(
@@ -101,7 +110,7 @@ def load(
             f"key_pe covers {window} distances but block is {block}; give the block the model was trained with"
         )
     decoder = Decoder(_config(theirs, heads, block, max_span, ramp, pre_norm, temperature, layers))
-    _check_shapes(ours, decoder.state_dict())
+    _check_tensors(ours, decoder.state_dict())
     decoder.load_state_dict(ours)
     return decoder.eval()
 
@@ -144,6 +153,8 @@ def _relative_keys(tensors: list[Tensor]) -> Tensor:
     """Theirs (1, D, M): entry p belongs to distance M - p. Ours [M, D]: row d - 1 belongs to distance d."""
     if any(not torch.equal(x, tensors[0]) for x in tensors[1:]):
         raise ValueError("key_pe differs between layers; the released code shares one tensor")
+    if tensors[0].shape[0] != 1:
+        raise ValueError(f"key_pe must have shape (1, head_dim, block), got {tuple(tensors[0].shape)}")
     return tensors[0][0].T.flip(0).contiguous()
 
 
@@ -156,7 +167,14 @@ def _check_names(theirs: dict[str, Tensor], wanted: list[str]) -> None:
         raise ValueError(f"the checkpoint has {len(extra)} tensors this model has no place for, first {extra[0]}")
 
 
-def _check_shapes(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def _check_tensors(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Refuse weights of another shape, and what is no plain tensor of finite numbers."""
     for name, x in wanted.items():
-        if given[name].shape != x.shape:
-            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(given[name].shape)}")
+        y = given[name]
+        if y.shape != x.shape:
+            raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(y.shape)}")
+        if not y.is_floating_point() or y.layout != torch.strided or y.is_meta:
+            kind = "no data" if y.is_meta else f"{y.dtype} in layout {y.layout}"
+            raise ValueError(f"{name} must be a dense tensor of floating-point numbers, got {kind}")
+        if not bool(y.float().isfinite().all()):
+            raise ValueError(f"{name} must hold finite numbers, got NaN or infinity; the checkpoint cannot be used")

@@ -24,6 +24,51 @@ def map_tensors(state: Any, fn: Callable[[Tensor], Tensor], of_store: Callable[[
     return state
 
 
+def count_rows(state: Any) -> int | None:
+    """The batch rows of a state, as its first store or tensor has them; None where it holds neither."""
+    if isinstance(state, ExpiringMemory):
+        return state.rows[0]
+    if isinstance(state, SteadyMemory):
+        return len(state.hidden)
+    if isinstance(state, Tensor):
+        return state.shape[0] if state.dim() else None
+    if isinstance(state, (dict, list, tuple)):
+        parts = state.values() if isinstance(state, dict) else state
+        return next((rows for rows in map(count_rows, parts) if rows is not None), None)
+    return None
+
+
+def outside_inference(state: Any) -> Any:
+    """The state, or a copy of one that was made in torch.inference_mode: outside of it, such tensors cannot be changed."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return state
+    return fork(state) if _from_inference(state) else state
+
+
+def _from_inference(state: Any) -> bool:
+    """Whether inference mode made any tensor of a state. Decoding asks this for every token, so no copy is built."""
+    if isinstance(state, Tensor):
+        return state.is_inference()
+    if isinstance(state, ExpiringMemory):
+        return any(x.is_inference() for x in state.layout.buffers.values())
+    if isinstance(state, SteadyMemory):
+        return state.hidden.is_inference()
+    if isinstance(state, (dict, list, tuple)):
+        return any(map(_from_inference, state.values() if isinstance(state, dict) else state))
+    return False
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes that the tensors of a state occupy."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(bytes_of(x) for x in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(bytes_of(x) for x in state)
+    return getattr(state, "bytes_held", 0)
+
+
 def detach(state: Any) -> Any:
     return map_tensors(state, torch.Tensor.detach)
 

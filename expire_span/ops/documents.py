@@ -28,6 +28,8 @@ def document_ids(
         bounds = as_boundaries(cu_seqlens, q.shape[2], memories, check)
         documents = _ids_from_boundaries(bounds.to(q.device), q.shape[2])
     pair = documents if isinstance(documents, tuple) else (documents, documents)
+    if len(pair) != 2:
+        raise ValueError(f"documents must be one tensor or two, of the queries and of the memories, got {len(pair)}")
     wanted = (("queries", q.shape[2]), ("memories", memories))
     return tuple(_expand(ids, q, *want, check) for ids, want in zip(pair, wanted))  # type: ignore[return-value]
 
@@ -44,7 +46,7 @@ def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -
             f"documents of {what} must be a tensor, got {type(ids).__name__}; give ids as a tensor, or a tuple of two tensors"
         )
     batch = q.shape[0]
-    if ids.is_floating_point() or tuple(ids.shape) not in ((count,), (batch, count)):
+    if ids.is_floating_point() or ids.is_complex() or tuple(ids.shape) not in ((count,), (batch, count)):
         got = f"{tuple(ids.shape)} of {ids.dtype}"
         raise ValueError(f"documents of {what} must be integers of shape ({count},) or ({batch}, {count}), got {got}")
     if ids.device != q.device:

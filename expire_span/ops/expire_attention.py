@@ -68,6 +68,7 @@ def expire_attention(
     inputs.check_rank(q, k)
     q_pos, k_pos = inputs.default_positions(q.shape[2], k.shape[2], q_pos, k_pos, q.device)
     inputs.check_tensors(q_pos=q_pos, k_pos=k_pos)
+    inputs.check_relative_keys(relative_keys, q)
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)

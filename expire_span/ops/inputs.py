@@ -7,12 +7,15 @@ the host wait for the device, so by default they run on the CPU only.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from expire_span.checks import show
 
 LONGEST_RAMP = 2.0**30
 """The GPU kernels count steps in 32-bit integers, and packed documents lie 2**40 steps apart: ramps must be far shorter."""
@@ -26,6 +29,8 @@ def check_tensors(**given: object) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it by torch.as_tensor")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; convert it by to_dense")
 
 
 def default_positions(
@@ -73,6 +78,18 @@ def check_shapes(
     _expect("k_pos", k_pos, [(s,), (b, s), (b, kv_heads, s)], hint)
     if rel is not None and (rel.dim() != 2 or rel.shape[1] != d):
         raise ValueError(f"relative_keys must have shape (M, {d}), got {tuple(rel.shape)}")
+
+
+def check_relative_keys(rel: Tensor | None, q: Tensor) -> None:
+    if rel is None:
+        return
+    check_tensors(relative_keys=rel)
+    if rel.dtype not in _FLOATS:
+        raise ValueError(
+            f"relative_keys must be a float tensor of 64, 32 or 16 bits, got {rel.dtype}; convert it first"
+        )
+    if rel.device != q.device:
+        raise ValueError(f"relative_keys is on {rel.device} but q is on {q.device}; move them to one device")
 
 
 def check_rank(q: Tensor, k: Tensor) -> None:
@@ -213,9 +230,10 @@ def check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor,
 def as_boundaries(cu_seqlens: Tensor | Sequence[int], queries: int, memories: int, check: bool) -> Tensor:
     """cu_seqlens as an integer tensor [documents + 1], refused unless it rises from 0 to T."""
     if not isinstance(cu_seqlens, Tensor):
-        if not all(isinstance(x, int) for x in cu_seqlens):
-            raise ValueError(f"cu_seqlens must hold integers, got {list(cu_seqlens)}")
-        cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
+        try:
+            cu_seqlens = torch.tensor([operator.index(x) for x in cu_seqlens], dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:  # not a sequence, not integers, or beyond 64 bits
+            raise ValueError(f"cu_seqlens must hold integers, got {show(cu_seqlens)}") from error
     if cu_seqlens.dtype not in _INTEGERS or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         got = f"shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         raise ValueError(f"cu_seqlens must be integers of shape (documents + 1,), got {got}")

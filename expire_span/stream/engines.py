@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from expire_span.models.decoder import Decoder
-from expire_span.models.kit.attention import bytes_of
 from expire_span.models.slot_step import SlotStep
-from expire_span.models.state import pack, select_rows, unpack
+from expire_span.models.state import bytes_of, pack, select_rows, unpack
 from expire_span.models.stepping import StateStep, Stepper
 from expire_span.sampling import Sampling, draw
 from expire_span.store.slots import FRESH

@@ -45,15 +45,16 @@ def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[st
         with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             meta = json.loads((file.metadata() or {}).get("stream", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         said = describe(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"{path} is not a saved stream that can be read: {said}") from error
+    meta = meta if isinstance(meta, dict) else {}
     if meta.get("format") != FORMAT:
         raise UserError(f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}")
     mine = fingerprint(decoder)
-    if meta["model"] != mine:
+    if meta.get("model") != mine:
         raise UserError(
-            f"{path} was saved by another model (weights {meta['model'][:12]}, these are {mine[:12]}); "
+            f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {mine[:12]}); "
             "load it with the model that wrote it"
         )
     return tensors, meta

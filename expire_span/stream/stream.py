@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expire_span.checks import show
+from expire_span.errors import UserError
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
 from expire_span.models.stepping import can_step
@@ -221,16 +222,21 @@ class Stream:
     def load(cls, decoder: Decoder, path: str | Path) -> Stream:
         """The stream that `save` wrote, of the same model."""
         tensors, meta = read_saved(Path(path), decoder)
-        stream = cls(decoder, meta["rows"])
+        try:
+            return cls(decoder, meta["rows"])._restored(tensors, meta)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise UserError(f"{path} is not a saved stream that this version can read ({error})") from error
+
+    def _restored(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Stream:
         with torch.inference_mode():
-            stream._engine.unpacked(tensors, meta["engine"])
-        stream._active = meta["active"]
-        stream._flights = deque(Flight(torch.tensor(tokens)) for tokens in meta["flights"])
+            self._engine.unpacked(tensors, meta["engine"])
+        self._active = meta["active"]
+        self._flights = deque(Flight(torch.tensor(tokens)) for tokens in meta["flights"])
         if "seed" in meta:
-            stream._generator = meta["seed"], torch.Generator(stream._engine.device)
+            self._generator = meta["seed"], torch.Generator(self._engine.device)
             with contextlib.suppress(RuntimeError):  # a generator state of another kind of device cannot be restored
-                stream._generator[1].set_state(tensors["generator"])
-        return stream
+                self._generator[1].set_state(tensors["generator"])
+        return self
 
 
 def _send_to_host(tokens: Tensor) -> Flight:

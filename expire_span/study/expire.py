@@ -55,12 +55,13 @@ def train_model(model: Model, runs: Path, tick: Callable[[float], None] = lambda
     run = finish_run(config_of(model), path, "entrances", model.cost, tick)
     decoder, config = load_model(run)
     found = measure(lambda values: predict(decoder, Entrances(config.task), values))  # type: ignore[arg-type]
-    result = run.read_result() or {}
+    kept = ("score", "live", "live_share")
+    result = run.read_result(*kept) or {}
     return {
         "mixer": model.mixer,
         "seed": model.seed,
         "weights": sum(p.numel() for p in decoder.parameters()),
-        **{key: result[key] for key in ("score", "live", "live_share")},
+        **{key: result[key] for key in kept},
         "spans": spans_by_kind(decoder, Entrances(config.task)),  # type: ignore[arg-type]
         "seconds": time.perf_counter() - begin,
         "processor_seconds": time.process_time() - busy,

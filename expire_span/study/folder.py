@@ -12,6 +12,7 @@ from typing import Any
 
 from expire_span import __version__
 from expire_span.errors import StorageError
+from expire_span.files import read_json
 from expire_span.runs import UserError, describe, to_json, write_atomic
 
 
@@ -34,7 +35,7 @@ class StudyFolder:
     def read_cell(self, name: str) -> dict[str, Any] | None:
         """The result of a finished cell, or None."""
         path = self.path / "cells" / f"{name}.json"
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
     def write_cell(self, name: str, found: dict[str, Any]) -> None:
         write_atomic(self.path / "cells" / f"{name}.json", to_json(found))
@@ -55,9 +56,9 @@ def check_free(path: Path, head: dict[str, Any]) -> None:
             raise UserError(f"--out {path} holds something that is no study; give an empty or a new folder")
         return
     try:
-        found = json.loads((path / "settings.json").read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path / 'settings.json'} is not valid JSON: {error}; give another --out") from error
+        found = read_json(path / "settings.json")
+    except UserError as error:
+        raise UserError(f"{error}; give another --out") from error
     if found.get("study") != head["study"]:
         raise UserError(f"--out {path} holds study {found.get('study')}, not {head['study']}; give another --out")
     for key in ("version", "settings"):

@@ -102,7 +102,7 @@ def run_job(model: WordModel, folder: StudyFolder, tick: Callable[[float], None]
         "weights": sum(p.numel() for p in decoder.parameters()),
         "vocabulary": task.vocab,
         "training_words": len(task.split("train")),
-        "perplexity": (run.read_result() or {})["score"],
+        "perplexity": (run.read_result("score") or {})["score"],
         "unigram_perplexity": unigram_perplexity(task),
         "words": task.show(tokens[:SHOWN]),
         "trained": [describe_layer(states) for states in trained_states],

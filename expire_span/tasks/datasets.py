@@ -20,8 +20,8 @@ from typing import IO
 
 import numpy as np
 
-from expire_span.errors import StorageError, UserError
-from expire_span.files import write_atomic
+from expire_span.errors import StorageError, UserError, describe
+from expire_span.files import read_json, write_atomic
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
@@ -113,7 +113,10 @@ def _copy_books(folder: Path, target: Path) -> None:
     for book in sorted(folder.rglob("*.txt")):
         place = target / book.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(book, place)
+        try:
+            shutil.copyfile(book, place)
+        except OSError as error:  # a full disk names the source, and only the file that is made is lost
+            raise StorageError(f"cannot copy {book} into {target.parent.parent}: {describe(error)}") from error
 
 
 def _unpack_books(archive: Path, target: Path) -> None:
@@ -203,9 +206,9 @@ def _check_game(target: Path, config: CollisionTask) -> None:
     """Write the meeting probability beside the frames; refuse a folder that was made with another one."""
     note = target / "game.json"
     try:
-        found = json.loads(note.read_bytes()) if note.exists() else None
-    except ValueError as error:
-        raise UserError(f"{note} is damaged ({error}); remove {target} and repeat the command") from error
+        found = read_json(note) if note.exists() else None
+    except UserError as error:
+        raise UserError(f"{error}; remove {target} and repeat the command") from error
     if found is None and any((target / f"{split}.npy").exists() for split in SPLITS):
         found = {"meet_prob": 0.0}  # saved before particles could be made to meet
     if found is not None and found != {"meet_prob": config.meet_prob}:
@@ -235,6 +238,10 @@ def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation
         parts.append(np.concatenate([tokens, out.label.T[..., None]], -1).astype(np.uint8))
     data = np.concatenate(parts, 1).reshape(-1, FRAME + 1)[:count]
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        np.save(file, data, allow_pickle=False)
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            np.save(file, data, allow_pickle=False)
+        os.replace(part, path)
+    except OSError as error:  # a full disk: what was written is of no use
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

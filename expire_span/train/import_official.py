@@ -120,9 +120,9 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 def _read_saved(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # a damaged or hostile file makes the reader fail in ways without a common type
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # the file cannot be opened; an error inside a damaged one names no file
         kind = "an archive" if zipfile.is_zipfile(file) else "a file"
         cause = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UserError(

@@ -87,8 +87,6 @@ class Display:
             self.job = self.bar.add_task("starting", total=total)
 
     def __enter__(self) -> Display:
-        if self.bar is not None:
-            self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -99,6 +97,7 @@ class Display:
         """Training begins after `step` steps: 0, or where a resumed run goes on."""
         if self.bar is not None:
             self.bar.reset(self.job, total=self.total, completed=step)
+            self.bar.start()  # not before: a resumed run must not show step 0 first
         elif step:
             self.say(f"step {step}/{self.total}  resumed")
 

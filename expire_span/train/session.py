@@ -39,7 +39,23 @@ class Origin:
         if snapshot is None:
             raise UserError(f"run {run.path} has no checkpoint yet, so nothing can start from it; train it first")
         checkpoint.check_weights(snapshot.best_weights, model.state_dict(), f"run {run.path}")
+        _check_alike(run, model.config)
         return cls(snapshot.best_weights, {"run": str(run.path), "step": snapshot.step})
+
+
+ALIKE = ("heads", "norm", "norm_kind", "activation", "positions", "qk_norm")
+"""Settings that give weights another meaning without changing their shapes."""
+
+
+def _check_alike(run: RunFolder, model: Any) -> None:
+    """Refuse weights that would compute something else in this model than in the one that learned them."""
+    for name in ALIKE:
+        theirs, ours = getattr(run.config.model, name, None), getattr(model, name, None)
+        if theirs != ours:
+            raise UserError(
+                f"run {run.path} was trained with model.{name} {theirs}, and this model has {ours}; its weights would mean "
+                f"something else, so give --model.{name.replace('_', '-')} {theirs}"
+            )
 
 
 def begin(
@@ -99,15 +115,18 @@ def go_on(
     with _lock_run(run, accelerator):
         display = _build_display(learner, run, shown)
         snapshot = checkpoint.load(run, rank=accelerator.process_index, warn=display.say)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            checkpoint.remove_unfinished(run)
-            checkpoint.remove_damaged(run)
-            run.truncate(snapshot.step if snapshot else 0)
         if snapshot is not None:
             _load(learner, snapshot, run)
+        else:
+            display.say("this run has no checkpoint yet, so it starts from its first step")
         accelerator.wait_for_everyone()
-        _build_loop(learner, run, display, first=snapshot.step if snapshot else 0).run()
+        first = snapshot.step if snapshot else 0
+        if accelerator.is_main_process:  # nothing is deleted before all that the run needs has been read
+            run.truncate(first)
+            checkpoint.remove_unfinished(run)
+            checkpoint.remove_damaged(run)
+        accelerator.wait_for_everyone()
+        _build_loop(learner, run, display, first=first).run()
     return run
 
 

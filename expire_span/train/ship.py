@@ -145,7 +145,7 @@ def _list_facts(run: RunFolder, about: Shipment, packed: Packed) -> list[tuple[s
     """Rows of the card's table."""
     before, after, model, train = packed.before, packed.after, run.config.model, run.config.train
     mixer: Any = model.mixer
-    read, whole, speed = packed.step * train.batch * train.block, run.read_result(), run.read_speed()
+    read, whole, speed = packed.step * train.batch * train.block, run.read_result("score"), run.read_speed()
     device = run.environment.get("device_name", "an unknown device")
     held, full = (x / after.rows for x in (after.mean_bytes, after.full_bytes))
     seconds = f", {speed[-1]['seconds']:,.0f} s" if speed else ""

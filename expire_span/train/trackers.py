@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from expire_span.config import to_dict, walk
-from expire_span.runs import RunFolder, UserError
+from expire_span.runs import RunFolder, StorageError, UserError, describe
 
 
 class Tracker(Protocol):
@@ -60,19 +62,46 @@ class NoTracker:
 
 
 class TensorBoard:
-    """Event files in the run folder. Events of steps that a resumed run repeats are hidden (`purge_step`)."""
+    """Event files in the run folder. Events of steps that a resumed run repeats are hidden (`purge_step`).
+
+    A thread of the library writes them. What it cannot write becomes an error of the next call here, so until `close` its
+    own traceback is kept off the terminal.
+    """
 
     def __init__(self, run: RunFolder, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
+        self.folder = run.path / "tensorboard"
+        self.hook, threading.excepthook = threading.excepthook, self._on_dying_thread
+        with self._resumable():
+            self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def add(self, line: dict[str, Any]) -> None:
-        for name, value in scalars_of(line):
-            self.writer.add_scalar(name, value, line["step"])
+        with self._resumable():
+            for name, value in scalars_of(line):
+                self.writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        self.writer.close()
+        with contextlib.suppress(OSError):  # the same scalars are in metrics.jsonl
+            self.writer.close()
+        self._restore_hook()
+
+    @contextlib.contextmanager
+    def _resumable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._restore_hook()
+            advice = f"once that is fixed, continue with: expire-span resume {self.folder.parent}"
+            raise StorageError(f"cannot write {self.folder}: {describe(error)}; {advice}") from error
+
+    def _on_dying_thread(self, args: threading.ExceptHookArgs) -> None:
+        if not isinstance(args.exc_value, OSError):
+            self.hook(args)
+
+    def _restore_hook(self) -> None:
+        if threading.excepthook == self._on_dying_thread:
+            threading.excepthook = self.hook
 
 
 class Remote:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from expire_span.files import read_json
+from expire_span.records import MEASURED
 from expire_span.runs import RunFolder, UserError
 from expire_span.sizes import show_bytes
 
@@ -49,7 +50,7 @@ class Row:
 
 def measure(run: RunFolder, parameters: int) -> dict[str, Any]:
     """The numbers of one finished run."""
-    result, speed = run.read_result() or {}, run.read_speed()
+    result, speed = run.read_result(*MEASURED) or {}, run.read_speed()
     rows = result["rows"]
     paces = [line["ms_per_step"] for line in speed]
     steps = [line["step"] for line in speed]

@@ -194,7 +194,7 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
         facts.append(("live memories per layer", f"{sum(values['live']) / len(values['live']):.1f}"))
     if "live_share" in values:
         facts.append(("of the memories seen", f"{values['live_share']:.1%}"))
-    if values.get("full_bytes"):
+    if values.get("full_bytes") and "mean_bytes" in values:
         rows = max(values.get("rows", 1), 1)
         facts.append(("held per row, spare slots included", show_bytes(values["mean_bytes"] / rows)))
         facts.append(("per row if nothing were forgotten", show_bytes(values["full_bytes"] / rows)))

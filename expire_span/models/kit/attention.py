@@ -106,17 +106,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_
     return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
 
 
-def bytes_of(state: Any) -> int:
-    """Bytes that the tensors of a state occupy."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, dict):
-        return sum(bytes_of(x) for x in state.values())
-    if isinstance(state, (list, tuple)):
-        return sum(bytes_of(x) for x in state)
-    return getattr(state, "bytes_held", 0)
-
-
 def empty_rows(state: Any, fresh: Tensor, blank: Any) -> Any:
     """The state whose rows marked in `fresh` [B] (bool) are those of the empty state `blank`; the others stay."""
     if isinstance(state, Tensor):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import AttentionMixer, bytes_of, empty_rows, share_heads
+from expire_span.models.kit.attention import AttentionMixer, empty_rows, share_heads
 from expire_span.models.kit.banded import Extra, banded_attention
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.store import NEVER
 
 

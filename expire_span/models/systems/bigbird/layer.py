@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.models.kit.attention import AttentionMixer, attend, bytes_of, share_heads
+from expire_span.models.kit.attention import AttentionMixer, attend, share_heads
 from expire_span.models.kit.rows import place_rows, take_rows
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.bigbird import BigBirdConfig
 from expire_span.models.systems.full.layer import FOREVER
 from expire_span.store import NEVER, ExpiringMemory

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from expire_span.models.kit.attention import AttentionMixer, bytes_of, relative_scores, share_heads
+from expire_span.models.kit.attention import AttentionMixer, relative_scores, share_heads
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.kit.fla_kernels import forgetting_kernel
 from expire_span.models.kit.precision import split_digits
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.forgetting import ForgettingConfig
 from expire_span.models.systems.full.layer import FOREVER
 from expire_span.store import NEVER, ExpiringMemory

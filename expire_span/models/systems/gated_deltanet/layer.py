@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import bytes_of, empty_rows
+from expire_span.models.kit.attention import empty_rows
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.kit.fla_kernels import gated_delta_kernel
 from expire_span.models.mixer import Keep, Mixer, MixerAux, MixerOutput, Steadiness
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.gated_deltanet import DeltaShape, GatedDeltaNetConfig
 
 from .rule import chunked_delta_rule

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import AttentionMixer, bytes_of, empty_rows, share_heads
+from expire_span.models.kit.attention import AttentionMixer, empty_rows, share_heads
 from expire_span.models.kit.precision import storage_dtype
 from expire_span.models.kit.rotary import rotate
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.linear import LinearConfig
 
 

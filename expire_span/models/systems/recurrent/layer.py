@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from expire_span.models.kit.attention import bytes_of, empty_rows
+from expire_span.models.kit.attention import empty_rows
 from expire_span.models.mixer import Keep, Mixer, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.recurrent import LSTMConfig, TanhRNNConfig, TorchGRUConfig
 
 

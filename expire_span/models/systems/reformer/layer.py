@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import AttentionMixer, bytes_of, empty_rows, relative_scores, share_heads
+from expire_span.models.kit.attention import AttentionMixer, empty_rows, relative_scores, share_heads
 from expire_span.models.kit.grouped import empty_slots, grouped_attention
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
+from expire_span.models.state import bytes_of
 from expire_span.models.systems.reformer import ReformerConfig
 
 ALONE = -1e5
