@@ -93,6 +93,7 @@ def agent_repeat_previous_medium() -> AgentRunConfig:
     train = replace(
         base.train, steps=1500, envs=64, window=52, gamma=0.1, gae_lambda=0.9, least_spread=0.01, entropy=0.003
     )
+    train = replace(train, budget=BudgetConfig())
     return replace(base, task=task, model=model, train=replace(train, eval_every=50, eval_episodes=64))
 
 
@@ -110,7 +111,9 @@ def agent_repeat_previous() -> AgentRunConfig:
     base = agent_repeat_first()
     task = replace(base.task, env="popgym:popgym-RepeatPreviousEasy-v0")
     mixer = replace(base.model.mixer, max_span=16, ramp=4, initial_span=0.9)
-    return replace(base, task=task, model=replace(base.model, mixer=mixer))
+    budget = BudgetConfig(live=5, initial_weight=1e-4, start_loss=0.1, patience_loss=0.1)
+    train = replace(base.train, steps=150, budget=budget)
+    return replace(base, task=task, model=replace(base.model, mixer=mixer), train=train)
 
 
 AGENT_RECIPES: dict[str, Callable[[], AgentRunConfig]] = {

@@ -32,7 +32,7 @@ def copy() -> RunConfig:
     # and normalised weights stay the same to the end of the ramp. So the budget rests as soon as it is met.
     base = copy_lesson()
     budget = BudgetConfig(live=100, initial_weight=1e-4, max_weight=1e-3, start_loss=0.02, patience_loss=0.1, rest=True)
-    train = replace(base.train, steps=500, batch=32, block=2048, lr=1e-3, span_lr_scale=8.0, final_lr=0.1)
+    train = replace(base.train, steps=500, batch=32, block=2048, lr=1e-3, span_lr_scale=16.0, final_lr=0.1)
     train = replace(train, budget=budget, span_weight=1e-6, eval_every=50)
     return replace(base, task=CopyTask(min_length=16), train=train)
 
