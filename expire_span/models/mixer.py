@@ -19,7 +19,7 @@ from expire_span.checks import show
 from expire_span.models import systems
 from expire_span.models.systems import LayerShape
 
-from .state import bytes_of, count_rows, outside_inference
+from .state import accept_state, bytes_of
 
 Keep = Literal["hidden", "kv", "nothing"]
 """What a state holds of the past. "hidden": hidden states, for training; keys, values and spans are recomputed from them in
@@ -145,11 +145,7 @@ class Mixer(nn.Module, ABC):
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""
         self._check_input(x)
-        if state is None:
-            state = self.initial_state(x.shape[0])
-        else:
-            _check_rows(state, x.shape[0])
-            state = outside_inference(state)
+        state = self.initial_state(x.shape[0]) if state is None else accept_state(state, x.shape[0])
         return self.mix(x, state) if x.numel() else _mix_nothing(x, state)
 
     def _check_input(self, x: Tensor) -> None:
@@ -168,14 +164,6 @@ class Mixer(nn.Module, ABC):
 
     def steadiness(self) -> Steadiness:
         return Steadiness()
-
-
-def _check_rows(state: Any, rows: int) -> None:
-    held = count_rows(state)
-    if held is not None and held != rows:
-        raise ValueError(
-            f"the state holds {held} rows and x has {rows}; begin with None, or choose rows by models.state.select_rows"
-        )
 
 
 def _mix_nothing(x: Tensor, state: Any) -> MixerOutput:

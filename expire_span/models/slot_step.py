@@ -7,7 +7,7 @@ step can be recorded as a CUDA graph and replayed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from expire_span.models.mixer import Mixer
 from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import ExpiringMemory
 from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
+
+if TYPE_CHECKING:
+    from expire_span.ops.triton.slot_tiles import Division
 
 
 class Memories(NamedTuple):
@@ -257,7 +260,7 @@ class SlotStep:
             normalizer_eps=r.normalizer_eps,
         )
 
-    def division(self, group: int) -> Any:
+    def division(self, group: int) -> Division:
         """How the kernel's programs divide the slots among them; made again when the slots or the tiles have changed."""
         from expire_span.ops.triton.slot_tiles import count_programs, divide, tiles
 

@@ -38,11 +38,20 @@ def count_rows(state: Any) -> int | None:
     return None
 
 
-def outside_inference(state: Any) -> Any:
-    """The state, or a copy of one that was made in torch.inference_mode: outside of it, such tensors cannot be changed."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+def accept_state(state: Any, rows: int) -> Any:
+    """The state for an input of so many rows, or a ValueError where it has others.
+
+    Tensors that torch.inference_mode made cannot be changed outside of it, so such a state is copied. Compiled code is given
+    states that uncompiled code has made, and leaves this out.
+    """
+    if torch.compiler.is_compiling():
         return state
-    return fork(state) if _from_inference(state) else state
+    held = count_rows(state)
+    if held is not None and held != rows:
+        raise ValueError(
+            f"the state holds {held} rows and x has {rows}; begin with None, or choose rows by models.state.select_rows"
+        )
+    return fork(state) if not torch.is_inference_mode_enabled() and _from_inference(state) else state
 
 
 def _from_inference(state: Any) -> bool:

@@ -224,6 +224,8 @@ class Stream:
         tensors, meta = read_saved(Path(path), decoder)
         try:
             return cls(decoder, meta["rows"])._restored(tensors, meta)
+        except torch.OutOfMemoryError:
+            raise  # the file may be right
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(f"{path} is not a saved stream that this version can read ({error})") from error
 

@@ -62,7 +62,7 @@ class Division(NamedTuple):
 
 
 def count_programs(slots: Sequence[int], copies: int) -> list[int]:
-    """Programs of each head, of which `slots` gives the slots; a layer has so many `copies`, one a row and query head."""
+    """Programs of each key/value head, given its slots; copies: the number of rows times that of query heads per such head."""
     chosen = tiles()
     lengths = [-(-n // chosen.slots) for n in slots]
     each = max(1, -(-copies * sum(lengths) // chosen.programs))  # tiles of a program, so that all programs run at once
