@@ -125,7 +125,7 @@ def time_over(row: dict[str, Any], other: dict[str, Any]) -> float:
 def run_gpu(result: dict[str, Any], whole: Deadline, asked: argparse.Namespace) -> None:
     device, errors, quick, out = torch.device("cuda"), result["errors"], asked.quick, asked.out
     steps, fill = (200 if quick else 1000), 4096
-    decoder = trained(asked.run, device) if asked.run else build(gpu_config(), device)
+    decoder = trained(asked.run, device) if asked.run else build(gpu_config(), device, asked.live)
     config, source = decoder.config, Source(asked.text)
 
     def attempt(name: str, call: Callable[[], Any], into: str = "rows") -> Any:
@@ -147,13 +147,11 @@ def run_gpu(result: dict[str, Any], whole: Deadline, asked: argparse.Namespace) 
         ours = attempt(f"ours {batch}", lambda b=batch: time_ours(decoder, source, b, fill=fill, steps=steps))
         rings[batch] = -(-int(ours["live"] + 1) // 64) * 64 if ours else 256
         plain(batch, rings[batch], "graph")
+        plain(batch, rings[batch], "compiled")
     plain(16, 65_536, "graph", 20)
-    plain(1, rings[1], "compiled")
     marks = (10_000, 1_000_000, 10_000_000) if quick else MARKS
     attempt("marks", lambda: time_marks(decoder, source, marks, steps if quick else 5000, whole), "marks")
     attempt("prompt", lambda: time_prompt(decoder, source, 1_000_000, 8192), "prompts")
-    for batch in BATCHES[1:]:
-        plain(batch, rings[batch], "compiled")
     if quick:
         return
     for batch in BATCHES:
@@ -163,6 +161,10 @@ def run_gpu(result: dict[str, Any], whole: Deadline, asked: argparse.Namespace) 
                 plain(batch, context, "graph", 50)
 
 
+def parse_counts(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
@@ -170,6 +172,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="the main figures only, in less than 150 seconds on a GPU")
     parser.add_argument("--run", type=Path, default=None, help="a trained run folder; it reads --text")
     parser.add_argument("--text", default=None, help="a file whose bytes the streams read, instead of random ones")
+    parser.add_argument(
+        "--live", type=parse_counts, default=(), help="without --run: live memories of each layer, like 31,158"
+    )
     parser.add_argument("--tune", action="store_true", help="try other tiles of the kernels first")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; with more than one, the wall clock is read")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine: tests the benchmark itself")

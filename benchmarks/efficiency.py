@@ -25,7 +25,7 @@ from expire_span.compare.table import collect_rows, write_table
 from expire_span.config import RunConfig, TextTask
 from expire_span.recipes import enwik8, text_small
 from expire_span.task_configs import BooksTask, CollisionTask
-from expire_span.task_recipes import collision
+from expire_span.task_recipes import collision, collision_mixed
 from expire_span.view.efficiency import Row, measure, show_count, show_score
 
 from .record import save
@@ -63,21 +63,22 @@ def books_run(path: str) -> RunConfig:
 
 
 def collision_run(path: str) -> RunConfig:
-    """The paper's model of the task (6 layers of 512, spans up to 16k), trained in parallel on windows of 16,384 tokens."""
-    base = enwik8()
-    mixer = replace(base.model.mixer, max_span=16_384, ramp=128, initial_span=0.25)
-    model = replace(base.model, layers=6, heads=4, ff_dim=1024, dropout=0.0, mixer=mixer)
-    train = replace(base.train, batch=4, block=16_384)
-    return RunConfig(CollisionTask(path=path, eval_frames=200_000), model, train)
+    """The recipe collision_mixed: 4 layers of 256, spans up to 16k, windows of 16,384 tokens."""
+    base = collision_mixed()
+    return replace(base, task=replace(base.task, path=path, eval_frames=200_000))
 
 
 TASKS: dict[str, Callable[[str], RunConfig]] = {"enwik8": enwik8_run, "books": books_run, "collision": collision_run}
 
 
 def with_one_evaluation(config: RunConfig, rows: int = 32, batches: int = 8) -> RunConfig:
-    """The run with one evaluation, at the end: as many tokens per row as a training window, starting with an empty memory."""
+    """The run with one evaluation, at the end, from an empty memory on: as many tokens per row as a training window, and five
+    times as many for collision, most of whose answers lie further back than a window that has just begun."""
     never, block = 10**6, config.train.block // batches
-    train = replace(config.train, eval_every=never, checkpoint_every=never, eval_batches=1, test_batches=batches)
+    windows = 5 if isinstance(config.task, CollisionTask) else 1
+    train = replace(
+        config.train, eval_every=never, checkpoint_every=never, eval_batches=1, test_batches=windows * batches
+    )
     return replace(config, train=replace(train, eval_batch=rows, eval_block=block))
 
 

@@ -4,7 +4,7 @@ CPU."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,22 @@ from .timing import Deadline, spread, synchronize
 CPU_GOAL = 1.3
 
 
-def build(config: DecoderConfig, device: torch.device) -> Decoder:
-    """A decoder with random weights whose spans differ between tokens and, if there is a span per head, between heads."""
+REACHES = (700.0, 500.0, *(2.0**n for n in range(3, 9)))
+"""Mean spans of the heads of a layer with random weights, in steps."""
+SHARES = (0.7, 0.14, 0.06, 0.04, 0.02, 0.02, 0.01, 0.01)
+"""How the live memories of a trained layer are distributed over its heads, about."""
+
+
+def build(config: DecoderConfig, device: torch.device, live: Sequence[float] = ()) -> Decoder:
+    """A decoder with random weights whose spans differ between tokens and, if there is a span per head, between heads.
+
+    live: mean live memories per head of each layer, distributed over its heads about as training does; none: the same in all.
+    """
     torch.manual_seed(0)
     decoder = Decoder(config).to(device).eval()
     if device.type == "cuda":
         decoder = decoder.to(torch.bfloat16)
-    for block in decoder.layers():
+    for layer, block in enumerate(decoder.layers()):
         predictor: Any = block.mixer.span_predictor
         predictor.float()  # bfloat16 is too coarse for spans
         scale = config.mixer.temperature / config.dim**0.5
@@ -37,7 +46,9 @@ def build(config: DecoderConfig, device: torch.device) -> Decoder:
         if not config.mixer.reach.learned:
             torch.nn.init.constant_(predictor.bias, -1.3)
             continue
-        reaches = [700.0, 500.0, *(2.0**n for n in range(3, 3 + len(predictor.reach) - 2))]
+        heads = len(predictor.reach)
+        kept = [share * live[layer] * heads - config.mixer.ramp for share in SHARES[:heads]] if live else []
+        reaches = kept or REACHES[:heads]
         with torch.no_grad():
             for n, steps in enumerate(reaches):
                 low = predictor.min_span if n < predictor.out_features else predictor.shortest_shared
@@ -283,13 +294,12 @@ def compare_on_cpu(config: DecoderConfig, fill: int, rounds: int) -> dict[str, A
 
 SLOT_TILES: tuple[dict[str, Any], ...] = (
     {},
-    *(dict(programs=programs) for programs in (264, 528, 2112, 4224, 8448)),
-    *(dict(slots=32, programs=programs) for programs in (1056, 2112, 4224)),
+    *(dict(programs=programs) for programs in (1056, 1584, 4224)),
+    *(dict(slots=16, programs=programs) for programs in (2112, 4224)),
+    *(dict(slots=64, programs=programs) for programs in (1056, 2112)),
     dict(warps=2),
-    dict(warps=2, programs=2112),
-    dict(slots=32, apart=True),
-    dict(slots=32, apart=True, programs=4224),
-    dict(slots=32, skip_dead=True),
+    dict(apart=True),
+    dict(skip_dead=True),
 )
 PRODUCT_TILES = {
     1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),

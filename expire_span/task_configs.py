@@ -196,6 +196,9 @@ class CollisionTask:
     """In training, chance a frame that the second particle is shown in the first one's cell, so that collisions are frequent
     and answers near: an aid that the paper's setting does not have; validation and test never have it. Saved simulations have
     the chance that they were made with (expire-span data collision --meet-prob)."""
+    meet_probs: tuple[float, ...] = ()
+    """Several such chances instead of one: equal parts of the rows have one each, so that easy and hard rows are learned side
+    by side."""
     hints: bool = False
     """In training, ask at the sixth token of every frame whether the particles have just collided, and in which quadrant. The
     paper's setting does not have this aid; validation and test never have it."""
@@ -204,6 +207,8 @@ class CollisionTask:
         require(self.size >= 2, f"size must be at least 2, got {self.size}")
         require(1 <= self.colours <= 64, f"colours must lie in 1..64, got {self.colours}")
         _check_shares(self, "colour_prob", "latest_prob", "meet_prob")
+        for share in self.meet_probs:
+            require(0 <= share <= 1, f"meet_probs must lie in [0, 1], got {self.meet_probs}")
         limit = self.size / 4  # faster particles could hardly be kept inside the grid
         require(0 < self.speed <= limit, f"speed must lie in (0, size / 4 = {limit:g}], got {self.speed}")
         require(self.eval_frames >= 1, f"eval_frames must be at least 1, got {self.eval_frames}")

@@ -176,6 +176,25 @@ def collision_small() -> RunConfig:
     return RunConfig(CollisionTask(path="data/collision"), model, train)
 
 
+def collision_mixed() -> RunConfig:
+    """Where did two colours last collide? The paper's game beside rows with frequent collisions, spans up to 16,384."""
+    # Half of the rows are the game itself. The others keep the question in view, so that no lessons are needed.
+    base = collision_small()
+    task = CollisionTask(path="data/collision-mixed", meet_probs=(0.3, 0.05, 0.0, 0.0), hints=True)
+    return replace(base, task=task, train=replace(base.train, steps=1300))
+
+
+def collision_long() -> RunConfig:
+    """Where did two colours last collide? Spans up to 65,536 (--init-from collision_mixed, whose spans it makes longer)."""
+    # Spans are shares of max_span, so that what has learned to live 16k steps lives 64k. No span loss: it would shorten spans
+    # whose memories are not used yet.
+    base = collision_mixed()
+    train = replace(base.train, steps=3400, block=65_536, lr=1e-3, muon_lr=5e-3, warmup=100, decay_share=0.95)
+    train = replace(train, span_weight=0.0, budget=BudgetConfig(), eval_batch=16, test_batches=160)
+    mixer = replace(base.model.mixer, max_span=65_536)
+    return replace(base, model=replace(base.model, mixer=mixer), train=train)
+
+
 def collision_paper() -> RunConfig:
     """Where did two colours last collide? The paper's model: 6 layers of 512, blocks of 256, 100,000 updates of batch 512."""
     details = PaperDetails(include_self=False, normalizer_eps=1e-8, initial_memories=256)
@@ -202,5 +221,7 @@ TASK_RECIPES: dict[str, Callable[[], RunConfig]] = {
     "collision_dense": collision_dense,
     "collision_sparse": collision_sparse,
     "collision_small": collision_small,
+    "collision_mixed": collision_mixed,
+    "collision_long": collision_long,
     "collision_paper": collision_paper,
 }

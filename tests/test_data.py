@@ -269,6 +269,25 @@ def test_a_folder_of_collisions_is_of_one_game(tmp_path, capsys):
         Collision(CollisionTask(path=str(tmp_path / "none"), meet_prob=0.3)).stream("train", batch=1, block=8, seed=0)
 
 
+def test_several_meeting_chances_are_parts_of_one_training_split(tmp_path, capsys):
+    command = ["data", "collision", "--to", str(tmp_path / "c"), "--frames", "24000", "--meet-prob", "0.5", "0"]
+    assert main(command) == 0
+
+    def share_of_meetings(split: str, batch: int) -> list[float]:
+        rows = Collision(CollisionTask(path=str(tmp_path / "c"))).stream(split, batch=batch, block=8000, seed=0)
+        x = next(rows).x.numpy().reshape(batch, -1, 8)
+        return [float(v) for v in ((x[..., 0] == x[..., 3]) & (x[..., 1] == x[..., 4])).mean(1)]
+
+    dense, game = share_of_meetings("train", 2)
+    assert 0.4 < dense < 0.6 and game < 0.1 and max(share_of_meetings("test", 2)) < 0.1
+    capsys.readouterr()
+    assert main(command[:-2]) == 2 and "at least one probability" in capsys.readouterr().err
+    assert (
+        main(command[:-1]) == 2
+        and "made with {'meet_prob': [0.5, 0.0]}, and --meet-prob is 0.5" in capsys.readouterr().err
+    )
+
+
 def test_collision_takes_no_source_and_needs_frames(tmp_path, capsys):
     assert main(["data", "collision", "--from", "x"]) == 2 and "takes no --from" in capsys.readouterr().err
     assert main(["data", "collision", "--frames", "5", "--to", str(tmp_path / "c")]) == 2

@@ -32,8 +32,9 @@ class Data:
     """Where to put it; data/NAME by default, where the recipes look for it."""
     frames: int = 1_200_000
     """collision: number of frames to save, over all splits."""
-    meet_prob: float = 0.0
-    """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons."""
+    meet_prob: tuple[float, ...] = (0.0,)
+    """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons. Several
+    values divide the split into as many equal parts, so that easy and hard rows are learned side by side."""
     books: int | None = None
     """books: number of books of each split; None downloads all."""
 
@@ -64,13 +65,12 @@ def _check(name: str, command: Data) -> None:
 
 
 def _make(name: str, place: Path, command: Data, report: Callable[[int, int | None], None]) -> Path:
-    from expire_span.task_configs import CollisionTask
     from expire_span.tasks import datasets
 
     if name == "enwik8":
         return datasets.make_enwik8(place, command.source, report)
     if name == "collision":
-        return datasets.make_collision(place, command.frames, report, config=CollisionTask(meet_prob=command.meet_prob))
+        return datasets.make_collision(place, command.frames, report, meet_probs=command.meet_prob)
     return datasets.make_books(place, command.source, report, limit=command.books)
 
 

@@ -56,6 +56,8 @@ class Simulation:
 
     def __init__(self, config: CollisionTask, rows: int, *, key: np.ndarray) -> None:
         self.config, self.rows = config, rows
+        shares = np.array(config.meet_probs or (config.meet_prob,))
+        self.meet_prob = shares[np.arange(rows) * len(shares) // rows]  # [B]: equal parts of the rows have one each
         self.keys = mix(key + np.arange(rows, dtype=np.uint64))  # [B]
         self.frame = 0
         pairs = config.colours**2
@@ -74,8 +76,8 @@ class Simulation:
         at = np.arange(self.frame + 1, self.frame + 1 + frames)
         positions = np.stack([self._move(int(frame)) for frame in at])
         cells = np.rint(positions).astype(np.int64)
-        if self.config.meet_prob:
-            meets = chance(self._draws(MEET, at).T, self.config.meet_prob)  # [F, B]
+        if self.meet_prob.any():
+            meets = chance(self._draws(MEET, at).T, self.meet_prob)  # [F, B]
             cells[:, :, 1] = np.where(meets[..., None], cells[:, :, 0], cells[:, :, 1])
         colours = self._colours(at)
         out = self._ask(at, cells, colours)
@@ -188,7 +190,7 @@ class Collision:
 
     def config_of(self, split: Split) -> CollisionTask:
         """The settings of a split: aids for learning (hints, forced meetings) are used in training only."""
-        return self.config if split == "train" else replace(self.config, meet_prob=0.0, hints=False)
+        return self.config if split == "train" else replace(self.config, meet_prob=0.0, meet_probs=(), hints=False)
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return 1 - correct / max(count, 1)
@@ -273,7 +275,8 @@ class SavedRows:
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
         path = Path(task.config.path) / f"{split}.npy"
         if not path.is_file():
-            meetings = f" --meet-prob {task.config.meet_prob:g}" if task.config.meet_prob else ""
+            shares = task.config.meet_probs or (task.config.meet_prob,)
+            meetings = f" --meet-prob {' '.join(f'{share:g}' for share in shares)}" if any(shares) else ""
             command = f"expire-span data collision{meetings} --to {task.config.path}"
             raise ValueError(f"{path} is missing; make it with: {command}")
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label

@@ -14,7 +14,7 @@ import tempfile
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -167,16 +167,22 @@ def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -
 
 
 def make_collision(
-    target: Path, frames: int, report: Report, *, config: CollisionTask | None = None, seed: int = 0
+    target: Path, frames: int, report: Report, *, meet_probs: Sequence[float] = (0.0,), seed: int = 0
 ) -> Path:
-    """Save simulations as train.npy, valid.npy and test.npy: [frames, 9] bytes, eight tokens and the label."""
+    """Save simulations as train.npy, valid.npy and test.npy: [frames, 9] bytes, eight tokens and the label.
+
+    meet_probs: chance per frame that the particles of the training split are made to meet. Several stand for as many
+    equal parts of the split, one after another, so that a batch whose rows are cut from it has rows of every kind.
+    """
     least = sum(SHARES.values())
     if frames < least:
         raise UserError(f"--frames must be at least {least}, got {frames}")
     _check_room(target, frames)
-    task = Collision(config or CollisionTask())
+    if not meet_probs:
+        raise UserError("--meet-prob needs at least one probability, got none; 0 is the published game")
+    task = Collision(CollisionTask(meet_probs=tuple(meet_probs)))
     target.mkdir(parents=True, exist_ok=True)
-    _check_game(target, task.config)
+    _check_game(target, list(meet_probs))
     done = 0
     for split in SPLITS:
         count = frames * SHARES[split] // least
@@ -202,8 +208,9 @@ def _check_room(target: Path, frames: int) -> None:
         )
 
 
-def _check_game(target: Path, config: CollisionTask) -> None:
-    """Write the meeting probability beside the frames; refuse a folder that was made with another one."""
+def _check_game(target: Path, meet_probs: list[float]) -> None:
+    """Write the meeting probabilities beside the frames; refuse a folder that was made with others."""
+    asked = {"meet_prob": meet_probs if len(meet_probs) > 1 else meet_probs[0]}
     note = target / "game.json"
     try:
         found = read_json(note) if note.exists() else None
@@ -211,9 +218,10 @@ def _check_game(target: Path, config: CollisionTask) -> None:
         raise UserError(f"{error}; remove {target} and repeat the command") from error
     if found is None and any((target / f"{split}.npy").exists() for split in SPLITS):
         found = {"meet_prob": 0.0}  # saved before particles could be made to meet
-    if found is not None and found != {"meet_prob": config.meet_prob}:
-        raise UserError(f"{target} was made with {found}, and --meet-prob is {config.meet_prob:g}; give another --to")
-    write_atomic(note, json.dumps({"meet_prob": config.meet_prob}).encode())
+    if found is not None and found != asked:
+        given = " ".join(f"{share:g}" for share in meet_probs)
+        raise UserError(f"{target} was made with {found}, and --meet-prob is {given}; give another --to")
+    write_atomic(note, json.dumps(asked).encode())
 
 
 def _check_count(path: Path, count: int) -> None:

@@ -172,8 +172,8 @@ def mix(x: np.ndarray | np.uint64) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def chance(draws: np.ndarray, share: float) -> np.ndarray:
-    """True with probability `share`, from the upper 32 bits of 64-bit draws."""
+def chance(draws: np.ndarray, share: float | np.ndarray) -> np.ndarray:
+    """True with probability `share` (which broadcasts against the draws), from the upper 32 bits of 64-bit draws."""
     return (draws >> np.uint64(32)).astype(np.float64) < share * 2.0**32
 
 

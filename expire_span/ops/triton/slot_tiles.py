@@ -21,14 +21,14 @@ MOST_PROGRAMS = 64
 class Tiles(NamedTuple):
     """How a step is cut into programs."""
 
-    slots: int = 64
+    slots: int = 32
     """Slots that a program reads at once."""
     warps: int | None = None
     """Warps of a program; None takes one for heads of up to 64 dimensions, and two for wider ones."""
     stages: int = 1
     """Pipeline depth: how many loads of a program are in flight at once."""
-    programs: int = 1056
-    """Programs that a GPU runs at once, eight for each multiprocessor of a large one: tiles are distributed over so many."""
+    programs: int = 2112
+    """Programs that a GPU runs at once, sixteen for each multiprocessor of a large one: tiles are distributed over so many."""
     skip_dead: bool = False
     """Whether a program first reads the edges of a tile's slots, and then only the keys and values of living ones."""
     apart: bool = False
