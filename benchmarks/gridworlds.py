@@ -42,7 +42,7 @@ def measure(engine: Engine, seconds: float, *, info: bool) -> float:
             elif clock() - start >= seconds:
                 return done * engine.num_envs / (clock() - start)
         engine.step(actions[done % AHEAD])
-        engine.begin(engine.over)
+        engine.begin_ended()
         if info:
             engine.info()
         done += 1

@@ -49,7 +49,7 @@ class GridWorlds(Environments):
         self.engine.reset(seed, environments=self.numbers)
 
     def _begin_rows(self, rows: Tensor) -> None:
-        self.engine.begin(rows.cpu().numpy() if self.engine.arrays.is_numpy else rows)
+        self.engine.begin_ended()  # after a step, the rows that have ended are those that are over
 
     def _advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         chosen = actions[:, 0]

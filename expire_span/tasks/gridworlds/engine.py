@@ -71,6 +71,8 @@ class Engine(ABC):
         self.steps = self.arrays.zeros(num_envs)
         self.over = self.arrays.falses(num_envs)
         self.success = self.arrays.falses(num_envs)
+        self._ahead: dict[str, Array] | None = None
+        self._ahead_age = 0
         self._build_tables()
         self.reset(seed=0)
 
@@ -100,9 +102,27 @@ class Engine(ABC):
         if positions is not None and len(positions) == 0:
             return
         self.episodes = self.episodes + rows
+        self._begin(rows, positions, self._draw_facts(self._episode_keys(positions)))
+
+    def begin_ended(self) -> None:
+        """Begin the next episode in the rows whose episode is over: the same as `begin(self.over)`, and faster on a GPU.
+
+        There, episodes would be drawn for all rows at every step. Instead, the next episode of every row is drawn ahead, and
+        drawn again after as many steps as the shortest episode has: until then, no row can end twice.
+        """
+        if self.arrays.positions(self.over) is not None:
+            return self.begin(self.over)
+        if self._ahead is None or self._ahead_age >= self.shortest:
+            self._ahead, self._ahead_age = self._draw_facts(mix(self.keys ^ mix(self.episodes + 1))), 0
+        self.episodes = self.episodes + self.over
+        ahead, age = self._ahead, self._ahead_age
+        self._begin(self.over, None, ahead)
+        self._ahead, self._ahead_age = ahead, age  # still valid: each row's next episode, unless it has just begun it
+
+    def _begin(self, rows: Array, positions: Array | None, facts: dict[str, Array]) -> None:
+        self._ahead = None
         self.steps = self.arrays.where(rows, 0, self.steps)
         self.over, self.success = self.over & ~rows, self.success & ~rows
-        facts = self._draw_facts(self._episode_keys(positions))
         for name, new in {**facts, **self._first_state(facts)}.items():
             old = getattr(self, name, None)
             setattr(self, name, new if old is None else self.arrays.merge(old, new, rows, positions))
@@ -120,6 +140,7 @@ class Engine(ABC):
 
     def restore(self, saved: dict[str, Array]) -> None:
         """Return to a snapshot. Facts that follow from the episodes' numbers are drawn again; other names are ignored."""
+        self._ahead = None
         for name in (*SAVED, *self.state):
             setattr(self, name, saved[name])
         for name, values in self._draw_facts(self._episode_keys()).items():
@@ -132,6 +153,7 @@ class Engine(ABC):
         arrays = self.arrays
         actions = arrays.integers(actions)
         self._check(actions)
+        self._ahead_age += 1
         running = ~self.over
         reward, ended, success = self._advance(actions, running)
         self.steps = self.steps + running
@@ -164,6 +186,11 @@ class Engine(ABC):
         }
 
     # What each world defines
+
+    @property
+    def shortest(self) -> int:
+        """Steps that every episode has at least."""
+        return 1
 
     def _build_tables(self) -> None:  # noqa: B027 (a world may need none)
         """Tables that depend on the settings alone."""

@@ -196,6 +196,10 @@ class Instruction(Engine):
     # Steps
 
     @property
+    def shortest(self) -> int:
+        return self.config.talk  # the first instruction is never cancelled, and acts count only after the talk
+
+    @property
     def listening(self) -> Array:
         return self.steps < self.config.talk
 
