@@ -56,30 +56,13 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 
 
 @triton.jit
-def _step(
-    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, programs, parts, peaks,
-    totals, width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
-    QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
-    EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+def _attend_tiles(
+    q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, first, step = (
-        tl.load(programs + 3 * program),
-        tl.load(programs + 3 * program + 1),
-        tl.load(programs + 3 * program + 2),
-    )
-    heads = kv_heads * group
-    h = head // group
-    d, c = tl.arange(0, D_PAD), tl.arange(0, C_PAD)
-    inside = d < D
-    now = tl.load(column)
-    mine = proj + b * proj_b
-    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
-    # Addresses are those of the head's first slot plus 32-bit offsets: half the registers of 64-bit ones.
-    base = b * slots + tl.load(bounds + h)
-    keys_of, values_of, pos_of, edge_of = k + base * D, v + base * D, pos + base, edge + base
-    end = FRESH + tl.load(counts + b * kv_heads + h)
+    """Attend from one query to every `step`-th tile of its head's slots: values summed by weight [D_PAD], the weights' sum, and
+    the largest score. Slots before FRESH that this block of steps has not written yet, and slots from `end` on, are empty."""
     if APART:
         acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
         total = tl.zeros([BLOCK_N], tl.float32)
@@ -121,31 +104,76 @@ def _step(
         total = tl.sum(total * rise, 0)
         acc = tl.sum(acc * rise[:, None], 0)
         peak = best
+    return acc, total, peak
+
+
+@triton.jit
+def _predict_span(
+    hidden, weight, bias, low, room, h, c, width, hidden_eps, HIDDEN_NORM: tl.constexpr
+):  # fmt: skip
+    """The new memory's span in key/value head h, from the hidden state of its row."""
+    state = tl.load(hidden + c, mask=c < width, other=0.0).to(tl.float32)
+    predictor = tl.load(weight + h * width + c, mask=c < width, other=0.0)
+    logit = tl.sum(state * predictor, 0)
+    if HIDDEN_NORM:
+        logit = logit / tl.sqrt(tl.sum(state * state, 0) / width + hidden_eps)
+    logit += tl.load(bias + h)
+    return tl.load(low + h) + tl.load(room + h) / (1.0 + tl.exp(-logit))
+
+
+@triton.jit
+def _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS: tl.constexpr):
+    """Add the new memory, which has `left` steps to live, to the sums of its own query."""
+    s = tl.where(left > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
+    new_peak = tl.maximum(peak, s)
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    e, fade = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
+    p = tl.maximum(tl.minimum(left * inv_ramp, 1.0), 0.0) * e
+    return acc * fade + p * v_new, total * fade + p + EPS * e, new_peak
+
+
+@triton.jit
+def _step(
+    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, programs, parts, peaks,
+    totals, width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
+    QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
+    EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """One program: some tiles of one query head of one row. The head's first program also appends the new memory."""
+    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, first, step = (
+        tl.load(programs + 3 * program),
+        tl.load(programs + 3 * program + 1),
+        tl.load(programs + 3 * program + 2),
+    )
+    heads = kv_heads * group
+    h = head // group
+    d, c = tl.arange(0, D_PAD), tl.arange(0, C_PAD)
+    inside = d < D
+    now = tl.load(column)
+    mine = proj + b * proj_b
+    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+    # Addresses are those of the head's first slot plus 32-bit offsets: half the registers of 64-bit ones.
+    base = b * slots + tl.load(bounds + h)
+    keys_of, values_of, pos_of, edge_of = k + base * D, v + base * D, pos + base, edge + base
+    end = FRESH + tl.load(counts + b * kv_heads + h)
+    acc, total, peak = _attend_tiles(
+        q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD, APART,
+    )  # fmt: skip
     if first == 0:
         k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
-        state = tl.load(hidden + b * hidden_b + c, mask=c < width, other=0.0).to(tl.float32)
-        predictor = tl.load(weight + h * width + c, mask=c < width, other=0.0)
-        logit = tl.sum(state * predictor, 0)
-        if HIDDEN_NORM:
-            logit = logit / tl.sqrt(tl.sum(state * state, 0) / width + hidden_eps)
-        logit += tl.load(bias + h)
-        span = tl.load(low + h) + tl.load(room + h) / (1.0 + tl.exp(-logit))
-        left = span + ramp
+        state = hidden + b * hidden_b
+        left = _predict_span(state, weight, bias, low, room, h, c, width, hidden_eps, HIDDEN_NORM) + ramp
         if head % group == 0:
             at = now * D + d
             tl.store(keys_of + at, k_new.to(k.dtype.element_ty), mask=inside)
             tl.store(values_of + at, v_new.to(v.dtype.element_ty), mask=inside)
             tl.store(edge_of + now, left)
         if MIN_AGE == 0:
-            s = tl.where(left > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
-            new_peak = tl.maximum(peak, s)
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            e, fade = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
-            p = tl.maximum(tl.minimum(left * inv_ramp, 1.0), 0.0) * e
-            total = total * fade + p + EPS * e
-            acc = acc * fade + p * v_new
-            peak = new_peak
+            acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS)
     if step == 1:
         acc = acc / tl.where(total > 0, total, 1.0)
         tl.store(y + (b * heads + head) * D + d, acc.to(y.dtype.element_ty), mask=inside)
