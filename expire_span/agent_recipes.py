@@ -106,6 +106,17 @@ def agent_repeat_first() -> AgentRunConfig:
     return replace(base, task=task, model=replace(base.model, mixer=mixer), train=replace(base.train, gamma=0.9))
 
 
+def agent_repeat_first_medium() -> AgentRunConfig:
+    """popgym's RepeatFirst Medium: answer every step with the first of 416 cards."""
+    # One layer had learned nothing after 160 updates: a second one can tell the memory that no other came before.
+    base = agent_repeat_first()
+    mixer = replace(base.model.mixer, max_span=512, ramp=32, initial_span=0.95)
+    budget = BudgetConfig(live=60, initial_weight=1e-5, start_loss=0.1, patience_loss=0.1, rest=True)
+    train = replace(base.train, steps=300, envs=64, window=52, eval_every=50, eval_episodes=64, budget=budget)
+    task = replace(base.task, env="popgym:popgym-RepeatFirstMedium-v0")
+    return replace(base, task=task, model=replace(base.model, layers=2, mixer=mixer), train=train)
+
+
 def agent_repeat_previous() -> AgentRunConfig:
     """popgym's RepeatPrevious Easy: answer with the card of three steps ago; minutes on a CPU."""
     base = agent_repeat_first()
@@ -125,6 +136,7 @@ AGENT_RECIPES: dict[str, Callable[[], AgentRunConfig]] = {
     "agent_corridor_hard": agent_corridor_hard,
     "agent_portal": agent_portal,
     "agent_repeat_first": agent_repeat_first,
+    "agent_repeat_first_medium": agent_repeat_first_medium,
     "agent_repeat_previous": agent_repeat_previous,
     "agent_repeat_previous_medium": agent_repeat_previous_medium,
 }
