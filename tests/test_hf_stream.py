@@ -6,8 +6,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.hf import Sampling, Stream, retrofit, stream  # noqa: E402
+from expire_span.hf.loading import end_tokens, turn_tokens  # noqa: E402
 
-from .hf_models import byte_tokenizer, forgetful, tiny, tokens  # noqa: E402
+from .hf_models import byte_tokenizer, forgetful, model_folder, tiny, tokens  # noqa: E402
 
 ROUNDING = 1e-5
 
@@ -246,7 +247,7 @@ def test_a_client_that_goes_away_makes_room(client):
 
     api, _ = client
     for streamed in (False, True):
-        body = json.dumps({"prompt": "x", "max_tokens": 10**9, "stream": streamed}).encode()
+        body = json.dumps({"prompt": "x", "max_tokens": 10**9, "temperature": 0, "stream": streamed}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
@@ -302,3 +303,51 @@ def test_counts_that_no_stream_can_have():
         stream.fork(0)
     with pytest.raises(ValueError, match="config must be a RetrofitConfig, got 'tight'"):
         retrofit(tiny(), "tight")  # type: ignore[arg-type]
+
+
+# The chat
+
+
+def test_a_chat_goes_on_after_an_interrupted_answer(tmp_path, monkeypatch, capsys):
+    import io
+    import signal
+
+    from expire_span.cli import main
+    from expire_span.hf.loading import open_model
+    from expire_span.hf.writing import TextWriter
+
+    model, _ = open_model(str(model_folder(tmp_path / "base")), device="cpu")
+    forgetful(model).save(tmp_path / "adapter")
+    added, add = [], TextWriter.add
+
+    def interrupted(writer, token):
+        added.append(token)
+        if len(added) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return add(writer, token)
+
+    monkeypatch.setattr(TextWriter, "add", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("no \udcff UTF-8\nagain\n"))
+    options = ["--adapter", str(tmp_path / "adapter"), "--max-tokens", "5", "--temperature", "0", "--device", "cpu"]
+    assert main(["chat", str(tmp_path / "base"), *options]) == 0
+    assert len(added) == 3 + 5 and capsys.readouterr().err.count("tokens read") == 2
+
+
+def test_a_later_turn_repeats_no_system_prompt():
+    tokenizer = byte_tokenizer()
+    turn = lambda said: tokenizer.decode(turn_tokens(tokenizer, said))  # noqa: E731
+    assert turn("why?") == "\nuser: why?\nassistant:"
+    tokenizer.chat_template = (
+        "{{ '<s>be kind ' }}{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+    )
+    assert turn("why?") == "</s>[user] why?</s>[assistant] "
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match="the model's chat template refuses these messages: no"):
+        turn("why?")
+
+
+def test_all_tokens_that_end_an_answer():
+    model = tiny()
+    model.generation_config.eos_token_id = [9, 11]  # as for models whose chat turns end with a token of their own
+    assert end_tokens(model, byte_tokenizer()) == {2, 9, 11}
