@@ -43,7 +43,7 @@ def run_chat(args: list[str]) -> int:
     options_at_least(command, 1, "max_tokens")
     from expire_span.hf.adapter import read_head
     from expire_span.hf.handle import load_adapter
-    from expire_span.hf.loading import chat_tokens, end_tokens, open_model, turn_tokens
+    from expire_span.hf.loading import end_tokens, open_model, turn_tokens
     from expire_span.hf.streams import Stream
     from expire_span.sampling import Sampling
 
@@ -54,9 +54,7 @@ def run_chat(args: list[str]) -> int:
     ends = end_tokens(model, tokenizer)
     _tell("Ctrl-C ends an answer, an empty line the chat.")
     for turn, line in enumerate(_lines()):
-        said = (
-            chat_tokens(tokenizer, [{"role": "user", "content": line}]) if turn == 0 else turn_tokens(tokenizer, line)
-        )
+        said = turn_tokens(tokenizer, line, first=turn == 0)
         _answer(stream, said, tokenizer, ends, sampling, command.max_tokens)
         live = sum(float(x.float().mean()) for x in stream.cache.live()) / len(stream.cache.layers)
         _tell(f"[{stream.read_tokens} tokens read, {live:.0f} remembered per head]")

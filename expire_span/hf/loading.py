@@ -123,13 +123,15 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     return tokenizer.encode(_chat_text(tokenizer, messages), add_special_tokens=False)
 
 
-def turn_tokens(tokenizer: Any, said: str) -> list[int]:
+def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
     """A user's next turn of a conversation that is in memory up to the end of the last answer, not counting a token that ended
     it: what the template writes after an answer, the new turn, and the beginning of its answer.
 
-    A system prompt that a template puts before every conversation is not repeated.
+    A system prompt that a template puts before every conversation is in the first turn only.
     """
     turn = {"role": "user", "content": said}
+    if first:
+        return chat_tokens(tokenizer, [turn])
     before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
     after = _chat_text(tokenizer, [*before, turn]).partition(_MARK)[2]
     return tokenizer.encode(after, add_special_tokens=False) if after else chat_tokens(tokenizer, [turn])
