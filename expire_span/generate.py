@@ -51,7 +51,7 @@ def generate_bytes(
     """Yield one new byte for each sample, as they come. Only models of bytes (256 token kinds) can do this."""
     if decoder.config.vocab != 256:
         raise ValueError(f"generating text needs a model of bytes with vocab 256, got vocab {decoder.config.vocab}")
-    tokens = torch.tensor(list(prompt or START), dtype=torch.long)
+    tokens = torch.frombuffer(bytearray(prompt or START), dtype=torch.uint8)
     for step in generate_tokens(decoder, tokens, sampling or Sampling(), samples=samples, max_tokens=max_tokens):
         yield [bytes([token]) for token in step.tolist()]
 

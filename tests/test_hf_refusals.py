@@ -10,10 +10,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, LlamaModel, T5Config  # noqa: E402
 from transformers import T5ForConditionalGeneration as T5  # noqa: E402
 
-from expire_span.errors import UserError  # noqa: E402
+from expire_span.errors import StorageError, UserError  # noqa: E402
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
+from expire_span.hf.loading import open_model  # noqa: E402
 
-from .hf_models import FAMILIES, forgetful, tiny, tokens  # noqa: E402
+from .hf_models import FAMILIES, forgetful, model_folder, read, tiny, tokens  # noqa: E402
 
 SMALL = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 
@@ -205,3 +206,107 @@ def test_adapters_that_do_not_fit(tmp_path):
         (tmp_path / "adapter" / "adapter.json").write_text(damage)
         with pytest.raises(UserError, match=r"adapter.json (is not valid JSON|must hold a JSON table)"):
             load_adapter(model, tmp_path / "adapter")
+
+
+def test_adapters_whose_weights_do_not_fit(tmp_path):
+    """The checksum fits, and yet the weights are not those of the model or of adapter.json."""
+    import hashlib
+
+    import safetensors.torch
+
+    forgetful(tiny(), max_span=40, ramp=4).save(tmp_path / "adapter")
+    path, model = tmp_path / "adapter" / "adapter.safetensors", tiny()
+    head = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
+    weights = safetensors.torch.load_file(path)
+    less = {name: x for name, x in weights.items() if name != "0.weight"}
+    for data, rank, said in [
+        (safetensors.torch.save(weights), 10**9, "has LoRA weights of rank 0, adapter.json says 1000000000"),
+        (safetensors.torch.save(less), 0, r"0.weight must have shape \(2, 32\), got none"),
+        (
+            safetensors.torch.save({**weights, "0.bias": torch.zeros(3)}),
+            0,
+            r"0.bias must have shape \(2,\), got \(3,\)",
+        ),
+        (safetensors.torch.save({**weights, "0.bias": torch.full((2,), torch.nan)}), 0, "0.bias must be finite"),
+        (safetensors.torch.save(weights)[:99], 0, "cannot be read"),
+    ]:
+        path.write_bytes(data)
+        changed = head | {"lora_rank": rank, "sha256": hashlib.sha256(data).hexdigest()}
+        (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=said + ".*; copy (it|the adapter) again"):
+            load_adapter(model, tmp_path / "adapter")
+        untouched(model)
+    with pytest.raises(UserError, match=r"it has no adapter.json; there is one at .*adapter"):
+        load_adapter(model, tmp_path)
+
+
+def test_saved_caches_that_cannot_be_loaded(tmp_path):
+    handle, path = forgetful(tiny(), max_span=40, ramp=4), tmp_path / "cache.safetensors"
+    cache, _ = read(handle, tokens(1, 9))
+    cache.fork().save(path)
+    with pytest.raises(
+        UserError, match=r"was saved by another model .weights .*; load it with the model that wrote it"
+    ):
+        forgetful(tiny(seed=5), max_span=40, ramp=4).new_cache().load(path)
+    with pytest.raises(UserError, match="is not a saved cache that can be read: No such file"):
+        cache.load(tmp_path / "nothing")
+    path.write_bytes(path.read_bytes().replace(b"seen", b'se"n', 1))
+    with pytest.raises(UserError, match="is not a saved cache that can be read"):
+        cache.load(path)
+    assert cache.seen == 9
+    with pytest.raises(StorageError, match=r"the cache could not be saved to .*: there is no such file or folder"):
+        cache.save(tmp_path / "none" / "cache.safetensors")
+
+
+# Model folders
+
+
+def change(**settings):
+    def write(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    return write
+
+
+def break_file(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def save_without_head(folder):
+    config = FAMILIES["llama"]()
+    config.vocab_size = 259
+    LlamaModel(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (change(quantization_config={"quant_method": "gptq", "bits": 4}), "cannot load the model .*GPTQ"),
+        (change(head_dim="x"), "cannot load the model .*head_dim"),
+        (
+            change(num_key_value_heads=1),
+            r"do not fit its config.json: .*k_proj.weight has the shapes \(16, 32\) and \(8, 32\)",
+        ),
+        (
+            change(num_hidden_layers=3),
+            "lacks weights of a causal language model .9 in all, the first is model.layers.2",
+        ),
+        (save_without_head, "lacks weights of a causal language model .1 in all, the first is lm_head.weight"),
+        (change(model_type="x", auto_map={"AutoConfig": "code.C"}), "contains custom code"),
+        (break_file("model.safetensors", b""), "cannot load the model"),
+        (break_file("tokenizer.json", b"{"), "has no tokenizer that can be read"),
+    ],
+)
+def test_model_folders_that_cannot_be_used(tmp_path, monkeypatch, damage, said):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked whether to run a model's own code"))
+    damage(model_folder(tmp_path))
+    with pytest.raises(UserError, match=said):
+        open_model(str(tmp_path), device="cpu")
+
+
+def test_paths_of_models_that_do_not_exist(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("./nothing", "../nothing", str(tmp_path / "nothing")):
+        with pytest.raises(UserError, match=r"no model at .*nothing: give a folder"):
+            open_model(name)

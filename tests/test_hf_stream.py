@@ -6,8 +6,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.hf import Sampling, Stream, retrofit, stream  # noqa: E402
+from expire_span.hf.loading import end_tokens, turn_tokens  # noqa: E402
 
-from .hf_models import byte_tokenizer, forgetful, tiny, tokens  # noqa: E402
+from .hf_models import byte_tokenizer, forgetful, model_folder, tiny, tokens  # noqa: E402
 
 ROUNDING = 1e-5
 
@@ -66,6 +67,13 @@ def test_draws_follow_the_seed_and_the_options():
     write = lambda **options: [int(x) for x in stream(handle, ids, 8, **options)]  # noqa: E731
     assert write(top_k=1) == write(temperature=0) == write(top_p=1e-6)
     assert write(seed=3) == write(seed=3) != write(seed=4)
+    reader = Stream(handle)
+    reader.read(ids)
+    once = [int(x) for x in reader.fork().write(16, Sampling(seed=3))]
+    twice = [
+        int(x) for _ in range(2) for x in reader.write(8, Sampling(seed=3))
+    ]  # the second call goes on with the draws
+    assert once == twice
     for wrong, said in ((dict(temperature=-1), "temperature"), (dict(top_k=0), "top_k"), (dict(top_p=2), "top_p")):
         with pytest.raises(ValueError, match=f"{said} must"):
             write(**wrong)
@@ -173,7 +181,13 @@ def test_the_server_says_what_is_wrong(client):
     api, _ = client
     for options, said in (
         (dict(temperature=-1), "temperature must be 0 or more and finite, got -1.0"),
-        (dict(n=2), "n must be 1"),
+        (dict(n=0), "n must be a whole number of at least 1, got 0"),
+        (dict(n=200), "prompts times n must be at most 128, got 200"),
+        (dict(prompt=[3, 259]), r"tokens must lie in 0..258, the model's vocabulary, got 259"),
+        (dict(prompt=5), "prompt: Input should be a valid string, got 5"),
+        (dict(stop=""), "stop must be text of at least one character, got ''"),
+        (dict(logprobs=2), "this server does not have logprobs, got 2; leave it out"),
+        (dict(echo=True), "this server does not have echo, got True"),
         (dict(max_tokens=-1), "max_tokens must be a whole number of at least 1, got -1"),
         (dict(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
         (dict(seed=-1), "seed must lie between 0 and"),
@@ -182,6 +196,95 @@ def test_the_server_says_what_is_wrong(client):
             api.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 2, **options})
     with pytest.raises(openai.BadRequestError, match=r"a message needs a role and a content, got \{'role': 'user'\}"):
         api.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=2)
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for messages, said in (
+        ([], "at least one message, got none"),
+        ([{"role": "user", "content": picture}], "text only"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said):
+            api.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+    with pytest.raises(openai.NotFoundError, match="this server has the model tiny, got other"):
+        api.models.retrieve("other")
+    assert api.models.retrieve("tiny").id == "tiny"
+    half = api._client.post(
+        "completions", content=b'{"prompt": "a\\ud800"}', headers={"Content-Type": "application/json"}
+    )
+    assert (
+        half.status_code == 400 and "whole characters, got '\\ud800' at character 1" in half.json()["error"]["message"]
+    )
+
+
+def test_several_texts_stop_strings_and_usage(client):
+    api, _ = client
+    ask = lambda **options: api.completions.create(model="tiny", max_tokens=14, **{"prompt": "Once", **options})  # noqa: E731
+    texts = [ask(seed=seed).choices[0].text for seed in (7, 8)]
+    assert [x.text for x in ask(seed=7, n=2).choices] == texts != texts[::-1]
+    both = ask(prompt=["Twice", "Once"], seed=7, temperature=None)
+    assert both.choices[1].text == texts[0] and both.usage.prompt_tokens == 9
+    assert ask(prompt=byte_tokenizer().encode("Once"), seed=7).choices[0].text == texts[0]
+    events = list(ask(seed=7, n=2, stream=True, stream_options={"include_usage": True}))
+    pieces = [x.choices[0] for x in events if x.choices]
+    assert ["".join(x.text for x in pieces if x.index == n) for n in (0, 1)] == texts
+    assert [x.usage.prompt_tokens for x in events if x.usage] == [4]
+    word = texts[0][5:8]  # a stop string of several tokens
+    whole = ask(seed=7, stop=["never", word]).choices[0]
+    assert whole.text == texts[0][: texts[0].find(word)] and whole.finish_reason == "stop"
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    options = dict(model="tiny", max_tokens=4, temperature=0)
+    chat = lambda content, **more: api.chat.completions.create(  # noqa: E731
+        messages=[{"role": "user", "content": content}], **options, **more
+    )
+    assert chat(parts).choices[0].message.content == chat("hello").choices[0].message.content
+    roles = [x.choices[0].delta.role for x in chat("hello", stream=True)]
+    assert roles[0] == "assistant" and not any(roles[1:])
+
+
+def test_a_client_that_goes_away_makes_room(client):
+    """Two clients ask for the largest answers, on as many rows as there are, and leave without waiting for them."""
+    import json
+    import socket
+    import time
+
+    api, _ = client
+    for streamed in (False, True):
+        body = json.dumps({"prompt": "x", "max_tokens": 10**9, "temperature": 0, "stream": streamed}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.create_connection((api.base_url.host, api.base_url.port)) as away:
+            away.sendall(head.encode() + b"\r\n\r\n" + body)
+            time.sleep(0.2)
+    api.with_options(timeout=20, max_retries=0).completions.create(model="tiny", prompt="x", max_tokens=2)
+
+
+def test_closing_the_engine_ends_its_requests():
+    import queue
+
+    from expire_span.hf.engine import Engine, Request
+
+    engine = Engine(forgetful(tiny(), max_span=30, ramp=4), byte_tokenizer(), rows=1)
+    ends = [queue.Queue(), queue.Queue()]  # one request that runs, and one that waits
+    for end in ends:
+        engine.submit(Request([5, 6], 10**9, Sampling(), (), end.put))
+    while not isinstance(ends[0].get(timeout=20), str):
+        pass
+    engine.close()
+    for end in ends:
+        *_, last = end.queue
+        assert "the server was stopped" in str(last)
+
+
+def test_text_comes_in_whole_characters_and_without_stop_strings():
+    from expire_span.hf.writing import TextWriter
+
+    tokenizer = byte_tokenizer()
+    writer = TextWriter(tokenizer, ("end.", "never"))
+    pieces = [writer.add(token) for token in tokenizer.encode("é 🦊 in the en end.")]
+    assert not any("\ufffd" in piece for piece in pieces) and pieces[:2] == ["", "é"]
+    assert "".join(pieces) == "é 🦊 in the en " and writer.stopped
+    writer = TextWriter(tokenizer, ("end.",))
+    broken = [tokenizer.encode("é")[0]] * 16  # never a whole character
+    assert "".join(map(writer.add, broken)) and not writer.add(tokenizer.encode("e")[0]) and writer.finish() == "e"
 
 
 def test_counts_that_no_stream_can_have():
@@ -200,3 +303,51 @@ def test_counts_that_no_stream_can_have():
         stream.fork(0)
     with pytest.raises(ValueError, match="config must be a RetrofitConfig, got 'tight'"):
         retrofit(tiny(), "tight")  # type: ignore[arg-type]
+
+
+# The chat
+
+
+def test_a_chat_goes_on_after_an_interrupted_answer(tmp_path, monkeypatch, capsys):
+    import io
+    import signal
+
+    from expire_span.cli import main
+    from expire_span.hf.loading import open_model
+    from expire_span.hf.writing import TextWriter
+
+    model, _ = open_model(str(model_folder(tmp_path / "base")), device="cpu")
+    forgetful(model).save(tmp_path / "adapter")
+    added, add = [], TextWriter.add
+
+    def interrupted(writer, token):
+        added.append(token)
+        if len(added) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return add(writer, token)
+
+    monkeypatch.setattr(TextWriter, "add", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("no \udcff UTF-8\nagain\n"))
+    options = ["--adapter", str(tmp_path / "adapter"), "--max-tokens", "5", "--temperature", "0", "--device", "cpu"]
+    assert main(["chat", str(tmp_path / "base"), *options]) == 0
+    assert len(added) == 3 + 5 and capsys.readouterr().err.count("tokens read") == 2
+
+
+def test_a_later_turn_repeats_no_system_prompt():
+    tokenizer = byte_tokenizer()
+    turn = lambda said: tokenizer.decode(turn_tokens(tokenizer, said))  # noqa: E731
+    assert turn("why?") == "\nuser: why?\nassistant:"
+    tokenizer.chat_template = (
+        "{{ '<s>be kind ' }}{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+    )
+    assert turn("why?") == "</s>[user] why?</s>[assistant] "
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match="the model's chat template refuses these messages: no"):
+        turn("why?")
+
+
+def test_all_tokens_that_end_an_answer():
+    model = tiny()
+    model.generation_config.eos_token_id = [9, 11]  # as for models whose chat turns end with a token of their own
+    assert end_tokens(model, byte_tokenizer()) == {2, 9, 11}

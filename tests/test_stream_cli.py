@@ -128,7 +128,9 @@ def test_verify_finds_what_is_wrong(monkeypatch):
 
 def test_scores_do_not_depend_on_where_blocks_end(monkeypatch):
     decoder, text = build("layer spans"), bytes(range(200))
-    whole = score_bytes(decoder, io.BytesIO(text))
+    read: list[int] = []
+    whole = score_bytes(decoder, io.BytesIO(text), read.append)
+    assert read[-1] == len(text)
     monkeypatch.setattr("expire_span.stream.scoring.PROMPT_BLOCK", 7)
     pieces = score_bytes(decoder, io.BytesIO(text))
     assert pieces["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=reordered(200, depth=13))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,50 +41,64 @@ class ChatCommand:
 def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
     options_at_least(command, 1, "max_tokens")
+    from expire_span.hf.adapter import read_head
     from expire_span.hf.handle import load_adapter
-    from expire_span.hf.loading import open_model
+    from expire_span.hf.loading import end_tokens, open_model, turn_tokens
     from expire_span.hf.streams import Stream
     from expire_span.sampling import Sampling
 
     sampling = Sampling(command.temperature, None, command.top_p, command.seed)
+    read_head(command.adapter)  # before the model is loaded, which takes a while
     model, tokenizer = open_model(command.model, command.dtype, command.device)
     stream = Stream(load_adapter(model, command.adapter))
+    ends = end_tokens(model, tokenizer)
+    _tell("Ctrl-C ends an answer, an empty line the chat.")
     for turn, line in enumerate(_lines()):
-        stream.read(_turn_tokens(tokenizer, line, first=turn == 0))
-        _answer(stream, tokenizer, sampling, command.max_tokens)
+        said = turn_tokens(tokenizer, line, first=turn == 0)
+        _answer(stream, said, tokenizer, ends, sampling, command.max_tokens)
         live = sum(float(x.float().mean()) for x in stream.cache.live()) / len(stream.cache.layers)
-        print(f"[{stream.read_tokens} tokens read, {live:.0f} remembered per head]", file=sys.stderr, flush=True)
+        _tell(f"[{stream.read_tokens} tokens read, {live:.0f} remembered per head]")
     return 0
 
 
-def _lines():
+def _tell(words: str, end: str = "\n") -> None:
+    print(words, end=end, file=sys.stderr, flush=True)
+
+
+def _lines() -> Iterator[str]:
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line.strip():
+        _tell("> ", end="")
+        line = sys.stdin.readline().strip()
+        if not line:
             return
-        yield line.strip()
+        yield line.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
 
 
-def _turn_tokens(tokenizer: Any, line: str, first: bool) -> Any:
-    """The tokens of the new turn only, since earlier turns are in the memory."""
+def _answer(stream: Any, said: list[int], tokenizer: Any, ends: set[int], sampling: Any, limit: int) -> None:
+    """Read a turn and print the answer as it is written; Ctrl-C ends it after the token that is being computed."""
     import torch
 
-    from expire_span.hf.loading import chat_tokens
+    from expire_span.hf.writing import TextWriter
 
-    ids = chat_tokens(tokenizer, [{"role": "user", "content": line}])
-    if not first and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id:
-        ids = ids[1:]
-    return torch.tensor([ids])
-
-
-def _answer(stream: Any, tokenizer: Any, sampling: Any, limit: int) -> None:
-    written, shown = [], ""
-    for (token,) in stream.write(limit, sampling):
-        if int(token) == tokenizer.eos_token_id:
-            break
-        written.append(int(token))
-        text = tokenizer.decode(written, skip_special_tokens=True).removesuffix("\ufffd")
-        print(text[len(shown) :], end="", flush=True)
-        shown = max(shown, text, key=len)
+    writer = TextWriter(tokenizer)
+    with _interruptible() as interrupted:
+        stream.read(torch.tensor([said]))
+        for (token,) in stream.write(limit, sampling):
+            if int(token) in ends or interrupted:
+                break
+            print(writer.add(int(token)), end="", flush=True)
     print()
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """A context in which Ctrl-C is noted in the list that it yields, so that no forward pass stops half way."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted  # signals belong to the main thread
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ import tyro
 
 from expire_span.runs import UserError
 
+from .bars import progress_bar
 from .parsing import PROGRAM, nearest, parse, take_name
 
 NAMES = {
@@ -51,7 +51,7 @@ def run_data(args: list[str]) -> int:
     command = parse(Data, rest, f"{PROGRAM} data {name}")
     _check(name, command)
     place = command.to or Path("data") / {"pg19": "books"}.get(name, name)
-    with _progress(name) as report:
+    with progress_bar(name) as report:
         path = _make(name, place, command, report)
     print(f"{name} is ready: {path}")
     return 0
@@ -72,16 +72,3 @@ def _make(name: str, place: Path, command: Data, report: Callable[[int, int | No
     if name == "collision":
         return datasets.make_collision(place, command.frames, report, meet_probs=command.meet_prob)
     return datasets.make_books(place, command.source, report, limit=command.books)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar on stderr that disappears when the work is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -8,6 +8,7 @@ from pathlib import Path
 from expire_span.runs import RunFolder, UserError
 from expire_span.task_configs import BooksTask
 
+from .bars import progress_bar
 from .parsing import warn
 
 
@@ -22,17 +23,20 @@ def eval_file(run: RunFolder, path: Path, device: str) -> int:
     from expire_span.train.devices import check_device
 
     decoder, _ = load_model(run, check_device(device), warn)
-    if isinstance(task, BooksTask):
-        from expire_span.tasks.books import Books
+    with progress_bar(path.name) as report:
+        if isinstance(task, BooksTask):
+            from expire_span.tasks.books import Books
 
-        found = scoring.score_characters(decoder, Books(task).encode(path))
-    elif tokenizer:
-        from expire_span.tasks.tokens import Tokenizer
+            ids = Books(task).encode(path)
+            found = scoring.score_characters(decoder, ids, lambda done: report(done, len(ids)))
+        elif tokenizer:
+            from expire_span.tasks.tokens import Tokenizer
 
-        ids, sizes = Tokenizer(tokenizer).encode(path.read_bytes(), str(path))
-        found = scoring.score_tokens(decoder, ids, sizes)
-    else:
-        with open(path, "rb") as file:
-            found = scoring.score_bytes(decoder, file)
+            ids, sizes = Tokenizer(tokenizer).encode(path.read_bytes(), str(path))
+            found = scoring.score_tokens(decoder, ids, sizes, lambda done: report(done, len(ids)))
+        else:
+            with open(path, "rb") as file:
+                size = path.stat().st_size or None  # unknown for a pipe
+                found = scoring.score_bytes(decoder, file, lambda done: report(done, size))
     print(json.dumps({"file": str(path), **found}, indent=2))
     return 0

@@ -70,6 +70,8 @@ def _check(command: Generate) -> None:
     if not 0 <= command.temperature < float("inf"):
         raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
     check_seed(command.seed, "--seed")
+    if command.max_tokens is not None and command.max_tokens < 0:
+        raise UserError(f"--max-tokens must be 0 or more, got {command.max_tokens}")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from expire_span.errors import UserError
+from expire_span.errors import UserError, describe
 
 from .parsing import PROGRAM, check_port, options_at_least, parse
 
@@ -43,15 +45,44 @@ def run_serve(args: list[str]) -> int:
             raise UserError(f"serve needs {package}; install it with: pip install 'expire-span[hf,serve]'")
     import uvicorn
 
+    from expire_span.hf.adapter import read_head
     from expire_span.hf.engine import Engine
     from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.serve import build_app
 
-    model, tokenizer = open_model(command.model, command.dtype, command.device)
-    engine = Engine(load_adapter(model, command.adapter), tokenizer, rows=command.rows)
-    try:
-        uvicorn.run(build_app(engine, command.model), host=command.host, port=command.port, log_level="warning")
-    finally:
-        engine.close()
+    read_head(command.adapter)  # before the model is loaded, which takes a while
+    with _listen(command.host, command.port) as listener:
+        model, tokenizer = open_model(command.model, command.dtype, command.device)
+        engine = Engine(load_adapter(model, command.adapter), tokenizer, rows=command.rows)
+        config = uvicorn.Config(build_app(engine, command.model), log_level="warning")
+        server = _stopping_first(uvicorn.Server, engine)(config)
+        print(f"serving {command.model} at http://{command.host}:{command.port}/v1; Ctrl-C stops", file=sys.stderr)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            engine.close()
     return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens already, so that a port in use is found before the model is loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=100)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {describe(error)}; give another --port or --host"
+        ) from error
+
+
+def _stopping_first(kind: Any, engine: Any) -> Any:
+    """A uvicorn server that ends the engine's requests when it is asked to stop: it waits for all connections to close, and an
+    answer may be endless."""
+
+    class Stopping(kind):
+        def handle_exit(self, *signal: Any) -> None:
+            engine.stop()
+            super().handle_exit(*signal)
+
+    return Stopping

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -44,7 +45,9 @@ def save_adapter(handle: Any, folder: Path) -> None:
 def read_head(folder: Path) -> dict[str, Any]:
     path = folder / "adapter.json"
     if not path.is_file():
-        raise UserError(f"no adapter at {folder}: it has no adapter.json")
+        inside = folder / "adapter"
+        hint = f"; there is one at {inside}" if (inside / "adapter.json").is_file() else ""
+        raise UserError(f"no adapter at {folder}: it has no adapter.json{hint}")
     head = read_json(path)
     if head.get("format") != FORMAT:
         raise UserError(f"adapter {folder} has format {head.get('format')}, this version reads format {FORMAT}")
@@ -76,7 +79,23 @@ def load_into(handle: Any, folder: Path) -> None:
     theirs, ours = head.get("lora_rank", 0), handle.lora_rank if handle.lora else 0
     if theirs != ours:
         raise ValueError(f"adapter {folder} has low-rank additions of rank {theirs}, this retrofit of rank {ours}")
-    handle.load_learned(read_weights(folder, head))
+    weights = read_weights(folder, head)
+    _check_weights(handle.learned(), weights, folder)
+    handle.load_learned(weights)
+
+
+def _check_weights(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], folder: Path) -> None:
+    """Refuse weights that are not those of this retrofit, or are not numbers."""
+    for name in sorted(wanted.keys() | found.keys()):
+        if name.endswith((".center", ".scale")) and name not in found:
+            continue  # adapters of uncalibrated predictors may lack them
+        ours, theirs = (tuple(x[name].shape) if name in x else "none" for x in (wanted, found))
+        if ours != theirs:
+            raise UserError(
+                f"adapter {folder} does not fit its model: {name} must have shape {ours}, got {theirs}; copy it again"
+            )
+        if not bool(found[name].isfinite().all()):
+            raise UserError(f"adapter {folder} is damaged: {name} must be finite, got NaN or infinity; copy it again")
 
 
 def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -86,7 +105,15 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
     data = path.read_bytes()
     if _sha256(data) != head["sha256"]:
         raise UserError(f"{path} does not match its checksum in adapter.json; copy the adapter again")
-    return safetensors.torch.load(data)
+    try:
+        weights = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}); copy the adapter again") from error
+    ranks = {len(x) for name, x in weights.items() if ".lora_A." in name} or {0}
+    if ranks != {head.get("lora_rank", 0)}:
+        told = f"{path} has LoRA weights of rank {', '.join(map(str, sorted(ranks)))}"
+        raise UserError(f"{told}, adapter.json says {head.get('lora_rank', 0)}; copy the adapter again")
+    return weights
 
 
 def base_hash(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from expire_span.errors import UserError
+from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import write_atomic
 from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
@@ -182,8 +182,10 @@ class ExpiringCache(Cache):
 
     layers: list[ExpiringLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: list[ExpiringLayer]) -> None:
+    def __init__(self, layers: list[ExpiringLayer], identify: Callable[[], str] | None = None) -> None:
+        """identify: gives the hash of the model's weights, which a saved cache names; None leaves it out."""
         super().__init__(layers=layers)  # type: ignore[arg-type]
+        self.identify = identify
 
     @property
     def seen(self) -> int:
@@ -216,7 +218,7 @@ class ExpiringCache(Cache):
 
     def fork(self, copies: int = 1) -> ExpiringCache:
         """An independent copy in which each row occurs `copies` times, so that it can be continued in several ways."""
-        twin = ExpiringCache([])
+        twin = ExpiringCache([], self.identify)
         for layer in self.layers:
             other = object.__new__(type(layer))
             vars(other).update(vars(layer), staged=None)
@@ -244,24 +246,55 @@ class ExpiringCache(Cache):
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         if len(state) != len(self.layers):
             raise ValueError(f"the saved cache has {len(state)} layers, this model has {len(self.layers)}")
+        found = []
         for layer, saved in zip(self.layers, state):
             memory = saved["memory"]
             if memory is not None and memory["ramp"] != layer.ramp:
                 raise ValueError(f"the saved cache has ramp {memory['ramp']}, this retrofit has {layer.ramp}")
-            layer.seen = saved["seen"]
-            layer.memory = None if memory is None else ExpiringMemory.from_state_dict(memory)
+            found.append((saved["seen"], None if memory is None else ExpiringMemory.from_state_dict(memory)))
+        for layer, (seen, memory) in zip(self.layers, found):
+            layer.seen, layer.memory = seen, memory
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, whole or not at all."""
+        """Write the cache to one safetensors file, whole or not at all; it names the model by the hash of its weights."""
         tensors, skeleton = pack(self.state_dict())
         tensors = {name: x.contiguous().cpu() for name, x in tensors.items()}
-        write_atomic(Path(path), safetensors.torch.save(tensors, {"skeleton": json.dumps(skeleton)}))
+        head = {"skeleton": json.dumps(skeleton)} | ({} if self.identify is None else {"model": self.identify()})
+        try:
+            write_atomic(Path(path), safetensors.torch.save(tensors, head))
+        except OSError as error:
+            raise StorageError(
+                f"the cache could not be saved to {path}: {describe(error)}; save it elsewhere"
+            ) from error
 
     def load(self, path: str | Path, device: torch.device | str = "cpu") -> ExpiringCache:
+        """Go on from a cache that `save` wrote for the same model. If this raises, the cache is as it was."""
         try:
             with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+                head = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                self.load_state_dict(unpack(tensors, json.loads(file.metadata()["skeleton"])))
-        except (KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+            state = unpack(tensors, json.loads(head["skeleton"]))
+        except OSError as error:
+            raise UserError(f"{path} is not a saved cache that can be read: {describe(error)}") from error
+        except (*_DAMAGE, ValueError) as error:
+            raise UserError(f"{path} is not a saved cache that can be read ({error})") from error
+        self._check_model(path, head.get("model"))
+        try:
+            self.load_state_dict(state)
+        except _DAMAGE as error:
             raise UserError(f"{path} is not a saved cache that can be read ({error})") from error
         return self
+
+    def _check_model(self, path: str | Path, wrote: str | None) -> None:
+        """Refuse a cache of another model. Files of earlier versions do not name theirs."""
+        if self.identify is None or wrote is None:
+            return
+        mine = self.identify()
+        if wrote != mine:
+            raise UserError(
+                f"{path} was saved by another model (weights {wrote[:12]}, these are {mine[:12]}); load it with the model "
+                "that wrote it"
+            )
+
+
+_DAMAGE = (KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError)

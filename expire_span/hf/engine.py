@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,30 +17,27 @@ from expire_span.checks import check_count
 from expire_span.sampling import Sampling
 
 from .handle import Retrofit
-from .streams import Stream
+from .loading import end_tokens
+from .streams import CHUNK, Stream
+from .writing import TextWriter
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how to continue it, and the queue through which its text comes out piece by piece."""
+    """A prompt, how to continue it, and the function that its text is given to piece by piece."""
 
     prompt: list[int]
     limit: int
     sampling: Sampling
-    stop: tuple[str, ...] = ()
-    pieces: queue.Queue = field(default_factory=queue.Queue)
-    """The text in pieces as it is generated; then None, or the exception that ended it."""
+    stop: tuple[str, ...]
+    deliver: Callable[[str | Exception | None], None]
+    """Called by the engine's thread with pieces of text; at last with None, or with the exception that ended the request."""
     cancelled: bool = False
-    written: list[int] = field(default_factory=list)
+    """Set by the caller if nobody waits for the text any more."""
+    written: int = 0
+    """Number of tokens drawn so far."""
     reason: str = "length"
     """Why it ended, in OpenAI's words: "stop" or "length"."""
-
-    def text(self) -> Iterator[str]:
-        """Yield the pieces until the end; raise the exception if there was one."""
-        while (piece := self.pieces.get()) is not None:
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
 
 
 class Engine:
@@ -50,6 +47,8 @@ class Engine:
         check_count("rows", rows)
         self.handle, self.tokenizer, self.rows = handle, tokenizer, rows
         self._waiting: queue.Queue[Request | None] = queue.Queue()
+        self.ends = end_tokens(handle.model, tokenizer)
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-engine")
         self._thread.start()
 
@@ -57,21 +56,31 @@ class Engine:
         self._waiting.put(request)
         return request
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End all requests, running and waiting, after the token that is being computed; does not wait for it."""
+        self._stopping = True
         self._waiting.put(None)
+
+    def close(self) -> None:
+        """Stop, and wait until the engine's thread has ended."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
         active: list[_Turn] = []
-        closing = False
-        while not closing or active:
-            while len(active) < self.rows and (not self._waiting.empty() or not (active or closing)):
+        while not self._stopping:
+            while len(active) < self.rows and not (active and self._waiting.empty()):
                 request = self._waiting.get()
                 if request is None:
-                    closing = True
-                else:
-                    active.append(_Turn(self, request))
+                    break
+                active.append(_Turn(self, request))
             active = [turn for turn in active if turn.take()]
+        left = [turn.request for turn in active]
+        while not self._waiting.empty():
+            left.append(self._waiting.get())  # type: ignore[arg-type]
+        for request in left:
+            if request is not None:
+                request.deliver(RuntimeError("the server was stopped before the answer was complete; ask again"))
 
 
 class _Turn:
@@ -82,34 +91,34 @@ class _Turn:
         self.steps = self._steps()
 
     def take(self) -> bool:
-        """Read the prompt or generate one token; returns False when the request is done."""
+        """Read a part of the prompt or generate one token; returns False when the request is done."""
         try:
-            next(self.steps)
-            return not self.request.cancelled
+            if not self.request.cancelled:
+                next(self.steps)
+                return True
+            self.request.deliver(None)
         except StopIteration:
-            self.request.pieces.put(None)
+            self.request.deliver(None)
         except Exception as error:  # raised where the text is read; the other requests continue
-            self.request.pieces.put(error)
+            self.request.deliver(error)
         return False
 
     def _steps(self) -> Iterator[None]:
-        request, decode = self.request, self.engine.tokenizer.decode
-        stream = Stream(self.engine.handle)
-        stream.read(torch.tensor([request.prompt]))
-        yield
-        shown, ends = "", self.engine.tokenizer.eos_token_id
-        for (token,) in stream.write(request.limit, request.sampling):
-            if int(token) == ends:
-                request.reason = "stop"
-                break
-            request.written.append(int(token))
-            text = decode(request.written, skip_special_tokens=True)
-            cut = min((text.find(s) for s in request.stop if s in text), default=-1)
-            whole = text[:cut] if cut >= 0 else text.removesuffix("\ufffd")  # a character may need several tokens
-            if len(whole) > len(shown):
-                request.pieces.put(whole[len(shown) :])
-                shown = whole
-            if cut >= 0:
-                request.reason = "stop"
-                break
+        request = self.request
+        stream, writer = Stream(self.engine.handle), TextWriter(self.engine.tokenizer, request.stop)
+        for part in torch.tensor([request.prompt]).split(CHUNK, dim=1):  # a long prompt must not hold up other requests
+            stream.read(part)
             yield
+        for (token,) in stream.write(request.limit, request.sampling):
+            if int(token) in self.engine.ends:
+                request.reason = "stop"
+                break
+            request.written += 1
+            if text := writer.add(int(token)):
+                request.deliver(text)
+            if writer.stopped:
+                request.reason = "stop"
+                return
+            yield
+        if text := writer.finish():
+            request.deliver(text)

@@ -20,7 +20,7 @@ from transformers.utils import output_capturing
 from expire_span.checks import check_count, show
 from expire_span.retrofit_configs import RetrofitConfig
 
-from .adapter import check_base, load_into, read_head, save_adapter
+from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, Reading, register
 from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, find_layers, table_length, text_config
@@ -48,6 +48,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
     """Retrofit a model with the predictors and settings of an adapter folder. If this raises, the model is unchanged."""
     head = read_head(Path(folder))
     check_base(model, head, Path(folder))
+    read_weights(Path(folder), head)  # before memory is taken for LoRA weights of the rank that the head gives
     handle = retrofit(model, RetrofitConfig(**head["config"]))
     try:
         if head.get("lora_rank"):
@@ -91,7 +92,7 @@ class Retrofit:
             ramp, frequencies = self.ramp_of(x), inverse_frequencies(self.model, x.module)
             kind = LearningLayer if learning and x.window is None else ExpiringLayer
             layers.append(kind(ramp, self.config.cap, frequencies))
-        return ExpiringCache(layers)
+        return ExpiringCache(layers, lambda: base_hash(self.model))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Everything that a retrofit trains: the predictors' weights, and the LoRA weights where there are any."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -26,21 +30,50 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
             raise UserError(f"no model file at {path}")
         name, options["gguf_file"] = str(path.parent), path.name
     else:
-        _check_folder(path)
+        _check_folder(name)
         options["use_safetensors"] = True
-    extra = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    extra: dict[str, Any] = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    extra["trust_remote_code"] = (
+        False  # else transformers asks in the terminal whether to run code of the model's folder
+    )
     where = find_device(device)
-    try:
+    with _explained(f"cannot load the model {name}"):
         config = AutoConfig.from_pretrained(name, **extra)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from error
     check_config(config, (config.architectures or [type(config).__name__])[0])
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    with _explained(f"cannot load the model {name}"):
+        options |= extra | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    model, found = loaded
+    if "gguf_file" not in extra:
+        _check_weights(name, found)
+    with _explained(f"the model {name} has no tokenizer that can be read, save one in its folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from error
     return model.to(where).eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Tell what transformers cannot load, and the first line of its reason: files are missing or damaged, the settings do not
+    fit together, or a package is needed, as for most quantised models."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(f"{what}: {' '.join(lines[:2])}") from error
+
+
+def _check_weights(name: str, found: dict[str, Any]) -> None:
+    """Refuse weights that are missing or have other shapes; transformers would replace them by random ones."""
+    for key, *shapes in sorted(found["mismatched_keys"]):
+        sizes = " and ".join(str(tuple(x)) for x in shapes)
+        raise UserError(
+            f"the weights of {name} do not fit its config.json: {key} has the shapes {sizes}; copy it again"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"the folder {name} lacks weights of a causal language model ({len(missing)} in all, the first is {missing[0]}); "
+            "give a model that was saved whole, as a ...ForCausalLM"
+        )
 
 
 def find_device(device: str) -> torch.device:
@@ -56,16 +89,17 @@ def find_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _check_folder(path: Path) -> None:
-    named = len(path.parts) > 2 or path.is_absolute() or path.parts[:1] in ((".",), ("..",))  # a hub name is owner/name
+def _check_folder(name: str) -> None:
+    path = Path(name)
+    named = len(path.parts) > 2 or path.is_absolute() or name.startswith(".")  # a hub name is owner/name
     if named and not path.exists():
         raise UserError(f"no model at {path}: give a folder, a .gguf file, or the name of a model on the hub")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         pickled = sorted(x.name for pattern in PICKLED for x in path.glob(pattern))
         if pickled:
             raise UserError(
-                f"{path} has pickled weights only ({pickled[0]}), which can run code when loaded; save the model again "
-                "with safe_serialization=True"
+                f"{path} has pickled weights only ({pickled[0]}), which can run code when loaded; if you trust them, open the "
+                "model with transformers and save it again with save_pretrained, which writes safetensors"
             )
         raise UserError(f"{path} has no *.safetensors weights")
 
@@ -86,8 +120,39 @@ def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """Messages through the tokenizer's chat template, or as plain lines where it has none."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    else:
-        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(_chat_text(tokenizer, messages), add_special_tokens=False)
+
+
+def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
+    """A user's next turn of a conversation that is in memory up to the end of the last answer, not counting a token that ended
+    it: what the template writes after an answer, the new turn, and the beginning of its answer.
+
+    A system prompt that a template puts before every conversation is in the first turn only.
+    """
+    turn = {"role": "user", "content": said}
+    if first:
+        return chat_tokens(tokenizer, [turn])
+    before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+    after = _chat_text(tokenizer, [*before, turn]).partition(_MARK)[2]
+    return tokenizer.encode(after, add_special_tokens=False) if after else chat_tokens(tokenizer, [turn])
+
+
+_MARK = "the-answer-ends-here"
+
+
+def _chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    if not tokenizer.chat_template:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise UserError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer: the tokenizer's, and those of the model's generation settings, which may end a chat turn."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [getattr(tokenizer, "eos_token_id", None), *(found if isinstance(found, list) else [found])]
+    return {token for token in ends if token is not None}

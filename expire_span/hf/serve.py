@@ -2,134 +2,190 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
+import fastapi
 from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from starlette.exceptions import HTTPException as AnyHTTPException
 
-from expire_span.checks import check_count, show
-from expire_span.sampling import Sampling
+from expire_span.checks import show
 
+from .asked import Asked, Chat, Completion
 from .engine import Engine, Request
-from .loading import chat_tokens
 
-
-class _Asked(BaseModel):
-    model: str = ""
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool = False
-    n: int = 1
-
-    def request(self, prompt: list[int], default: int) -> Request:
-        asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]
-        limit = asked[0] if asked else default
-        check_count("max_tokens", limit)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        seed = self.seed if self.seed is not None else uuid.uuid4().int % 2**31
-        return Request(prompt, limit, Sampling(self.temperature, None, self.top_p, seed), stop)
-
-
-class Completion(_Asked):
-    prompt: str = ""
-
-
-class Chat(_Asked):
-    messages: list[dict[str, Any]] = []
+POLL = 0.2
+"""Seconds between two looks whether a client that waits for a whole answer is still there."""
 
 
 def build_app(engine: Engine, name: str, *, default_tokens: int = 256) -> FastAPI:
     """The application: /v1/models, /v1/completions and /v1/chat/completions."""
     app = FastAPI(title="expire-span")
+    this = {"id": name, "object": "model", "created": 0, "owned_by": "expire-span"}
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "expire-span"}]}
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [this]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def model(wanted: str) -> dict[str, Any]:
+        if wanted != name:
+            raise HTTPException(404, f"this server has the model {name}, got {wanted}")
+        return this
 
     @app.post("/v1/completions")
-    def completions(asked: Completion) -> Any:
-        return _answer(
-            engine, name, asked, _encode(engine, asked.prompt), _Words("text_completion", "cmpl"), default_tokens
-        )
+    async def completions(asked: Completion, http: fastapi.Request) -> Any:
+        return await _answer(engine, asked, _Words("text_completion", "cmpl", name), default_tokens, http)
 
     @app.post("/v1/chat/completions")
-    def chat(asked: Chat) -> Any:
-        for said in asked.messages:
-            if not isinstance(said.get("role"), str) or "content" not in said:
-                raise HTTPException(400, f"a message needs a role and a content, got {show(said)}")
-        prompt = chat_tokens(engine.tokenizer, asked.messages)
-        return _answer(engine, name, asked, prompt, _Words("chat.completion", "chatcmpl"), default_tokens)
+    async def chat(asked: Chat, http: fastapi.Request) -> Any:
+        return await _answer(engine, asked, _Words("chat.completion", "chatcmpl", name), default_tokens, http)
 
-    @app.exception_handler(HTTPException)
-    def explain(_: Any, error: HTTPException) -> JSONResponse:
-        body = {"error": {"message": error.detail, "type": "invalid_request_error"}}
-        return JSONResponse(body, status_code=error.status_code)
-
+    app.add_exception_handler(AnyHTTPException, _explain)
+    app.add_exception_handler(RequestValidationError, _explain)
     return app
 
 
+async def _explain(_: Any, error: Any) -> JSONResponse:
+    """Any refusal in OpenAI's form; a field of a wrong type is named in a sentence."""
+    if not isinstance(error, RequestValidationError):
+        return JSONResponse(_problem(error.status_code, str(error.detail)), status_code=error.status_code)
+    first = error.errors()[0]
+    place = next((part for part in first["loc"][1:] if isinstance(part, str)), "the body")
+    message = f"{place}: {first['msg']}, got {show(first.get('input'))}"
+    return JSONResponse(_problem(400, message), status_code=400)
+
+
+def _problem(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
 class _Words:
-    """The field names in which completions and chat answers differ in OpenAI's format."""
+    """The parts of an answer in which completions and chat differ in OpenAI's format."""
 
-    def __init__(self, kind: str, prefix: str) -> None:
-        self.kind, self.id = kind, f"{prefix}-{uuid.uuid4().hex}"
+    def __init__(self, kind: str, prefix: str, model: str) -> None:
         self.is_chat = prefix == "chatcmpl"
+        self.kind = kind
+        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
         said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return {"index": 0, "finish_reason": reason, "logprobs": None, **said}
+        return {"index": index, "finish_reason": reason, "logprobs": None, **said}
 
-    def piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        said = {"delta": {"role": "assistant", "content": text} if text else {}} if self.is_chat else {"text": text}
-        return {"index": 0, "finish_reason": reason, "logprobs": None, **said}
+    def piece(self, index: int, text: str, reason: str | None = None, first: bool = False) -> dict[str, Any]:
+        """A part of a streamed answer; the first one of a chat says whose it is."""
+        delta = ({"role": "assistant"} if first else {}) | ({} if reason else {"content": text})
+        said = {"delta": delta} if self.is_chat else {"text": text}
+        return {"index": index, "finish_reason": reason, "logprobs": None, **said}
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        kind = f"{self.kind}.chunk" if self.is_chat else self.kind
+        return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **more})}\n\n"
 
 
-def _answer(engine: Engine, name: str, asked: _Asked, prompt: list[int], words: _Words, default: int) -> Any:
-    if not prompt:
-        raise HTTPException(400, "the prompt must have at least one token, got none")
-    if asked.n != 1:
-        raise HTTPException(400, f"n must be 1, got {asked.n}; send several requests")
-    try:
-        request = asked.request(prompt, default)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
-    engine.submit(request)
-    head = {"id": words.id, "created": int(time.time()), "model": name}
+class _Answers:
+    """The requests that answer one call, and their texts as they arrive: (index, piece)."""
+
+    def __init__(self) -> None:
+        self.arrived: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self.requests: list[Request] = []
+
+    async def begin(self, engine: Engine, asked: Asked, default: int) -> None:
+        options = engine.tokenizer, engine.handle, default, self._receiver()
+        try:  # in a thread, since a long prompt takes a while to encode
+            self.requests = await asyncio.to_thread(asked.requests, *options)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        for request in self.requests:
+            engine.submit(request)
+
+    def _receiver(self) -> Callable[[int], Any]:
+        loop = asyncio.get_running_loop()
+
+        def put(index: int, piece: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has been stopped, and nobody reads any more
+                loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
+
+        return lambda index: partial(put, index)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str | None]]:
+        """The pieces of all texts; None after the last one of a text. Raises the exception that ended one of them."""
+        left = len(self.requests)
+        while left:
+            index, piece = await self.arrived.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece is None
+            yield index, piece
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            request.cancelled = True
+
+    def usage(self, prompt_tokens: int) -> dict[str, int]:
+        written = sum(request.written for request in self.requests)
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": written}
+        return {**counts, "total_tokens": sum(counts.values())}
+
+
+async def _answer(engine: Engine, asked: Asked, words: _Words, default: int, http: fastapi.Request) -> Any:
+    answers = _Answers()
+    await answers.begin(engine, asked, default)
+    prompt_tokens = sum(len(request.prompt) for request in answers.requests[:: asked.choices])
     if asked.stream:
-        return StreamingResponse(_events(request, head, words), media_type="text/event-stream")
+        wants_usage = bool((asked.stream_options or {}).get("include_usage"))
+        events = _events(answers, words, prompt_tokens if wants_usage else None)
+        return StreamingResponse(events, media_type="text/event-stream")
+    texts = [""] * len(answers.requests)
+    watch = asyncio.create_task(_cancel_when_gone(answers, http))
     try:
-        text = "".join(request.text())
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
-    counts = {"prompt_tokens": len(prompt), "completion_tokens": len(request.written)}
-    usage = {**counts, "total_tokens": sum(counts.values())}
-    return {**head, "object": words.kind, "choices": [words.whole(text, request.reason)], "usage": usage}
-
-
-def _events(request: Request, head: dict[str, Any], words: _Words) -> Iterator[str]:
-    """The answer as server-sent events; if the client disconnects, its request ends."""
-    kind = f"{words.kind}.chunk" if words.is_chat else words.kind
-    try:
-        for text in request.text():
-            yield f"data: {json.dumps({**head, 'object': kind, 'choices': [words.piece(text, None)]})}\n\n"
-        yield f"data: {json.dumps({**head, 'object': kind, 'choices': [words.piece('', request.reason)]})}\n\n"
-    except ValueError as error:
-        yield f"data: {json.dumps({'error': {'message': str(error), 'type': 'invalid_request_error'}})}\n\n"
+        async for index, piece in answers.pieces():
+            texts[index] += piece or ""
+    except Exception as error:
+        raise HTTPException(_status(error), str(error)) from error
     finally:
-        request.cancelled = True
+        watch.cancel()
+        answers.cancel()
+    choices = [words.whole(n, text, r.reason) for n, (text, r) in enumerate(zip(texts, answers.requests))]
+    return {**words.head, "object": words.kind, "choices": choices, "usage": answers.usage(prompt_tokens)}
+
+
+async def _cancel_when_gone(answers: _Answers, http: fastapi.Request) -> None:
+    """End the requests of a client that has closed its connection while it waited for the whole answer."""
+    while not await http.is_disconnected():
+        await asyncio.sleep(POLL)
+    answers.cancel()
+
+
+async def _events(answers: _Answers, words: _Words, prompt_tokens: int | None) -> AsyncIterator[str]:
+    """The answer as server-sent events; if the client disconnects, its requests end. prompt_tokens: for an event with the
+    number of tokens, where the client wants one."""
+    begun: set[int] = set()
+    try:
+        async for index, piece in answers.pieces():
+            if piece is None:
+                choice = words.piece(index, "", answers.requests[index].reason, first=index not in begun)
+            else:
+                choice = words.piece(index, piece, first=index not in begun)
+            begun.add(index)
+            yield words.event([choice])
+        if prompt_tokens is not None:
+            yield words.event([], usage=answers.usage(prompt_tokens))
+    except Exception as error:
+        yield f"data: {json.dumps(_problem(_status(error), str(error)))}\n\n"
+    finally:
+        answers.cancel()
     yield "data: [DONE]\n\n"
 
 
-def _encode(engine: Engine, text: str) -> list[int]:
-    ids = engine.tokenizer.encode(text)
-    start = engine.tokenizer.bos_token_id
-    return ids or ([start] if start is not None else [])
+def _status(error: Exception) -> int:
+    return 400 if isinstance(error, ValueError) else 503

@@ -34,6 +34,7 @@ class Stream:
         self.read_tokens = 0
         self._cache: ExpiringCache | None = handle.new_cache()
         self._engine: RetrofitEngine | None = None
+        self._generator: tuple[int, torch.Generator] | None = None
         self._rebase_after = rebase_after
         self._can_rebase = can_decode(handle)
         self._slots = self._can_rebase and (slots if slots is not None else self.device.type == "cuda")
@@ -63,11 +64,14 @@ class Stream:
         return self.logits
 
     def write(self, count: int | None = None, sampling: Sampling | None = None) -> Iterator[Tensor]:
-        """Yield `count` sampled tokens [B], each of which is read before the next; without end if count is None."""
+        """Yield `count` sampled tokens [B], each of which is read before the next; without end if count is None.
+
+        A second call with the same seed goes on with the random draws, so that two answers of one stream differ.
+        """
         if count is not None:
             check_count("count", count, least=0)
         sampling = sampling or Sampling()
-        generator = torch.Generator(self.device).manual_seed(sampling.seed)
+        generator = self._generator_of(sampling)
         made = 0
         while count is None or made < count:
             if self.logits is None:
@@ -76,6 +80,12 @@ class Stream:
             yield token
             self._step(token)
             made += 1
+
+    def _generator_of(self, sampling: Sampling) -> torch.Generator:
+        """The random generator of a seed; the same one is used until another seed is given."""
+        if self._generator is None or self._generator[0] != sampling.seed:
+            self._generator = sampling.seed, torch.Generator(self.device).manual_seed(sampling.seed)
+        return self._generator[1]
 
     def _step(self, token: Tensor) -> None:
         if not self._slots or self.read_tokens < self.handle.config.keep_first:
@@ -97,6 +107,9 @@ class Stream:
         twin = object.__new__(Stream)
         twin.__dict__.update(self.__dict__, _cache=self.cache.fork(copies))
         twin.logits = None if self.logits is None else self.logits.repeat_interleave(copies, 0)
+        if self._generator is not None:
+            seed, generator = self._generator
+            twin._generator = seed, torch.Generator(self.device).set_state(generator.get_state())
         return twin
 
     def _rebase(self) -> None:

@@ -23,31 +23,37 @@ STRETCHES = 64
 """Least number of stretches into which a long stream's report is divided; there are at most twice as many."""
 
 
-def score_bytes(decoder: Decoder, file: BinaryIO) -> dict[str, Any]:
+Progress = Callable[[int], None]
+"""Called after each block with the number of bytes or tokens read so far."""
+
+
+def score_bytes(decoder: Decoder, file: BinaryIO, progress: Progress | None = None) -> dict[str, Any]:
     """Score a file of bytes as one stream. The first byte has nothing before it and is not scored."""
 
     def blocks(size: int) -> Iterator[Tensor]:
         while block := file.read(size):
             yield torch.frombuffer(bytearray(block), dtype=torch.uint8)
 
-    total = _score(decoder, blocks)
+    total = _score(decoder, blocks, progress)
     if not total.scored:
         raise ValueError(f"a file to score must hold at least 2 bytes, got {total.seen}")
     return {"bytes": total.seen, "bits_per_byte": total.bits / total.scored, **total.memory()}
 
 
-def score_tokens(decoder: Decoder, ids: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+def score_tokens(
+    decoder: Decoder, ids: np.ndarray, sizes: np.ndarray, progress: Progress | None = None
+) -> dict[str, Any]:
     """The same for tokens that stand for `sizes` bytes each; those of the first token are not scored."""
-    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)))
+    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)), progress)
     if not total.scored:
         raise ValueError(f"a file to score must hold at least 2 tokens, got {total.seen}")
     scores = {"bits_per_token": total.bits / total.scored, "bits_per_byte": total.bits / int(sizes[1:].sum())}
     return {"bytes": int(sizes.sum()), "tokens": total.seen, **scores, **total.memory()}
 
 
-def score_characters(decoder: Decoder, ids: np.ndarray) -> dict[str, Any]:
+def score_characters(decoder: Decoder, ids: np.ndarray, progress: Progress | None = None) -> dict[str, Any]:
     """The same for tokens that stand for one character each."""
-    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)))
+    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)), progress)
     if not total.scored:
         raise ValueError(f"a file to score must hold at least 2 characters, got {total.seen}")
     return {"characters": total.seen, "bits_per_character": total.bits / total.scored, **total.memory()}
@@ -109,7 +115,7 @@ class _Total:
 
 
 @torch.inference_mode()
-def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]]) -> _Total:
+def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]], progress: Progress | None) -> _Total:
     """Score every token but the first. `blocks(size)` yields the stream's tokens in blocks of at most `size`."""
     decoder.eval()
     device = decoder.embed.weight.device
@@ -123,4 +129,6 @@ def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]]) -> _Tota
             loss = F.cross_entropy(logits[0].float(), tokens[1:], reduction="sum")
             total.add(_Stretch(len(tokens) - 1, loss.double(), aux.live.double() * (len(tokens) - 1)))
             total.held = max(total.held, aux.bytes_held)
+        if progress is not None:
+            progress(total.seen)
     return total

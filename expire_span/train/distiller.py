@@ -203,7 +203,9 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> N
     """Refuse a context that no document fills, or that the model has no positions for."""
     longest = max((len(x) for x in documents), default=0)
     if longest < context:
-        raise UserError(f"no document has a context of {context} tokens, the longest has {longest}")
+        raise UserError(
+            f"no document has a context of {context} tokens, the longest has {longest}; give a shorter --context or more text"
+        )
     table = table_length(text_config(handle.model))
     if table is not None and context > table:
         kind = type(handle.model).__name__
