@@ -314,6 +314,16 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_the_timeline_shows_memories_that_end():
+    """However long they live, as far as the trace goes; its lines can still be told apart."""
+    from expire_span.view.figures import draw_timeline
+
+    for count, span, shown in ((90, 700, 90), (3000, 20, 500), (3000, 400, 1212), (3000, 5000, 2000)):
+        header = {"ramp": 4.0, "layers": 1, "heads": 1, "system": "expire_span"}
+        steps = [{"i": i, "spans": [[float(span)]]} for i in range(count)]
+        assert draw_timeline(Trace(header, steps)).axes[1].get_xlim() == (0, shown)
+
+
 def test_ages_at_which_memories_die():
     """The figure counts what the trace says, and shows the age that was needed."""
     from expire_span.view.figures import draw_ages
