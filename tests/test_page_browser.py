@@ -156,6 +156,12 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
+    written = tab.page.evaluate(
+        "new TextDecoder().decode(Uint8Array.from(document.getElementById('es-view').state.trace.token))"
+    )
+    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), (
+        "what a link and a comparison take"
+    )
     delays = tab.view("view.delays")
     assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
     shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"

@@ -76,5 +76,12 @@ function element(name, text, className) {
   return node;
 }
 
-// Spaces and line ends that stand alone would not be seen.
-function visible(text) { return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/g, (x) => "␣".repeat(x.length)); }
+// A number with what is counted: "1 word", "2 words".
+function count(number, noun) { return `${show(number)} ${number === 1 ? noun : noun.endsWith("y") ? noun.slice(0, -1) + "ies" : noun + "s"}`; }
+
+// Characters that turn the direction of everything after them, or have no width, are written as their numbers: what is shown stays in the
+// order in which the model read it.
+function escapeControls(text) { return text.replace(/[\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0")); }
+
+// The same, and spaces and line ends that stand alone as signs, since they would not be seen.
+function visible(text) { return escapeControls(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/g, (x) => "␣".repeat(x.length)); }

@@ -34,7 +34,10 @@ function connect() {
   find("link").hidden = location.protocol === "about:";  // a frame within a notebook has no address of its own
   on("export", "click", saveView);
   on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
-  for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  for (const node of root.querySelectorAll("[data-save]")) {
+    node.title = `Save this picture as ${node.dataset.as.toUpperCase()}`;
+    node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  }
   on("side-pick", "change", () => showSide(find("side-pick").value));
   for (const box of root.querySelectorAll(".es-chips")) box.addEventListener("keydown", (event) => walkChips(box, event));
   for (const name of ["tokens", "old", "new"]) connectTokens(find(name), name === "tokens");
@@ -121,7 +124,7 @@ function connectStage() {
     if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
   });
   const lift = (event) => { fingers.delete(event.pointerId); drag = pinch = null; };
-  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); lift(event); });
+  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { tip(event, ""); goTo(Math.floor(timeline.timeAt(place(event)[0]))); } lift(event); });
   stage.addEventListener("pointercancel", lift);
   stage.addEventListener("pointerleave", (event) => tip(event, ""));
   stage.addEventListener("wheel", (event) => {
@@ -159,6 +162,7 @@ function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, ti
 function fit() { timeline.move(0, timeline.end); soon(); }
 
 function onKey(event) {
+  find("tip").hidden = true;  // what it tells may change with the key
   const { tagName, type } = event.target, typed = /^(TEXTAREA|SELECT)$/.test(tagName) || type === "number";
   if ((typed && event.key !== "Escape") || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
   if (type === "range" && /^(Arrow|Home|End|Page)/.test(event.key)) return;  // which move the slider itself

@@ -10,7 +10,7 @@ function rankLives(death) {
 }
 
 function shorten(text) {
-  const letters = Array.from(text.replace(/\s+/g, " ").trim());
+  const letters = Array.from(escapeControls(text).replace(/\s+/g, " ").trim());
   return letters.length > LONGEST_LABEL ? letters.slice(0, LONGEST_LABEL - 1).join("") + "…" : letters.join("");
 }
 

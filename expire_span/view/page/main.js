@@ -127,14 +127,14 @@ function drawRanges() {
   drawComparison();
 }
 
-const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lives shrink by one share until so many memories are alive on average)"];
+const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lifetimes are multiplied by one factor, so that this many memories are alive on average)"];
 const ROWS = { words: "words held", packed: "memories held", birth: "memory, by birth" };
 
 function aboutRows() {
   const life = "to the step at which it is deleted, fading on its ramp";
-  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. At most ${show(timeline.height)} words are held at once.`;
+  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. It holds at most ${count(timeline.height, "word")} at once.`;
   return `Each line is one memory, from the step that wrote it ${life}. ` +
-    (state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.");
+    (state.layout === "packed" ? `It holds at most ${count(timeline.height, "memory")} at once.` : "The oldest memory is at the top.");
 }
 
 function fillText() {
@@ -177,7 +177,7 @@ function drawFacts() {
   find("at").textContent = show(cursor);
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
   const rows = [[trace.header.task === "env" ? "it sees" : "token", visible(step.text)]];
-  if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
+  if (step.bits != null) rows.push(["cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
   if (step.action != null) rows.push(["it does", step.action]);
   if (step.reward) rows.push(["reward", show(step.reward)]);
   if (step.value != null) rows.push(["expects a return of", show(step.value)]);
@@ -195,8 +195,8 @@ function drawFacts() {
     row.append(element("code", visible(text) + (text === next ? " ✓" : "")), bar, element("span", (100 * chance).toFixed(1) + "%"));
     return row;
   }));
-  find("expects").textContent = trace.header.task === "env" ? "It is inclined to" : "The model expects";
-  find("alive").textContent = choice.death ? show(livingAt(cursor).length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers);
+  find("expects").textContent = trace.header.task === "env" ? "Its next action" : "The model expects";
+  find("alive").textContent = count(choice.death ? livingAt(cursor).length : trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers, "memory");
 }
 
 // The spans that one layer gives a token; those of many heads would be no line to read.
@@ -238,7 +238,7 @@ function drawLiving() {
   const { trace, cursor } = state, living = choice.death ? livingAt(cursor) : [];
   living.sort((a, b) => choice.death[b] - choice.death[a] || a - b);
   const words = hasWords(trace), shown = words ? firstOfEach(living, (i) => wordsOf(trace).first[i]) : living;
-  find("alive-words").textContent = words ? ` in ${show(shown.length)} words` : "";
+  find("alive-words").textContent = words ? ` in ${count(shown.length, "word")}` : "";
   fillChips(find("living"), shown.slice(0, 60).map((i) =>
     chip(words ? wordAt(trace, i) : trace.text[i], showLeft(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
   if (shown.length > 60) find("living").append(element("span", `and ${show(shown.length - 60)} more`, "es-soft"));
@@ -291,10 +291,10 @@ function longestLayer(trace) {
 function setTrace(trace, keep) {
   state.trace = trace;
   const { header } = trace;
-  find("name").textContent = header.name || "Expire-Span";
-  find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${header.layers} ${header.layers > 1 ? "layers" : "layer"}` +
+  find("name").textContent = header.name || "a model";
+  find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${count(header.layers, "layer")}` +
     (header.heads > 1 ? `, each with ${show(header.heads)} heads that forget on their own` : "") +
-    (header.max_span ? `, spans up to ${show(header.max_span)} steps, ramp ${show(header.ramp)}.` : ".");
+    (header.max_span ? `, spans of up to ${count(header.max_span, "step")}, fading over ${show(header.ramp)} more (the ramp).` : ".");
   find("layer").max = header.layers;
   find("layer-box").hidden = header.layers < 2;
   find("layer").min = trace.hasSpans ? 0 : 1;

@@ -184,8 +184,16 @@ function write() {
 }
 
 function stopWriting() {
-  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  if (writing) { writing.abort.abort(); writing = null; keepWritten(); soon("all"); }
   buttons();
+}
+
+// What the model has written is the text of a link, and the text to change in a comparison.
+function keepWritten() {
+  if (!state.trace) return;
+  state.text = wholeText(state.trace);
+  find("other").value = state.text.slice(0, 20000);
+  find("hint").hidden = true;
 }
 
 function buttons() {

@@ -16,7 +16,7 @@ function fillTokens(box, trace, span, range, from, to, { changed, worse, key } =
   const cells = cellsOf(trace, kept ? box.cells[kept - 1].end : from, to), nodes = cells.map((cell) => {
     let widest = -Infinity;
     for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
-    const text = cell.text.replace(/\n/g, "⏎\n");
+    const text = escapeControls(cell.text).replace(/\n/g, "⏎\n");
     const node = element("span", text);
     node.dataset.i = cell.start;
     node.dataset.end = cell.end;
@@ -54,10 +54,12 @@ function markTokens(box, death, cursor) {
   });
 }
 
-// Scrolls the box, never the page.
+// Scrolls the box, never the page, by whole lines.
 function keepInView(box, node) {
   const frame = box.getBoundingClientRect(), place = node.getBoundingClientRect();
-  if (place.top < frame.top || place.bottom > frame.bottom) box.scrollTop += place.top - frame.top - box.clientHeight / 2;
+  if (place.top >= frame.top && place.bottom <= frame.bottom) return;
+  const line = parseFloat(getComputedStyle(box).lineHeight);
+  box.scrollTop = Math.round((box.scrollTop + place.top - frame.top - box.clientHeight / 2) / line) * line;
 }
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {

@@ -24,7 +24,8 @@ function mostAlive(trace) {
 }
 
 function chip(text, small, onClick, colour) {
-  const node = element("button", visible(text));
+  const node = element("button");
+  node.append(element("span", visible(text)));
   if (small) node.append(element("small", small));
   if (colour) { node.style.backgroundColor = css(colour); node.style.color = inkOn(colour); }
   node.addEventListener("click", onClick);
@@ -79,7 +80,7 @@ function kept(spans) {
 }
 
 // What was changed, and how long either is kept: the longest span among its tokens.
-function tellChange(traces, sides, front, back) {
+function tellChange(traces, sides, front, back, where) {
   if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
   const parts = traces.map((trace, n) => {
     let from = front, to = trace.size - back;
@@ -87,7 +88,7 @@ function tellChange(traces, sides, front, back) {
     while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
     return `“${visible(shorten(textOf(trace, from, to)))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
   });
-  return `${parts.join(", ")}.`;
+  return `${where}: ${parts.join(", ")}.`;
 }
 
 // Mean bits of the answers that a task asks for, the return of an episode and how it ended, where there are such.
@@ -138,10 +139,12 @@ function showComparison(before, after, layer, head, cut, goTo) {
   const worse = bits.filter(([x]) => x > 0.05), scored = !Number.isNaN(meanBits(before));
   fillChips(find("worse"), chips(byWord(after, bits, (a, b) => a + b).filter(([x]) => x > 0.05)), "none");
   fillChips(find("moved"), chips(byWord(after, spans, (a, b) => Math.abs(b) > Math.abs(a) ? b : a).filter(([x]) => Math.abs(x) > 0.5)), "none");
-  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
+  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back, layer < 0 ? "Mean over layers" : `Layer ${layer + 1}`) : "";
   find("changed").hidden = !find("changed").textContent;
-  find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.` : "");
+  find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of the ${count(pairs.length, "token")} that both texts share become harder to predict.` : "");
   find("after-title").textContent = tellCut(cut);
   find("worse-box").hidden = find("wavy").hidden = !scored;
+  find("moved-box").hidden = !spans.length;
+  find("straight").hidden = pairs.length === before.size && pairs.length === after.size;
   find("verdict").hidden = false;
 }
