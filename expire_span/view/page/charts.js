@@ -1,4 +1,4 @@
-// Line charts as SVG: few points however long the trace, so that they draw at once and download as they are.
+// Line charts as SVG. However long the trace, a line has few points, so that it is drawn fast and the SVG can be downloaded unchanged.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -9,7 +9,7 @@ function svgNode(name, attributes, text) {
   return node;
 }
 
-// For each of `columns` stretches the mean, so that no point stands for less than a pixel.
+// Downsamples to at most `columns` points, each the mean of its stretch of steps: more points than pixels would not be seen.
 function thin(values, size, columns) {
   const count = Math.min(size, columns), out = [];
   for (let c = 0; c < count; c++) {

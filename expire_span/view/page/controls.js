@@ -84,7 +84,7 @@ function describeUnit({ step, unit }) {
 
 function pickLayout(layout) { picked.layout = true; state.layout = layout; soon("all"); }
 
-// The next kind of rows that this trace can have.
+// Switches to the next layout (a line for each word, each memory, or by birth) that this trace allows.
 function nextLayout() {
   const kinds = Object.keys(ROWS).filter((kind) => kind !== "words" || wordsOf(state.trace));
   pickLayout(kinds[(kinds.indexOf(state.layout) + 1) % kinds.length]);
@@ -96,7 +96,7 @@ function connectTokens(box, main) {
   box.addEventListener("click", (event) => { if (main && event.target.dataset.i) goTo(Number(event.target.dataset.i)); });
 }
 
-// A drag of one pointer moves the window of time; two fingers zoom it, so that what is between them stays between them.
+// Dragging with one pointer pans the timeline. Two fingers zoom it: the step under their midpoint stays there.
 function connectStage() {
   const stage = find("stage"), fingers = new Map();
   let drag = null, pinch = null;
@@ -136,12 +136,12 @@ function connectStage() {
   }, { passive: false });
 }
 
-// Lets the cursor run to the end, as fast as asked for; from the end it begins anew.
+// Moves the cursor to the end at the chosen number of steps a second; if it is at the end, it starts from the beginning.
 function play() {
   if (play.timer) { stopPlaying(); return; }
   if (!state.trace) return;
   if (state.cursor >= state.trace.size - 1) goTo(0);
-  let last = performance.now(), due = 0;  // steps that the time since then has earned
+  let last = performance.now(), due = 0;  // steps that are due by the clock, with their fraction
   find("play").textContent = "Stop";
   play.timer = setInterval(() => {
     const now = performance.now(), whole = Math.floor(due += (now - last) / 1000 * Number(find("speed").value));

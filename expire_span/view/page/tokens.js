@@ -9,7 +9,7 @@ function paintToken(node, share) {
   node.style.color = inkOn(colour);
 }
 
-// Fills the box with a window of tokens, coloured by span. What it holds of them already, under the same key, stays as it is.
+// Fills the box with the tokens of a window, coloured by span. Elements that it already holds under the same key are kept.
 function fillTokens(box, trace, span, range, from, to, { changed, worse, key } = {}) {
   const same = key && box.trace === trace && box.key === key && box.to <= to, kept = same ? countSettled(box) : 0;
   if (same && box.to === to) return;
@@ -35,14 +35,15 @@ function fillTokens(box, trace, span, range, from, to, { changed, worse, key } =
   Object.assign(box, { trace, key, to, marks, cells: kept ? [...box.cells.slice(0, kept), ...cells] : cells, nodes: kept ? [...box.nodes, ...nodes] : nodes });
 }
 
-// Cells that stay as they are when more tokens come. A character has at most four bytes: nearer to the end, one may still be cut.
+// Number of cells that cannot change when more tokens arrive. A character has at most four bytes, so the last three bytes may be part of an
+// incomplete one.
 function countSettled(box) {
   let kept = box.cells.length;
   while (kept && box.cells[kept - 1].start + 4 > box.to) kept--;
   return kept;
 }
 
-// Marks the cursor's token, and underlines what is alive at it. Only what changes is touched: the rest costs no drawing.
+// Marks the cursor's token and underlines the tokens that are alive at it. Only elements whose mark changes are touched.
 function markTokens(box, death, cursor) {
   box.cells.forEach((cell, n) => {
     let mark = cell.start <= cursor && cursor < cell.end ? 2 : 0;

@@ -32,7 +32,7 @@ function chip(text, small, onClick, colour) {
   return node;
 }
 
-// Fills a box with chips, or with the words for none. Tab reaches one of them, and arrow keys go from there to the others.
+// Fills a box with chips, or with the text `none`. Tab reaches one chip, and arrow keys move between them.
 function fillChips(box, chips, none) {
   const held = box.contains(document.activeElement);
   chips.forEach((node, n) => { node.tabIndex = n ? -1 : 0; });
@@ -57,14 +57,14 @@ function textOf(trace, from, to) {
   return trace.text.slice(low, high).join(trace.header.vocabulary === "pieces" ? "" : " ");
 }
 
-// A word by itself; what is none, such as a space, with a few of its neighbours.
+// The word of a token; a token that belongs to none, such as a space, is shown in brackets among its neighbours.
 function nameToken(trace, i) {
   if (!wordsOf(trace)) return trace.text[i];
   const word = wordAt(trace, i);
   return /[\p{L}\p{N}]/u.test(word) ? word : `${textOf(trace, i - 8, i)}[${textOf(trace, i, i + 1)}]${textOf(trace, i + 1, i + 5)}`.replace(/\n/g, "⏎");
 }
 
-// Changes of tokens as changes of their words, which are easier to recognise; `join` says what becomes of two. Largest first.
+// Combines changes of tokens into changes of words, which are easier to recognise; `join` combines two. Largest first.
 function byWord(trace, changes, join) {
   const words = wordsOf(trace), found = new Map();
   for (const [change, i] of changes) {
@@ -79,7 +79,7 @@ function kept(spans) {
   return longest < FOR_GOOD ? `for ${show(Math.round(longest))} steps` : "for good";
 }
 
-// What was changed, and how long either is kept: the longest span among its tokens.
+// Tells what was changed, and for how long the old and the new words are kept: the longest span among their tokens.
 function tellChange(traces, sides, front, back, where) {
   if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
   const parts = traces.map((trace, n) => {
@@ -111,7 +111,7 @@ function tellSums(before, after) {
   return `${parts.charAt(0).toUpperCase()}${parts.slice(1)}.`;
 }
 
-// What was cut, for the heading of the changed reading.
+// The heading of the changed side, with the limits that were set.
 function tellCut({ max_span: limit, live }) {
   return ["after", ...(limit == null ? [] : [`no span above ${show(limit)} steps`]), ...(live == null ? [] : [`${show(live)} memories alive in a layer, on average`])].join(", ");
 }
