@@ -133,9 +133,9 @@ const ROWS = { words: "words held", packed: "memories held", birth: "memory, by 
 
 function aboutRows() {
   const life = "to the step at which it is deleted, fading on its ramp";
-  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. It holds at most ${count(timeline.height, "word")} at once.`;
+  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. The model holds at most ${count(timeline.height, "word")} at once.`;
   return `Each line is one memory, from the step that wrote it ${life}. ` +
-    (state.layout === "packed" ? `It holds at most ${count(timeline.height, "memory")} at once.` : "The oldest memory is at the top.");
+    (state.layout === "packed" ? `The model holds at most ${count(timeline.height, "memory")} at once.` : "The oldest memory is at the top.");
 }
 
 function fillText() {
