@@ -118,6 +118,17 @@ def test_zoom_pan_and_click(made):
     assert window()[0] == 0 and window()[1] >= 300
 
 
+def test_a_damaged_link_still_opens(tab, tmp_path):
+    address = write_page(tmp_path, made_trace(30, layers=2))
+    for link, shown in (
+        ("#layer=abc&cursor=1e99&head=77&from=NaN&to=-5&layout=zz", [29, 0]),
+        ("#layer=99&cursor=-3&head=-8&from=Infinity", [0, 1]),
+    ):
+        tab.open(address + link)
+        assert tab.view("[view.state.cursor, view.state.layer]") == shown and tab.page.is_hidden("#es-status")
+        assert tab.view("[view.state.head, view.state.layout]") in ([0, "packed"], [-1, "packed"])
+
+
 def test_two_fingers_zoom(made):
     tab, _ = made
     box = tab.page.locator("#es-stage").bounding_box()

@@ -1,4 +1,4 @@
-"""Checks of the lines of a trace file, which may come from anybody: types, shapes and ranges of the fields that pictures read."""
+"""Checks of the lines of a trace file, which may come from anybody: types, shapes and ranges of what pictures read."""
 
 from __future__ import annotations
 

@@ -340,14 +340,16 @@ async function copyLink() {
   say(long ? "the link holds the view, but not the text, which is too long for one" : "the address now opens this view, and was copied");
 }
 
+// A link may be damaged or made for another model: what does not fit is left as it is, or brought into its range.
 function restore(values) {
   if (!state.trace) return;
-  const number = (name, other) => { const x = Number(values[name]); return values[name] == null || Number.isNaN(x) ? other : x; };
-  state.head = number("head", -1);
+  const { layers, heads } = state.trace.header, within = (x, most) => Math.min(Math.max(Math.round(x), -1), most - 1);
+  const number = (name, other) => { const x = Number(values[name]); return values[name] == null || !Number.isFinite(x) ? other : x; };
+  state.head = within(number("head", -1), heads);
   find("head-pick").value = state.head;
   if (ROWS[values.layout]) { state.layout = values.layout; picked.layout = true; }
   if (values.layer != null) picked.layer = true;
-  pickLayer(Math.min(number("layer", state.layer), state.trace.header.layers - 1));
+  pickLayer(within(number("layer", state.layer), layers));
   redraw(LEVELS.indexOf("all"));
   timeline.move(number("from", 0), number("to", state.trace.size));
   goTo(number("cursor", state.trace.size - 1));
@@ -372,7 +374,7 @@ async function start() {
   find("other").hidden = !info.text;
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);
-  else if (asked.text) { find("text").value = asked.text; await readText(); }
+  else if (asked.text && info.text) { find("text").value = asked.text; await readText(); }
   else await (info.example ? readExample() : readSample());
   await compareAsAsked(asked);
   if (state.trace && Object.keys(asked).length) restore(asked);
