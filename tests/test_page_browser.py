@@ -289,8 +289,12 @@ def test_a_run_in_training_shows_its_last_good_checkpoint(young, shared, server,
     for step, sound, shown in ((3, True, 3), (4, False, 3), (5, True, 5)):
         young(step, sound)
         tab.open(server[0])
-        assert f"still training; this is its checkpoint step-{shown:08d}" in tab.text("status")
+        assert f"has not finished training; this is its checkpoint step-{shown:08d}" in tab.text("status")
         assert tab.view("view.state.trace.size") > 100 and tab.page.is_visible("#es-input")
+    tab.page.route("**/api/sample", lambda route: route.fulfill(status=400, json={"error": "its data has moved"}))
+    tab.open(server[0])
+    assert tab.text("status") == "its data has moved" and tab.page.is_visible("#es-input")
+    tab.page.unroute("**/api/sample")
     source = server[2]
     source.run, source.trace = None, tmp_path / "old.jsonl"
     source.trace.write_text('{"kind": "header", "version": 9}\n')

@@ -378,7 +378,7 @@ async function start() {
   else await (info.example ? readExample() : readSample());
   await compareAsAsked(asked);
   if (state.trace && Object.keys(asked).length) restore(asked);
-  if (info.training && info.model) say(`the run is still training; this is its checkpoint ${info.checkpoint}`);
+  if (info.training && state.trace) say(`the run has not finished training; this is its checkpoint ${info.checkpoint}`);
   root.dataset.ready = "yes";
 }
 
