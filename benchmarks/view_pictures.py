@@ -30,7 +30,8 @@ FRAMES, STRIDE, LASTING = 16, 14, 350
 """Number of frames of the animation, tokens generated between two frames, milliseconds per frame."""
 GIF_WIDE, COLOURS = 680, 64
 """Width in pixels and number of colours of the animation, which must load quickly."""
-LOW = "#es-tokens { height: 8.5rem; } #es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
+LOW = "#es-tokens { height: calc(6 * 1.65em); } "
+LOW += "#es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
 EPISODE, CURSOR = 0, 40
 """Number of the agent's episode, and the step at which it is shown; in a shorter episode, its last step."""

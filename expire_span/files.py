@@ -56,8 +56,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     """
     if not path.name:
         raise UserError(f"{path} names no file to write; give a name")
-    if os.path.lexists(path) and not stat.S_ISREG(kind := path.lstat().st_mode) and not stat.S_ISLNK(kind):
-        raise OSError(errno.EISDIR if stat.S_ISDIR(kind) else errno.ENOTSUP, "it is not a plain file", str(path))
+    _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_synced(temporary, data)
@@ -67,6 +66,36 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
     sync_folder(path.parent)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a folder, a device or a pipe by a file."""
+    if os.path.lexists(path) and not stat.S_ISREG(kind := path.lstat().st_mode) and not stat.S_ISLNK(kind):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(kind) else errno.ENOTSUP, "it is not a plain file", str(path))
+
+
+def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
+    """Write several files of one result into a folder, made if need be: if one of them cannot be written, none is replaced."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in contents]
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
+    for path in paths:
+        _check_replaceable(path)
+    try:
+        for place, data in zip(temporary, contents.values()):
+            write_synced(place, data)
+        for place, path in zip(temporary, paths):
+            os.replace(place, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            for place in temporary:
+                place.unlink(missing_ok=True)
+            if made:
+                folder.rmdir()
+        raise
+    sync_folder(folder)
+    return paths
 
 
 def write_picture(path: Path, figure: Any, **options: Any) -> None:

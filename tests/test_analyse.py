@@ -1,6 +1,7 @@
 """`expire-span analyse`: classes of letters, intervals, and the three questions asked of a tiny run."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -117,6 +118,22 @@ def test_the_command_writes_answers_and_pictures(run, capsys):
         assert (run.path / f"analysis_{name}.png").read_bytes().startswith(b"\x89PNG")
     for bad, words in (("a", "like 1024,256"), ("-3", "0 or more"), ("inf", "finite")):
         assert main([*args[:-1], bad]) == 2 and words in capsys.readouterr().err
+
+
+def test_a_model_without_its_data_is_analysed(run, tmp_path, monkeypatch, capsys):
+    """Its sample or a text is read, and an analysis of the model that ships is not written into the package."""
+    shutil.copytree(run.path, tmp_path / "given")
+    given = RunFolder.open(tmp_path / "given")
+    given = replace(given, config=replace(given.config, task=replace(given.config.task, path="moved")))
+    (tmp_path / "given" / "sample.txt").write_text(TEXT)
+    (tmp_path / "other.txt").write_text(TEXT * 2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expire_span.cli.analyse.find_run", lambda *_: given)
+    before = sorted((tmp_path / "given").iterdir())
+    for options, count in (((), len(TEXT)), (("--text", "other.txt"), 2 * len(TEXT))):
+        assert main(["analyse", "--limits", "2", *options]) == 0, capsys.readouterr().err
+        assert json.loads((tmp_path / "analysis" / "analysis.json").read_text())["tokens"] == count
+    assert sorted((tmp_path / "given").iterdir()) == before
 
 
 def test_runs_without_spans_are_refused(tmp_path):

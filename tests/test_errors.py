@@ -177,6 +177,15 @@ def test_a_full_disk_leaves_no_half_of_what_a_command_writes(call, tmp_path, mon
         check_refused(call(*command), "the disk is full")
         assert {p for p in tmp_path.rglob("*") if p.is_file()} == before, command
 
+    def full_for_pictures(path, data):
+        path.write_bytes(data)
+        if ".png" in path.name:
+            raise FULL
+
+    monkeypatch.setattr(files, "write_synced", full_for_pictures)  # there is room for the first of several files
+    check_refused(call("analyse", "a", "--out", "found"), "the disk is full")
+    assert {p for p in tmp_path.rglob("*") if p.is_file()} == before and not (tmp_path / "found").exists()
+
 
 def test_ctrl_c_in_eval_is_a_sentence(call, tmp_path, monkeypatch):
     run = make_run(tmp_path)

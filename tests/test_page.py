@@ -180,7 +180,7 @@ def test_too_many_writings_are_refused(server):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", "/api/generate", json.dumps({"text": "a", "paused": True}))
         held.append((connection, connection.getresponse()))
-    refused(ask(port, "/api/generate", {"text": "a"}), "8 texts are being written")
+    refused(ask(port, "/api/generate", {"text": "a"}), "8 texts are being generated")
     for connection, answer in held:
         answer.close()
         connection.close()

@@ -156,6 +156,12 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
+    written = tab.page.evaluate(
+        "new TextDecoder().decode(Uint8Array.from(document.getElementById('es-view').state.trace.token))"
+    )
+    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), (
+        "what a link and a comparison take"
+    )
     delays = tab.view("view.delays")
     assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
     shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"
@@ -283,8 +289,12 @@ def test_a_run_in_training_shows_its_last_good_checkpoint(young, shared, server,
     for step, sound, shown in ((3, True, 3), (4, False, 3), (5, True, 5)):
         young(step, sound)
         tab.open(server[0])
-        assert f"still training; this is its checkpoint step-{shown:08d}" in tab.text("status")
+        assert f"has not finished training; this is its checkpoint step-{shown:08d}" in tab.text("status")
         assert tab.view("view.state.trace.size") > 100 and tab.page.is_visible("#es-input")
+    tab.page.route("**/api/sample", lambda route: route.fulfill(status=400, json={"error": "its data has moved"}))
+    tab.open(server[0])
+    assert tab.text("status") == "its data has moved" and tab.page.is_visible("#es-input")
+    tab.page.unroute("**/api/sample")
     source = server[2]
     source.run, source.trace = None, tmp_path / "old.jsonl"
     source.trace.write_text('{"kind": "header", "version": 9}\n')

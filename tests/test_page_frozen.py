@@ -63,7 +63,7 @@ def test_cursor_shows_who_lives(made):
         )
         tab.rest()
         expected = alive(trace, cursor, layer)
-        assert tab.text("alive") == str(len(expected)) and 5 < len(expected) < 100
+        assert tab.text("alive") == f"{len(expected)} memories" and 5 < len(expected) < 100
         lit = tab.page.eval_on_selector_all("#es-tokens .es-alive", "nodes => nodes.map(x => Number(x.dataset.i))")
         assert set(lit) == expected
         assert f"{trace.steps[cursor]['spans'][layer][0]:.3g}" in tab.text("facts")
@@ -118,6 +118,17 @@ def test_zoom_pan_and_click(made):
     assert window()[0] == 0 and window()[1] >= 300
 
 
+def test_a_damaged_link_still_opens(tab, tmp_path):
+    address = write_page(tmp_path, made_trace(30, layers=2))
+    for link, shown in (
+        ("#layer=abc&cursor=1e99&head=77&from=NaN&to=-5&layout=zz", [29, 0]),
+        ("#layer=99&cursor=-3&head=-8&from=Infinity", [0, 1]),
+    ):
+        tab.open(address + link)
+        assert tab.view("[view.state.cursor, view.state.layer]") == shown and tab.page.is_hidden("#es-status")
+        assert tab.view("[view.state.head, view.state.layout]") in ([0, "packed"], [-1, "packed"])
+
+
 def test_two_fingers_zoom(made):
     tab, _ = made
     box = tab.page.locator("#es-stage").bounding_box()
@@ -154,6 +165,8 @@ def test_hovering_a_line_names_its_memory(made):
     tab.page.mouse.move(*place)
     step = int(re.search(r"step (\d+)", tab.text("tip"))[1])
     assert abs(step - 120) <= 1
+    tab.page.keyboard.press("l")
+    assert tab.page.is_hidden("#es-tip"), "another layer is shown now"
 
 
 def pixels(tab: Watched) -> list[list[bool]]:
@@ -197,8 +210,16 @@ def test_three_ways_of_drawing_agree(tab, tmp_path):
 def test_narrow_and_dark(tab, tmp_path):
     usual = tab.page.viewport_size
     tab.page.set_viewport_size({"width": 360, "height": 700})
-    tab.open(write_page(tmp_path, made_trace(200, layers=2)))
+    trace = made_trace(200, layers=2)
+    for step in trace.steps:
+        step |= {"text": "a door in sight, and beside it a green niche", "spans": [[12.3456]] * 2}
+    wide = [step | {"spans": [row * 5 for row in step["spans"]]} for step in trace.steps]
+    tab.open(write_page(tmp_path, Trace(trace.header | {"heads": 5, "vocabulary": "symbols"}, wide)))
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for within, node in (("#es-pictures > section:nth-of-type(2)", "#es-facts"), ("#es-living button", "small")):
+        edges = "([a, b]) => [a, b].map((x) => document.querySelector(x).getBoundingClientRect().right)"
+        outer, inner = tab.page.evaluate(edges, [within, f"{within} {node}"])
+        assert inner <= outer, "nothing is cut off"
     for scheme in ("dark", "light"):
         tab.page.emulate_media(color_scheme=scheme)
         tab.rest()

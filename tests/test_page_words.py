@@ -117,9 +117,21 @@ def test_every_control_takes_its_own_keys(tab, tmp_path):
     assert tab.view("view.state.layout") == "birth"
 
 
+def test_signs_that_turn_the_direction_are_written_as_numbers(tab, tmp_path):
+    """Else the text would not stand in the order in which the model read it."""
+    trace = made_trace(4)
+    for step, text in zip(trace.steps, ("a", "b\u202e", "c", "\u200bd")):
+        step["text"] = text
+    tab.open(write_page(tmp_path, Trace(trace.header | {"vocabulary": "pieces"}, trace.steps)))
+    assert tab.page.locator("#es-tokens span").all_inner_texts() == ["a", "b\\u202e", "c", "\\u200bd"]
+    assert "\\u202e" in tab.text("living") and "\u202e" not in tab.page.inner_text("#es-pictures")
+    tab.open(write_page(tmp_path, made_trace(1)))
+    assert tab.text("alive") == "1 memory" and tab.page.locator("#es-live circle").count() == 2, "a line of one point"
+
+
 def test_a_text_without_words_has_one_line_a_memory(tab, tmp_path):
     tab.open(write_page(tmp_path, made_trace(60)))
-    assert tab.view("view.state.layout") == "packed" and "memories are alive at once" in tab.text("rows")
+    assert tab.view("view.state.layout") == "packed" and "memories at once" in tab.text("rows")
 
 
 def test_report_names_the_words_kept_longest(tmp_path):

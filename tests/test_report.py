@@ -24,9 +24,11 @@ from expire_span.config import (
     TextTask,
     TrainConfig,
 )
+from expire_span.models.systems import mixer_config
 from expire_span.runs import RunFolder
 from expire_span.sizes import show_bytes
 from expire_span.train.supervised import train
+from expire_span.view.assets import environment
 from expire_span.view.efficiency import Row, tabulate
 from expire_span.view.findings import read_findings
 from expire_span.view.pictures import count_alive, draw_curves, draw_lifelines, draw_span_map, to_svg
@@ -34,6 +36,7 @@ from expire_span.view.report import (
     explain_budget,
     explain_spare,
     flatten,
+    other_rules,
     series_of,
     show_value,
     tabulate_bands,
@@ -66,6 +69,17 @@ def text_run(tmp_path_factory) -> RunFolder:
 @pytest.fixture(scope="module")
 def text_page(text_run) -> str:
     return write_report(text_run).read_text()
+
+
+def test_a_model_without_spans_is_not_said_to_have_them(recall_page):
+    run, page = recall_page
+    assert "its <em>span</em>" in page and other_rules(run) == {}
+    model = replace(MODEL, mixer=mixer_config("gru"))
+    rules = other_rules(replace(run, config=replace(RECALL, model=model)))
+    assert list(rules) == ["gru"] and rules["gru"].startswith("One gated vector")
+    values = {"run": run, "facts": [], "efficiency": {}, "findings": {}, "tables": {}, "rules": rules}
+    page = environment().get_template("report.html").render(values)
+    assert "<b>gru</b>: One gated vector" in page and "its <em>span</em>" not in page
 
 
 def test_page_names_nothing_outside_itself(recall_page, text_page):

@@ -229,6 +229,20 @@ def test_a_broken_step_is_named(tmp_path):
     lines = [encode(line) for line in trace.lines()]
     with pytest.raises(UserError, match="line 3 should be a step"):
         list(check_lines([*lines[:2], b'{"kind":"step"}\n'], "x"))
+    header, first, second = trace.header, *trace.steps[:2]
+    for parts, words in (
+        ([header | {"layers": "x"}], "line 1: layers must be a whole number of 1 or more, got 'x'"),
+        ([header | {"layers": 10**9}], "layers x heads must be at most 65,536, got 1,000,000,000 x 1"),
+        ([header | {"ramp": float("inf")}], "line 1: ramp must be a number of 0 or more, got inf"),
+        ([header, second], "line 2: i must be 0, since steps are numbered in order, got 1"),
+        ([header, first | {"live": [1.0]}], r"live must be a list of 2 numbers, one for each layer, got \[1.0\]"),
+        ([header, first | {"spans": [[1.0]]}], "spans must be 2 x 1 numbers"),
+        ([header, first | {"spans": None}], "spans must be there if the header's memory_bytes is, got None"),
+        ([header, first, second | {"deaths": [[0, 0, 2]]}], "deaths must be a list of .* and births up to 1"),
+        ([header, first | {"top": [["a"]]}], "top must be a list of .text, probability., got"),
+    ):
+        with pytest.raises(UserError, match=words):
+            list(check_lines([json.dumps(part).encode() for part in parts], "x"))
     with pytest.raises(UserError, match="cannot read the trace"):
         list(read_lines(tmp_path / "missing"))
 
@@ -295,6 +309,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
     assert {*FIGURES, *PAIRED, "patterns"} == set(NAMES)  # patterns is a figure of the memory systems, not of a run
     monkeypatch.chdir(tmp_path)
     trace_of(decoder_of(BY_HEAD), tokens_of(90)).save(tmp_path / "a.jsonl")
+    (tmp_path / "empty.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)[0])
     begins = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
     for name, kind in zip(FIGURES, ("png", "png", "svg", "pdf", "png", "pdf"), strict=True):
         assert main(["figure", name, "a.jsonl", "--out", f"{name}.{kind}"]) == 0
@@ -307,11 +322,22 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         (["spans", "nothing"], "'nothing'"),
         (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
         (["ages", "a.jsonl", "--needed", "-1"], "an age between 0 and 1,099,511,627,776 for the figure ages, got -1"),
+        (["growth", "empty.jsonl"], "has a header but no steps"),
         (["words", "a.jsonl"], "compares what a model does; give a run, got the trace a.jsonl"),
         (["words", str(run.path), "--word", "Troy"], "does not hold the word 'Troy'"),
     ):
         assert main(["figure", *args]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_the_timeline_shows_memories_that_end():
+    """However long they live, as far as the trace goes; its lines can still be told apart."""
+    from expire_span.view.figures import draw_timeline
+
+    for count, span, shown in ((90, 700, 90), (3000, 20, 500), (3000, 400, 1212), (3000, 5000, 2000)):
+        header = {"ramp": 4.0, "layers": 1, "heads": 1, "system": "expire_span"}
+        steps = [{"i": i, "spans": [[float(span)]]} for i in range(count)]
+        assert draw_timeline(Trace(header, steps)).axes[1].get_xlim() == (0, shown)
 
 
 def test_ages_at_which_memories_die():

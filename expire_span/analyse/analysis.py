@@ -20,7 +20,7 @@ import torch
 
 from expire_span import __version__
 from expire_span.errors import StorageError, describe
-from expire_span.files import to_json, write_atomic
+from expire_span.files import to_json, write_together
 from expire_span.runs import RunFolder, UserError
 
 from .classes import CLASSES, classify, find_names
@@ -141,15 +141,12 @@ def cut_spans(model: TextModel, reading: Reading, limit: float, classes: np.ndar
 
 
 def write_analysis(folder: Path, found: dict[str, Any]) -> list[Path]:
-    """Write analysis.json and the pictures, each atomically."""
+    """Write analysis.json and the pictures: all of them, or none."""
     from .pictures import draw_all
 
     pictures = draw_all(found)
     files = {FILE: to_json(found), **{f"analysis_{name}.png": data for name, data in pictures.items()}}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_atomic(folder / name, data)
+        return write_together(folder, files)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {describe(error)}; give another --out") from error
-    return [folder / name for name in files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +58,15 @@ class TextModel:
     def open(
         cls, run: RunFolder, count: int, device: torch.device | str = "cpu", raw: bytes | None = None
     ) -> TextModel:
-        """The model of the newest checkpoint, and at most `count` letters of `raw` or, if that is None, of the test split."""
+        """The model of the newest checkpoint, and at most `count` letters of `raw` or, if that is None, of the test split; of a
+        model without its data, of the sample in its folder."""
         task: Any = run.config.task
         if task.kind not in KINDS or getattr(task, "tokenizer", ""):
             kind = f"{task.kind} with a tokenizer" if task.kind in KINDS else task.kind
             raise UserError(f"analyse reads runs whose tokens are letters ({', '.join(KINDS)}), got task {kind}")
         decoder, config = load_model(run, device)
-        if raw is None and (run.path / SAMPLE).is_file():
-            raw = (run.path / SAMPLE).read_bytes()  # a model without its data
+        if raw is None and (run.path / SAMPLE).is_file() and not os.path.exists(task.path):
+            raw = (run.path / SAMPLE).read_bytes()
         if raw is None:
             return cls._from_task(decoder, config, count)
         if task.kind != "text":

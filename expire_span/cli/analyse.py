@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from expire_span.runs import UserError, find_run
+from expire_span.shipped import SAMPLE
 
 from .parsing import PROGRAM, parse, read_text_option
 from .runs import with_data
@@ -19,11 +20,11 @@ class Analyse:
     """Analyse a run of text: which letters live longest, what a word's span depends on, what shorter memory costs."""
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
-    """Name or folder of a run on text or books, with learned spans; none takes the model that ships with the package."""
+    """Name or folder of a run on text or books, with learned spans; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     tokens: int = 32_768
-    """Letters of the test split that are read, memory carried."""
+    """Number of letters of the test split that are read, memory carried."""
     word: str | None = None
     """Word that is replaced; None takes Egypt where the text has it, else the commonest name."""
     limits: str | None = None
@@ -31,9 +32,10 @@ class Analyse:
     path: str | None = None
     """The run's data, where it has moved; its test split is read."""
     text: Path | None = None
-    """File of text to read in place of the test split."""
+    """File of text to read in place of the test split; a model without its data reads the sample in its folder."""
     out: Path | None = None
-    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them."""
+    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them, and without a run the
+    folder analysis."""
     device: str = "auto"
     """cpu, cuda, or auto."""
 
@@ -48,10 +50,13 @@ def run_analyse(args: list[str]) -> int:
     from expire_span.analyse.analysis import analyse, write_analysis
     from expire_span.train.devices import check_device
 
-    run, device = with_data(run, command.path), check_device(command.device)
+    device = check_device(command.device)
+    if command.path is not None or (raw is None and not (run.path / SAMPLE).is_file()):
+        run = with_data(run, command.path)
     found = analyse(run, count=command.tokens, word=command.word, limits=limits, device=device, raw=raw)
     show(found)
-    print("\n".join(str(path) for path in write_analysis(command.out or run.path, found)))
+    folder = command.out or (run.path if command.run is not None else Path("analysis"))  # never into the package
+    print("\n".join(str(path) for path in write_analysis(folder, found)))
     return 0
 
 

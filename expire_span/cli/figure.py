@@ -116,6 +116,8 @@ def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, 
     else:
         reader = open_reader(run)
         trace = Trace.of(reader.trace_sample() if raw is None else reader.trace_text(raw))
+    if not len(trace):
+        raise UserError(f"the trace {command.run} has a header but no steps, so there is nothing to draw")
     if command.name == "ages":
         save_figure(lambda: draw_ages(trace, command.needed), out)
     else:

@@ -70,7 +70,7 @@ def with_budget(config: RunConfig, name: str, memories: int | None) -> RunConfig
         train = replace(train, budget=BudgetConfig(), span_weight=0.0, span_lr_scale=1.0)
     elif memories is not None and find(kinds[-1]).learns_spans:
         check_reachable(config, kinds[-1], memories)
-        train = replace(train, budget=_pressure(train.budget, kinds[-1], memories))
+        train = replace(train, budget=_with_target(train.budget, kinds[-1], memories))
     partner = mixers[0] if len(mixers) > 1 else None
     if partner:
         _check_room(name, config.model.layers)
@@ -98,7 +98,7 @@ def _settings(config: RunConfig, kind: str, memories: int | None) -> Any:
     return rule(recipe, count) if rule is not None else system.settings()
 
 
-def _pressure(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
+def _with_target(budget: BudgetConfig, kind: str, memories: int) -> BudgetConfig:
     """The recipe's budget settings with another target. Systems other than expire_span start with spans at the target, so for
     them the span loss does not wait for the task loss to fall."""
     budget = replace(budget, live=float(memories), bytes=None, patience_loss=None)

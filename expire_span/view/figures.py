@@ -16,7 +16,7 @@ from expire_span.files import write_output
 from expire_span.runs import UserError
 
 from .lines import lay_out
-from .pair_figures import SINGLE
+from .pair_figures import SINGLE, tell_scale
 from .pictures import PALETTE, STYLE, count_alive
 from .trace import Trace
 
@@ -26,7 +26,9 @@ PRINT |= {"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "svg.fonttype
 COLUMNS = 100
 """Number of letters per line in the token figure."""
 SHOWN = 300
-"""Number of tokens that the timeline shows, and of letters that fit into the token figure."""
+"""Number of letters in the token figure."""
+LEAST_STEPS, MOST_STEPS = 500, 2000
+"""Smallest and largest number of steps in the timeline of a long trace: with more, single lines cannot be told apart."""
 
 
 def draw_spans(trace: Trace) -> Figure:
@@ -39,7 +41,10 @@ def draw_spans(trace: Trace) -> Figure:
         share, _ = np.histogram(values, edges)
         colour = PALETTE[layer % len(PALETTE)]
         axes.stairs(share / values.size, edges, color=colour, label=f"layer {layer + 1}", lw=1.2)
-    axes.legend(fontsize=6, ncols=1 + len(spans) // 7)
+    if len(spans) > 3:  # many lines leave no room for a legend among them
+        figure.legend(fontsize=6, ncols=3, loc="outside upper center")
+    else:
+        axes.legend(fontsize=6)
     return figure
 
 
@@ -47,15 +52,19 @@ def draw_timeline(trace: Trace) -> Figure:
     """Lifelines of the layer that keeps a single memory longest, and below how many live."""
     spans = trace.spans.max(1)
     layer, ramp = int(spans.max(1).argmax()), trace.header["ramp"]
-    births = np.arange(min(len(trace), SHOWN))
+    lifetime = float(np.median(spans[layer])) + ramp
+    births = np.arange(
+        min(len(trace), max(LEAST_STEPS, min(int(3 * lifetime), MOST_STEPS)))
+    )  # so that memories are seen to end
     deaths = births + np.maximum(np.ceil(spans[layer] + ramp), 0).astype(int)[births]
     ends = np.minimum(deaths, len(births))
     figure = Figure(figsize=(6.8, 3.2), layout="constrained")
     bars, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     solid = np.clip(deaths - ramp, births, ends)
-    bars.hlines(births, births, ends, color=PALETTE[0], lw=0.7, alpha=0.4)
-    bars.hlines(births, births, solid, color=PALETTE[0], lw=0.7)
-    bars.set(ylabel="memory, by birth", ylim=(len(births), -1), title=f"Layer {layer + 1}")
+    width = min(0.7, 200 / len(births))
+    bars.hlines(births, births, ends, color=PALETTE[0], lw=width, alpha=0.4)
+    bars.hlines(births, births, solid, color=PALETTE[0], lw=width)
+    bars.set(ylabel="memory, by birth", ylim=(len(births), -1), title=f"Lifelines in layer {layer + 1}")
     count.step(births, count_alive(births, ends), where="mid", color=PALETTE[0], label="alive")
     count.plot(births, births + 1, ls=":", color="black", lw=0.8, label="never forgetting")
     count.set(xlabel="step", ylabel="memories", xlim=(0, len(births)))
@@ -66,13 +75,16 @@ def draw_timeline(trace: Trace) -> Figure:
 def draw_tokens(trace: Trace) -> Figure:
     """The first letters or words of the text, each on a background whose colour shows its mean span over layers."""
     steps = trace.steps[:SHOWN]
-    spans = np.log1p(np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0))
+    means = np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0)
+    spans = np.log1p(means)
     share = (spans - spans.min()) / max(float(np.ptp(spans)), 1e-6)
     places = lay_out([step["text"] for step in steps], COLUMNS)
     rows = 1 + max((row for _, row in places), default=0)
-    figure = Figure(figsize=(6.8, 0.2 * rows + 0.1))
-    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    high = 0.2 * rows + 0.3
+    figure = Figure(figsize=(6.8, high))
+    axes = figure.add_axes((0.01, 0.01, 0.98, 1 - 0.25 / high))
     axes.set_axis_off()
+    axes.set_title(f"mean span over layers: {tell_scale(means)}", fontsize=7, loc="left", pad=2)
     axes.set(xlim=(0, COLUMNS), ylim=(rows, 0))
     for step, value, (column, row) in zip(steps, share, places):
         box = {"facecolor": (*_blue(float(value)), 1.0), "edgecolor": "none", "boxstyle": "square,pad=0.12"}

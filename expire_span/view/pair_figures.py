@@ -25,8 +25,13 @@ def draw_layers(trace: Trace, count: int = 2 * COLUMNS) -> Figure:
     texts = [step["text"] for step in trace.steps[:count]]
     figure, panels = _panels(len(spans), _rows_of(texts))
     for layer, (axes, row) in enumerate(zip(panels, spans)):
-        _write(axes, texts, _shares(row), f"layer {layer + 1}: {row.min():.0f} to {row.max():.0f} steps", BLUE)
+        _write(axes, texts, _shares(row), f"layer {layer + 1}: {tell_scale(row)}", BLUE)
     return figure
+
+
+def tell_scale(spans: np.ndarray) -> str:
+    """What the lightest and the darkest colour stand for."""
+    return f"{spans.min():,.0f} steps (light) to {spans.max():,.0f} steps (dark)"
 
 
 def draw_words(traces: Sequence[Trace], places: Sequence[tuple[int, int]]) -> Figure:
@@ -53,7 +58,7 @@ def draw_cut(before: Trace, after: Trace, count: int = 6 * COLUMNS) -> Figure:
     share, mean = float((more > 0.1).mean()), float(more.mean())
     limit = after.header.get("max_span")
     what = f"a budget of {after.header['budget']:g}" if "budget" in after.header else f"spans of at most {limit:g}"
-    title = f"with {what}: {mean:+.3f} bits a token; {share:.0%} of them cost 0.1 bits more or above"
+    title = f"with {what}: {mean:+.3f} bits per token; {share:.0%} of all tokens cost at least 0.1 bits more (red: 2 or more)"
     _write(axes, texts, np.clip(more[begin : begin + count] / 2, 0, 1), title, RED)
     return figure
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 INK = "#123456"
 """Placeholder colour, replaced by `currentColor`."""
-PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899")
+PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#8b5e34", "#eab308", "#ec4899")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,

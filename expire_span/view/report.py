@@ -9,6 +9,7 @@ from typing import Any
 from expire_span import __version__
 from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import BudgetConfig, to_dict
+from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, write_atomic
 from expire_span.sizes import show_bytes
 from expire_span.store.layouts import LEAST_SPARE
@@ -44,7 +45,7 @@ def write_report(run: RunFolder) -> Path:
     metrics = run.read_metrics()
     page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "memory": []}
     page |= {**parts(), "packed": "", "about": about_task(run.config)}
-    page["plays"] = isinstance(run.config, AgentRunConfig)
+    page["plays"], page["rules"] = isinstance(run.config, AgentRunConfig), other_rules(run)
     result = dict(run.read_result() or {})
     page["bands"] = tabulate_bands(result.pop("bands", None) or [])
     page["tables"] = {**flatten(result, "Result"), **flatten(to_dict(run.config)), "Environment": run.environment}
@@ -62,6 +63,12 @@ def write_report(run: RunFolder) -> Path:
     path = run.path / "report.html"
     write_atomic(path, environment().get_template("report.html").render(page).encode())
     return path
+
+
+def other_rules(run: RunFolder) -> dict[str, str]:
+    """What each memory system of a model keeps, in a sentence; empty if one of them is Expire-Span, which the page explains."""
+    kinds = [mixer.kind for mixer in getattr(getattr(run.config, "model", None), "mixers", ())]
+    return {} if "expire_span" in kinds else {kind: SYSTEMS[kind].rule for kind in kinds}
 
 
 def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:

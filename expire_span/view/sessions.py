@@ -78,7 +78,7 @@ class Sessions:
 
     def add(self, session: Session) -> Session:
         if len(self.open) >= MOST_SESSIONS:
-            raise UserError(f"{MOST_SESSIONS} texts are being written already; stop one, or close its tab")
+            raise UserError(f"{MOST_SESSIONS} texts are being generated already; stop one, or close its tab")
         self.open[session.name] = session
         return session
 
@@ -86,7 +86,7 @@ class Sessions:
         if action not in ("pause", "step", "resume", "stop"):
             raise UserError(f"unknown action {action!r}; known are: pause, step, resume, stop")
         if name not in self.open:
-            raise UserError(f"no text {name!r} is being written; it has ended or was stopped")
+            raise UserError(f"no text {name!r} is being generated; it has ended or was stopped")
         self.open[name].act(action)
 
     async def stream(self, session: Session) -> AsyncIterator[bytes]:

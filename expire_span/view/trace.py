@@ -17,9 +17,14 @@ import numpy as np
 
 from expire_span.runs import UserError, write_atomic
 
+from .trace_check import find_fault
+
 VERSION = 1
 """Version of the format; a reader refuses every other."""
-NEEDED = {"header": ("version", "name", "task", "layers", "heads", "ramp"), "step": ("i", "text", "live", "bytes")}
+NEEDED = {
+    "header": ("version", "name", "task", "system", "layers", "heads", "ramp", "memory_bytes", "full_bytes"),
+    "step": ("i", "text", "live", "bytes"),
+}
 """Fields without which a line cannot be read."""
 
 Line = dict[str, Any]
@@ -47,6 +52,8 @@ class Trace:
     @property
     def spans(self) -> np.ndarray:
         """[layers, heads, T], in steps; a system without spans is refused."""
+        if not self.steps:
+            raise ValueError("the trace has a header but no steps, so there are no spans")
         if not self.has_spans:
             raise ValueError(f"the memory system {self.header['system']} gives tokens no spans")
         return np.array([step["spans"] for step in self.steps], np.float64).transpose(1, 2, 0)
@@ -83,7 +90,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def check_lines(lines: Iterable[bytes], where: str) -> Iterator[Line]:
-    number = -1
+    number, header = -1, {}
     for number, raw in enumerate(lines):
         kind = "step" if number else "header"
         line = _decode(raw, where, number + 1)
@@ -97,6 +104,11 @@ def check_lines(lines: Iterable[bytes], where: str) -> Iterator[Line]:
         if missing or line.get("kind") != kind:
             raise UserError(
                 f"{where} is not a trace: line {number + 1} should be a {kind} with {', '.join(NEEDED[kind])}"
+            )
+        header = header or line
+        if fault := find_fault(line, number, header):
+            raise UserError(
+                f"the trace {where} is damaged at line {number + 1}: {fault}; write it again with: expire-span trace RUN"
             )
         yield line
     if number < 0:

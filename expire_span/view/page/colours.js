@@ -1,11 +1,11 @@
-// Colours whose lightness alone tells the order, so that no kind of colour blindness hides it; and small helpers for the page.
+// Colour scales whose lightness alone gives the order, so that they can be read with any kind of colour blindness; and helpers of the page.
 
 const find = (id) => document.getElementById("es-" + id);
 const SCALES = {
   light: [[236, 242, 250], [158, 200, 236], [70, 140, 205], [22, 84, 160], [8, 40, 92]],
   dark: [[34, 46, 64], [36, 84, 124], [52, 140, 176], [150, 200, 150], [255, 226, 140]],
 };
-// Okabe and Ito's colours, told apart by all; layers take them in turn and differ in their dashes beyond eight.
+// Okabe and Ito's palette, safe for colour blindness. Layers take the colours in turn; from the ninth layer on, lines are dashed.
 const LINES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
 const MARGIN = 18;
 const darkMode = matchMedia("(prefers-color-scheme: dark)");
@@ -20,10 +20,10 @@ function colourAt(share) {
 
 function css(colour) { return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`; }
 
-// A colour of which only a share covers the card below it.
+// The colour that results when `colour` is drawn over the card with opacity `share`.
 function over(colour, share) { const card = darkMode.matches ? [24, 30, 39] : [255, 255, 255]; return colour.map((x, n) => x * share + card[n] * (1 - share)); }
 
-// Black or white, whichever is read more easily on a colour.
+// Black or white, whichever has more contrast with a colour.
 function inkOn(colour) { return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140 ? "#10141a" : "#ffffff"; }
 
 // Where a span lies between the shortest and the longest of a range, on a logarithmic scale.
@@ -32,8 +32,8 @@ function shareOf(span, range) {
   return high - low < 1e-6 ? 0.6 : Math.min(Math.max((at - low) / (high - low), 0), 1);
 }
 
-// The range of spans without the very shortest; the longest counts even if it is a single one, for it is what was kept.
-// It reaches down to half of the longest at least: spans that are nearly the same must look nearly the same.
+// The range of the colour scale: from the first percentile of the spans to the longest one, which counts even if it is the only one of
+// its length, since it is what was kept. Its lower end is at most half of its upper end, so that nearly equal spans look nearly equal.
 function rangeOf(spans) {
   const sorted = Float32Array.from(spans).filter((x) => x < FOR_GOOD).sort(), last = sorted.length - 1;
   return last < 0 ? [0, 1] : [Math.min(sorted[Math.floor(0.01 * last)], sorted[last] / 2), sorted[last]];
@@ -47,7 +47,7 @@ function show(number) {
   return Math.abs(number) >= 100 ? Math.round(number).toLocaleString("en") : number.toPrecision(3);
 }
 
-// Spans of tokens that are never deleted, such as the first few that a retrofit keeps, are no lengths of time.
+// Spans from here on mean "never deleted", as for the first few tokens that a retrofit keeps; they are no lengths of time.
 const FOR_GOOD = 1e7;
 
 function showLeft(steps) { return steps < FOR_GOOD ? show(steps) : "for good"; }
@@ -59,7 +59,7 @@ function showBytes(count) {
   }
 }
 
-// A canvas as large as it is shown, in device pixels, at most two for each of the page's.
+// Sets a canvas's resolution to its size on the page in device pixels; the pixel ratio is capped at two.
 function fitCanvas(canvas, height) {
   const ratio = Math.min(window.devicePixelRatio || 1, 2);
   if (height) canvas.style.height = height + "px";
@@ -76,5 +76,12 @@ function element(name, text, className) {
   return node;
 }
 
-// Spaces and line ends that stand alone would not be seen.
-function visible(text) { return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/g, (x) => "␣".repeat(x.length)); }
+// A number with what is counted: "1 word", "2 words".
+function count(number, noun) { return `${show(number)} ${number === 1 ? noun : noun.endsWith("y") ? noun.slice(0, -1) + "ies" : noun + "s"}`; }
+
+// Characters that turn the direction of everything after them, or have no width, are written as their numbers: what is shown stays in the
+// order in which the model read it.
+function escapeControls(text) { return text.replace(/[\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0")); }
+
+// The same, and spaces and line ends that stand alone as signs, since they would not be seen.
+function visible(text) { return escapeControls(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/g, (x) => "␣".repeat(x.length)); }

@@ -34,7 +34,10 @@ function connect() {
   find("link").hidden = location.protocol === "about:";  // a frame within a notebook has no address of its own
   on("export", "click", saveView);
   on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
-  for (const node of root.querySelectorAll("[data-save]")) node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  for (const node of root.querySelectorAll("[data-save]")) {
+    node.title = `Save this picture as ${node.dataset.as.toUpperCase()}`;
+    node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
+  }
   on("side-pick", "change", () => showSide(find("side-pick").value));
   for (const box of root.querySelectorAll(".es-chips")) box.addEventListener("keydown", (event) => walkChips(box, event));
   for (const name of ["tokens", "old", "new"]) connectTokens(find(name), name === "tokens");
@@ -81,7 +84,7 @@ function describeUnit({ step, unit }) {
 
 function pickLayout(layout) { picked.layout = true; state.layout = layout; soon("all"); }
 
-// The next kind of rows that this trace can have.
+// Switches to the next layout (a line for each word, each memory, or by birth) that this trace allows.
 function nextLayout() {
   const kinds = Object.keys(ROWS).filter((kind) => kind !== "words" || wordsOf(state.trace));
   pickLayout(kinds[(kinds.indexOf(state.layout) + 1) % kinds.length]);
@@ -93,7 +96,7 @@ function connectTokens(box, main) {
   box.addEventListener("click", (event) => { if (main && event.target.dataset.i) goTo(Number(event.target.dataset.i)); });
 }
 
-// A drag of one pointer moves the window of time; two fingers zoom it, so that what is between them stays between them.
+// Dragging with one pointer pans the timeline. Two fingers zoom it: the step under their midpoint stays there.
 function connectStage() {
   const stage = find("stage"), fingers = new Map();
   let drag = null, pinch = null;
@@ -121,7 +124,7 @@ function connectStage() {
     if (drag.moved) { timeline.move(drag.from + shift, drag.to + shift); soon(); }
   });
   const lift = (event) => { fingers.delete(event.pointerId); drag = pinch = null; };
-  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) goTo(Math.floor(timeline.timeAt(place(event)[0]))); lift(event); });
+  stage.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { tip(event, ""); goTo(Math.floor(timeline.timeAt(place(event)[0]))); } lift(event); });
   stage.addEventListener("pointercancel", lift);
   stage.addEventListener("pointerleave", (event) => tip(event, ""));
   stage.addEventListener("wheel", (event) => {
@@ -133,12 +136,12 @@ function connectStage() {
   }, { passive: false });
 }
 
-// Lets the cursor run to the end, as fast as asked for; from the end it begins anew.
+// Moves the cursor to the end at the chosen number of steps a second; if it is at the end, it starts from the beginning.
 function play() {
   if (play.timer) { stopPlaying(); return; }
   if (!state.trace) return;
   if (state.cursor >= state.trace.size - 1) goTo(0);
-  let last = performance.now(), due = 0;  // steps that the time since then has earned
+  let last = performance.now(), due = 0;  // steps that are due by the clock, with their fraction
   find("play").textContent = "Stop";
   play.timer = setInterval(() => {
     const now = performance.now(), whole = Math.floor(due += (now - last) / 1000 * Number(find("speed").value));
@@ -159,6 +162,7 @@ function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, ti
 function fit() { timeline.move(0, timeline.end); soon(); }
 
 function onKey(event) {
+  find("tip").hidden = true;  // what it tells may change with the key
   const { tagName, type } = event.target, typed = /^(TEXTAREA|SELECT)$/.test(tagName) || type === "number";
   if ((typed && event.key !== "Escape") || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
   if (type === "range" && /^(Arrow|Home|End|Page)/.test(event.key)) return;  // which move the slider itself

@@ -50,7 +50,7 @@ function tokensSvg() {
   return svgText(Math.round(frame.width), Math.max(Math.round(box.scrollHeight), 20), parts.join(""));
 }
 
-// What is painted point by point stands in the drawing as a picture.
+// What exists only as pixels is embedded in the SVG as an image.
 function canvasSvg(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   return svgText(Math.round(width), Math.round(height), `<image width="${width}" height="${height}" preserveAspectRatio="none" href=${JSON.stringify(canvas.toDataURL())}/>`);
@@ -91,7 +91,8 @@ async function savePicture(name, as, timeline) {
   saveBlob(blob, `expire-span-${name}.${as}`);
 }
 
-// The page as it came, with the trace inside and nothing to ask: taken from this page's own text. `after` is the second trace of a comparison.
+// Saves the view as one HTML file: this page's own markup, style and script with the trace inside, and no server to ask. `after` is the second
+// trace of a comparison.
 async function savePage(pristine, trace, after, view) {
   const packed = await packLines(trace.lines), changed = after ? await packLines(after.lines) : "", title = escapeText(trace.header.name);
   const rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:";
@@ -109,5 +110,5 @@ function toLink(values) {
   return "#" + text.toString();
 }
 
-// What the address asks for; a saved page asks for the view that it was saved from.
+// The settings in the address; a saved page has those of the view that it was saved from.
 function fromLink() { return Object.fromEntries(new URLSearchParams((location.hash || find("script").dataset.view || "").slice(1))); }

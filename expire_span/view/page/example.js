@@ -1,5 +1,5 @@
-// A text of our own that shows forgetting well: names come at the beginning and come back at the end, and between them is a
-// thousand bytes of words that nobody needs again.
+// An example text that shows forgetting well: names occur at the beginning and again at the end, with more than a thousand bytes of words
+// between them that are not needed again.
 
 const EXAMPLE = [
   "Zebulon Quirke came from Egypt in 1847, and he was the first keeper of the lighthouse at Pembroke.",
@@ -21,5 +21,5 @@ const EXAMPLE = [
   "home to Egypt.",
 ].join("\n\n");
 
-// What the field of the other text begins with: a name less, to see what becomes of it.
+// The changed text that a comparison begins with: one name is replaced by a common word.
 const EXAMPLE_CHANGED = EXAMPLE.replace("from Egypt", "from somewhere");

@@ -1,4 +1,4 @@
-// Numbers as a person typed them. What is wrong is said in the words that stand beside the field.
+// Reads numbers from input fields; an error message names a field by its label.
 
 function nameOfField(name) { return find(name).closest("label").firstChild.textContent.trim(); }
 

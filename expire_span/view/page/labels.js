@@ -1,20 +1,20 @@
-// What is written upon the timeline: how many rows there are, and the names of the memories that live longest.
+// Text on the timeline: the axis of the rows, and the names of the longest-lived memories.
 
 const LABEL = 11;  // pixels
 const MOST_LABELS = 24, LONGEST_LABEL = 22, LOOKED_AT = 400;
 
-// Memories in the order of their lives, longest first; none where there are too many to tell apart.
+// Memories sorted by lifetime, longest first; an empty list if there are too many to label.
 function rankLives(death) {
   if (death.length > MOST_WORDS) return [];
   return Array.from(death.keys()).filter((i) => death[i] > i).sort((a, b) => death[b] - b - (death[a] - a) || a - b);
 }
 
 function shorten(text) {
-  const letters = Array.from(text.replace(/\s+/g, " ").trim());
+  const letters = Array.from(escapeControls(text).replace(/\s+/g, " ").trim());
   return letters.length > LONGEST_LABEL ? letters.slice(0, LONGEST_LABEL - 1).join("") + "…" : letters.join("");
 }
 
-// Ticks of the rows, and what a row is: { x, y, text } each.
+// Tick labels of the rows, and the name of the axis: { x, y, text } each.
 function rowTicks({ area, high }, rowName) {
   const rows = area[3] - area[2], gap = niceStep(rows / Math.max(high / 70, 1)), out = [];
   for (let row = Math.ceil(area[2] / gap) * gap; row < area[3]; row += gap) {
@@ -24,7 +24,8 @@ function rowTicks({ area, high }, rowName) {
   return [...out, { x: 8, y: high - LABEL, text: rowName + " ↓" }];
 }
 
-// Names of the longest lives that find room beside one another: { x, y, text }, and the colour for those that lie within their line.
+// Labels of the longest-lived memories, as many as fit without overlap: { x, y, text }; `inside` is the text colour of a label that fits
+// within its line.
 function placeLabels(timeline, context) {
   const { area, wide, high } = timeline.shown, scaleX = wide / (area[1] - area[0]), scaleY = high / (area[3] - area[2]);
   context.font = `${LABEL}px system-ui, sans-serif`;
@@ -62,7 +63,7 @@ function drawLabels(timeline, context) {
   context.restore();
 }
 
-// The same upon a saved drawing, with the steps below.
+// The same labels, and the axis of steps, for a saved SVG.
 function labelsSvg(timeline) {
   const { area, wide, high } = timeline.shown, middle = 'dominant-baseline="central"', size = `font-size="${LABEL}"`, font = `${size} fill="${ink("ink")}"`;
   const halo = `paint-order="stroke" stroke="${ink("card")}" stroke-width="3.5" stroke-linejoin="round"`;

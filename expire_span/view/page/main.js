@@ -1,9 +1,9 @@
-// Puts the parts together: what is chosen, what is drawn when, and what keys and buttons do.
+// The state of the page, and what is redrawn when it changes.
 
 const root = find("view"), script = find("script"), pristine = root.outerHTML;
 const live = script.dataset.live === "yes", LONGEST_LINK = 2000, SETTLED = 120;
 const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", text: null, page: 0 };
-const picked = { layer: false, layout: false };  // what a person has chosen is left as it is
+const picked = { layer: false, layout: false };  // whether the user chose it; then the page no longer chooses by itself
 const asked = fromLink();
 const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl);
 let choice = { span: null, death: null }, lines = choice, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null, compared = {};
@@ -15,7 +15,8 @@ function say(message, lasting) {
   if (message && !lasting) say.timer = setTimeout(() => say(""), 6000);
 }
 
-// What has to be drawn anew, in order: everything, the text, what new tokens add, the marks of the cursor, or only the window of time.
+// How much is redrawn, from least to most; each level includes those before it: the timeline, the marks of the cursor, newly generated tokens,
+// the text, everything.
 const LEVELS = ["draw", "marks", "grown", "tokens", "all"];
 
 function soon(what = "draw") {
@@ -41,8 +42,8 @@ function noteDelays(drawn) {
   root.delays.splice(0, root.delays.length - 1000);
 }
 
-// While a text is written, the newest tokens and their lives are drawn at once. The rest follows part by part, so that no frame has
-// to wait for all of it, and the rarer the more it costs; each part is drawn once more after the last token.
+// While the model generates, the newest tokens and the timeline are drawn in the next frame. The other parts take turns, so that no frame has
+// to draw them all, and the slower they are the longer the pause between turns; after the last token each part is drawn once more.
 const PARTS = [() => { drawRanges(); drawBelow(); }, () => drawCosts(state.trace, state.cursor), () => drawMarks()];
 
 function grow() {
@@ -79,7 +80,7 @@ function drawBelow() {
   if (trace.hasHidden) find("hidden-window").textContent = `Units from the top, steps ${show(hiddenWindow()[0])} to ${show(hiddenWindow()[1] - 1)}; move the cursor to see others.`;
 }
 
-// What is shown of the trace as it is now: the spans and deaths of the chosen layer and head, and their rows.
+// Takes spans and deaths of the chosen layer and head from the trace and loads them into the timeline.
 function choose() {
   const { trace } = state, following = timeline.to >= timeline.end;
   if (trace.hasSpans) {
@@ -96,10 +97,10 @@ function choose() {
   if (state.cursor >= trace.size) goToEnd(trace);
 }
 
-// While a text is written its shortest and longest span move a little all the time; colours follow once that can be seen.
+// During generation the shortest and longest span change a little with every token; the colour scale follows only a visible difference.
 function differ(fresh, old) { return fresh.some((x, n) => Math.abs(Math.log1p(Math.max(x, 0)) - Math.log1p(Math.max(old[n], 0))) > 0.05); }
 
-// What goes with the choice beside the pictures: legends, and which pictures there are.
+// Legends and explanations, and which sections are shown for this trace.
 function drawRanges() {
   const { trace } = state;
   if (trace.hasSpans) {
@@ -127,14 +128,14 @@ function drawRanges() {
   drawComparison();
 }
 
-const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lives shrink by one share until so many memories are alive on average)"];
+const CUTS = ["let nothing live longer than a limit", "tighten the budget (all lifetimes are multiplied by one factor, so that this many memories are alive on average)"];
 const ROWS = { words: "words held", packed: "memories held", birth: "memory, by birth" };
 
 function aboutRows() {
   const life = "to the step at which it is deleted, fading on its ramp";
-  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. At most ${show(timeline.height)} words are held at once.`;
+  if (state.layout === "words") return `Each line is one word, from the step that wrote it ${life}: as long as the longest-lived of its tokens. The model holds at most ${count(timeline.height, "word")} at once.`;
   return `Each line is one memory, from the step that wrote it ${life}. ` +
-    (state.layout === "packed" ? `At most ${show(timeline.height)} memories are alive at once.` : "The oldest memory is at the top.");
+    (state.layout === "packed" ? `The model holds at most ${count(timeline.height, "memory")} at once.` : "The oldest memory is at the top.");
 }
 
 function fillText() {
@@ -145,7 +146,7 @@ function fillText() {
   if (writing && state.cursor === trace.size - 1) box.scrollTop = box.scrollHeight;
 }
 
-// What a recurrent state holds on to: stretches in which a unit stays as it is.
+// Lists the constant stretches of a recurrent state: steps over which a unit hardly changes.
 function drawStretches() {
   const { trace } = state, [from, to] = tokenWindow(), states = [];
   for (let i = from; i < to; i++) states.push(trace.step(i).hidden[Math.max(state.layer, 0)]);
@@ -153,7 +154,7 @@ function drawStretches() {
   fillChips(find("stretches"), found.slice(0, 24).map(name), "none of five steps or more");
 }
 
-// The steps of the hidden state that are shown: so few that a stretch can be seen.
+// Number of steps of the hidden state that are shown at once: few enough for a constant stretch to be visible.
 const HIDDEN_STEPS = 128;
 
 function hiddenWindow() {
@@ -177,7 +178,7 @@ function drawFacts() {
   find("at").textContent = show(cursor);
   for (const name of ["live", "bytes", "bits"]) moveCursor(find(name), cursor);
   const rows = [[trace.header.task === "env" ? "it sees" : "token", visible(step.text)]];
-  if (step.bits != null) rows.push(["it cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
+  if (step.bits != null) rows.push(["cost", `${show(step.bits)} bits (probability ${show(2 ** -step.bits)})`]);
   if (step.action != null) rows.push(["it does", step.action]);
   if (step.reward) rows.push(["reward", show(step.reward)]);
   if (step.value != null) rows.push(["expects a return of", show(step.value)]);
@@ -195,17 +196,17 @@ function drawFacts() {
     row.append(element("code", visible(text) + (text === next ? " ✓" : "")), bar, element("span", (100 * chance).toFixed(1) + "%"));
     return row;
   }));
-  find("expects").textContent = trace.header.task === "env" ? "It is inclined to" : "The model expects";
-  find("alive").textContent = choice.death ? show(livingAt(cursor).length) : show(trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers);
+  find("expects").textContent = trace.header.task === "env" ? "Its next action" : "The model expects";
+  find("alive").textContent = count(choice.death ? livingAt(cursor).length : trace.live.reduce((sum, column) => sum + column.data[cursor], 0) / layers, "memory");
 }
 
-// The spans that one layer gives a token; those of many heads would be no line to read.
+// The spans that one layer gives a token, by head; for more than six heads only their number.
 function tellSpans(spans) {
   if (spans.length > 6) return `${spans.length} heads`;
   return spans.length > 1 ? `spans by head ${spans.join(" | ")}` : `span ${spans[0]}`;
 }
 
-// What the agent sees at the cursor and does there. It follows at once, so that an episode can be played.
+// What the agent sees and does at the cursor. Drawn in every frame, so that an episode plays smoothly.
 function drawEpisode() {
   const step = state.trace.step(state.cursor);
   find("episode").hidden = !step.image;
@@ -221,7 +222,7 @@ function livingAt(cursor) {
   return living;
 }
 
-// What many elements show follows a fast cursor a few times a second, the rarer the more it costs, and a resting one at once.
+// Parts with many elements are redrawn a few times a second while the cursor moves fast, less often the slower they are, and at once when it rests.
 function drawSlowly() {
   const wait = (drawSlowly.last || 0) + Math.max(SETTLED, 5 * (drawSlowly.cost || 0)) - performance.now();
   clearTimeout(drawSlowly.timer);
@@ -238,13 +239,13 @@ function drawLiving() {
   const { trace, cursor } = state, living = choice.death ? livingAt(cursor) : [];
   living.sort((a, b) => choice.death[b] - choice.death[a] || a - b);
   const words = hasWords(trace), shown = words ? firstOfEach(living, (i) => wordsOf(trace).first[i]) : living;
-  find("alive-words").textContent = words ? ` in ${show(shown.length)} words` : "";
+  find("alive-words").textContent = words ? ` in ${count(shown.length, "word")}` : "";
   fillChips(find("living"), shown.slice(0, 60).map((i) =>
     chip(words ? wordAt(trace, i) : trace.text[i], showLeft(choice.death[i] - cursor), () => goTo(i), colourAt(shareOf(choice.span[i], range)))));
   if (shown.length > 60) find("living").append(element("span", `and ${show(shown.length - 60)} more`, "es-soft"));
 }
 
-// Of each group the first in the list; what belongs to no group (-1) is left out.
+// The first item of each group; items of group -1 are left out.
 function firstOfEach(list, group) {
   const seen = new Set([-1]);
   return list.filter((i) => !seen.has(group(i)) && seen.add(group(i)));
@@ -266,7 +267,7 @@ function goToEnd(trace) {
   state.page = Math.floor(state.cursor / WINDOW);
 }
 
-// The text follows the cursor once it rests: to fill it anew for every place passed by would hold up the rest.
+// Shows the part of a long text that contains the cursor. Called only once the cursor rests, since filling it takes long.
 function turn() {
   goTo.timer = 0;
   state.page = Math.floor(state.cursor / WINDOW);
@@ -282,7 +283,7 @@ function introOf({ header }) {
 const SHADES = { light: "Dark is kept long, pale is soon forgotten.", dark: "Bright is kept long, dim is soon forgotten." };
 const PLAIN_INTRO = "This model gives its memories no span of their own. What it holds on to, step by step, is shown below.";
 
-// The layer that holds a single memory longest: there it is seen best what is kept and what is not.
+// The layer with the longest single span, where the difference between what is kept and what is not shows best.
 function longestLayer(trace) {
   const longest = Array.from({ length: trace.header.layers }, (_, layer) => trace.choose(layer, -1).span.reduce((a, b) => b < FOR_GOOD ? Math.max(a, b) : a, 0));
   return longest.indexOf(Math.max(...longest));
@@ -291,10 +292,10 @@ function longestLayer(trace) {
 function setTrace(trace, keep) {
   state.trace = trace;
   const { header } = trace;
-  find("name").textContent = header.name || "Expire-Span";
-  find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${header.layers} ${header.layers > 1 ? "layers" : "layer"}` +
+  find("name").textContent = header.name || "a model";
+  find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${count(header.layers, "layer")}` +
     (header.heads > 1 ? `, each with ${show(header.heads)} heads that forget on their own` : "") +
-    (header.max_span ? `, spans up to ${show(header.max_span)} steps, ramp ${show(header.ramp)}.` : ".");
+    (header.max_span ? `, spans of up to ${count(header.max_span, "step")}, fading over ${show(header.ramp)} more (the ramp).` : ".");
   find("layer").max = header.layers;
   find("layer-box").hidden = header.layers < 2;
   find("layer").min = trace.hasSpans ? 0 : 1;
@@ -307,7 +308,7 @@ function setTrace(trace, keep) {
   find("pictures").hidden = false;
 }
 
-// Unless somebody chose a layer, the one that remembers longest is shown.
+// Shows the layer with the longest span, unless the user has chosen one.
 function settleLayer() {
   const { trace } = state;
   if (picked.layer || !trace.hasSpans || !trace.size || (writing && state.layer >= 0)) return;
@@ -326,7 +327,7 @@ function drawLegend() {
   for (let x = 0; x < 120; x++) { context.fillStyle = css(colourAt(x / 119)); context.fillRect(x, 0, 1, 10); }
 }
 
-// What is chosen, so that a link or a saved page shows the same again.
+// The settings that a link or a saved page restores.
 function chosen() {
   return { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2) };
 }
@@ -339,14 +340,16 @@ async function copyLink() {
   say(long ? "the link holds the view, but not the text, which is too long for one" : "the address now opens this view, and was copied");
 }
 
+// A link may be damaged or made for another model: what does not fit is left as it is, or brought into its range.
 function restore(values) {
   if (!state.trace) return;
-  const number = (name, other) => { const x = Number(values[name]); return values[name] == null || Number.isNaN(x) ? other : x; };
-  state.head = number("head", -1);
+  const { layers, heads } = state.trace.header, within = (x, most) => Math.min(Math.max(Math.round(x), -1), most - 1);
+  const number = (name, other) => { const x = Number(values[name]); return values[name] == null || !Number.isFinite(x) ? other : x; };
+  state.head = within(number("head", -1), heads);
   find("head-pick").value = state.head;
   if (ROWS[values.layout]) { state.layout = values.layout; picked.layout = true; }
   if (values.layer != null) picked.layer = true;
-  pickLayer(Math.min(number("layer", state.layer), state.trace.header.layers - 1));
+  pickLayer(within(number("layer", state.layer), layers));
   redraw(LEVELS.indexOf("all"));
   timeline.move(number("from", 0), number("to", state.trace.size));
   goTo(number("cursor", state.trace.size - 1));
@@ -371,11 +374,11 @@ async function start() {
   find("other").hidden = !info.text;
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);
-  else if (asked.text) { find("text").value = asked.text; await readText(); }
+  else if (asked.text && info.text) { find("text").value = asked.text; await readText(); }
   else await (info.example ? readExample() : readSample());
   await compareAsAsked(asked);
   if (state.trace && Object.keys(asked).length) restore(asked);
-  if (info.training && info.model) say(`the run is still training; this is its checkpoint ${info.checkpoint}`);
+  if (info.training && state.trace) say(`the run has not finished training; this is its checkpoint ${info.checkpoint}`);
   root.dataset.ready = "yes";
 }
 

@@ -1,4 +1,4 @@
-// Reading, comparing and writing: what needs the server, and what the page does with its answers.
+// Reading, comparing and generating: requests to the server, and what the page does with the answers.
 
 const PAUSE = 400;  // milliseconds at least between two pictures of a trace that is still coming
 
@@ -33,7 +33,7 @@ async function read(path, body, text) {
   }
 }
 
-// What was read stands in the fields, to be changed and read again; of our example the second field holds a change to try.
+// Puts the text that was read into both text fields, to be edited; for the example, the second field holds its changed version.
 function showText(text) {
   const ours = text === EXAMPLE;
   if (info.text) find("text").value = text;
@@ -43,13 +43,13 @@ function showText(text) {
 
 function readExample() { return read("api/trace", { text: EXAMPLE }, EXAMPLE); }
 
-// Milliseconds until something is seen.
+// Records the milliseconds until the first picture.
 function noteFirst(began) { requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.first = Math.round(performance.now() - began); })); }
 
-// The task's sample; of an agent, the episode whose number the page shows.
+// Reads the task's sample; for an agent, the episode whose number is in the field.
 function readSample() { return saying(() => read("api/sample", episodeAsked(), null)); }
 
-// What goes wrong is said in the page.
+// Runs a function and shows its error in the page.
 async function saying(what) {
   try { return await what(); } catch (error) { say(error.message, true); }
 }
@@ -78,7 +78,7 @@ async function readFile() {
   find("file").value = "";
 }
 
-// Whether a text can be read at once; what cannot is said before it is sent.
+// Whether a text is within the size limit; if not, the page says so and sends nothing.
 function fits(text) {
   const size = new TextEncoder().encode(text).length, long = size > info.most_text;
   if (long) sayTooLong(size);
@@ -89,7 +89,7 @@ function sayTooLong(size) {
   say(`the page reads at most ${show(info.most_text)} bytes of text at once, got ${show(size)}; cut it, or write its trace with: expire-span trace RUN --text FILE`, true);
 }
 
-// A paste that could not be read anyway is refused before the field takes it: to lay out megabytes would stop the page for long.
+// Refuses a paste over the size limit before the field takes it: laying out megabytes of text would freeze the page.
 function refuseTooLong(event) {
   if (!fits(event.clipboardData ? event.clipboardData.getData("text/plain") : "")) event.preventDefault();
 }
@@ -110,14 +110,14 @@ async function compare() {
   } catch (error) { say(error.message, true); }
 }
 
-// The pictures above show the reading before or after the change.
+// Chooses whether the pictures show the text before or after the change.
 function showSide(name) {
   find("side").hidden = false;
   find("side-pick").value = name;
   if (state.trace !== compared[name]) setTrace(compared[name], true);
 }
 
-// Side by side in the chosen layer; drawn anew once another is chosen.
+// Draws both texts side by side in the chosen layer, unless they are drawn already.
 function drawComparison() {
   const key = [state.layer, state.head, darkMode.matches].join();
   if (!compared.after || compared.key === key) return;
@@ -131,7 +131,7 @@ function forgetComparison() {
   find("verdict").hidden = find("side").hidden = true;
 }
 
-// The comparison as a link holds it, and back.
+// The settings of the comparison for a link, and below, the comparison that a link asks for.
 function comparisonAsked() {
   return compared.after ? { ...compared.asked, side: find("side-pick").value } : {};
 }
@@ -145,7 +145,7 @@ async function compareAsAsked({ limit, budget, other, side }) {
   if (side === "after" && compared.after) showSide("after");
 }
 
-// A saved page holds the reading before the change as its trace, and the reading after it as a second one.
+// Opens the comparison of a saved page, whose second trace is the text after the change.
 async function openComparison({ limit, budget, side }) {
   const packed = find("trace-after")?.textContent.trim();
   if (!packed) return;
@@ -184,8 +184,16 @@ function write() {
 }
 
 function stopWriting() {
-  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  if (writing) { writing.abort.abort(); writing = null; keepWritten(); soon("all"); }
   buttons();
+}
+
+// Makes the generated text the one that a link holds and that a comparison starts from.
+function keepWritten() {
+  if (!state.trace) return;
+  state.text = wholeText(state.trace);
+  find("other").value = state.text.slice(0, 20000);
+  find("hint").hidden = true;
 }
 
 function buttons() {

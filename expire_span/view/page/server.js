@@ -1,4 +1,4 @@
-// Talks to the server that the page came from: traces come line by line and are drawn as they come.
+// Requests to the server of this page. Traces arrive line by line and are drawn while they arrive.
 
 async function ask(path, body, signal) {
   const raw = body instanceof ArrayBuffer;
@@ -15,7 +15,7 @@ async function ask(path, body, signal) {
   return answer;
 }
 
-// Calls `take` with each line; ends when the server has no more.
+// Calls `take` with each line of a streamed answer.
 async function readLines(answer, take) {
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   let left = "";
@@ -48,7 +48,7 @@ async function fetchTrace(path, body, signal, grown = () => {}) {
   return trace;
 }
 
-// A text that the model writes while we watch.
+// A text that the model is generating: its lines, and pause, step and resume.
 class Writing {
   constructor(onLine, onEnd) { this.onLine = onLine; this.onEnd = onEnd; this.abort = new AbortController(); this.name = ""; this.paused = false; this.unseen = []; }
 

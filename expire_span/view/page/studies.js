@@ -3,7 +3,7 @@
 
 const SERIES = 60;
 
-// A series around 0.5 whose neighbours are alike; the same number gives the same series.
+// A series around 0.5 whose neighbouring values are correlated, determined by `seed`.
 function makeSeries(seed, length = SERIES) {
   let state = (seed * 2654435761 + 1) >>> 0;
   const draw = () => { state = (Math.imul(state, 1664525) + 1013904223) >>> 0; return state / 2 ** 32; };
@@ -27,7 +27,7 @@ function runLeaky(inside, w1, w2) {
 
 function weightsOf(ratio) { return [ratio / (1 + ratio), 1 / (1 + ratio)]; }
 
-// Curves over any range: { name, points: [[x, y]], colour }. A band shades the stretch of y that is asked about.
+// Curves over any range: { name, points: [[x, y]], colour }. `band` shades a range of x or y.
 function drawCurves(svg, curves, { xs, ys, band, name, along }) {
   const wide = Math.max(svg.clientWidth, 260), high = 200, left = 40, right = 10, top = 18, bottom = 22;
   svg.setAttribute("viewBox", `0 0 ${wide} ${high}`);
@@ -51,7 +51,7 @@ function drawCurves(svg, curves, { xs, ys, band, name, along }) {
   svg.replaceChildren(...nodes);
 }
 
-// Two rows of the counter's state: dark where inside, and the count as numbers where it changes.
+// The counter's state as two rows of cells: dark where the series is inside the range, and darker the higher the count.
 function drawCounterRows(values, rows) {
   const svg = find("study-counter-rows"), wide = Math.max(svg.clientWidth, 260), each = (wide - 50) / values.length, nodes = [], most = Math.max(rows[rows.length - 1][1], 1);
   svg.setAttribute("viewBox", `0 0 ${wide} 46`);
@@ -82,7 +82,7 @@ function drawStudies() {
   find("study-leak").textContent = `One step inside adds ${show(one[0])}; ten quiet steps later ${(100 * one[10] / one[0]).toFixed(0)}% of it is left. What keeps more notices less.`;
 }
 
-// Lengths of the stretches over which a unit stays within a share of its whole range, in order; they add up to all steps.
+// Splits a unit's values into stretches over which it varies by at most `eps` of its whole range; returns their lengths, in order.
 function stretchLengths(values, eps = 0.1) {
   const limit = eps * (Math.max(...values) - Math.min(...values)), lengths = [];
   let low = Infinity, high = -Infinity;

@@ -1,10 +1,10 @@
-// The timeline: quads drawn by the graphics card from one buffer, moved by a few numbers; density where lines are thinner than
-// a pixel; plain rectangles where there is no WebGL2. Text, axes and the cursor lie on a second canvas above.
+// The timeline. Lines are quads in one WebGL2 buffer, panned and zoomed by uniforms; without WebGL2 they are plain rectangles; if there are too
+// many, their density is drawn. Text, axes and the cursor are on a second canvas above.
 
 const MOST_QUADS = 6000;
-const RANKED = 500;  // milliseconds for which names stay where they are while a text is written
-const AXIS = 16;  // pixels below the rows, for the names of steps
-const CORNERS = 4;  // Each memory stands four times in the buffer. Instances would need one, but software renderers draw them one by one.
+const RANKED = 500;  // milliseconds between two choices of labels during generation
+const AXIS = 16;  // height in pixels of the axis of steps, below the rows
+const CORNERS = 4;  // Vertices of a memory in the buffer. Instanced drawing would need one, but software renderers draw instances one by one.
 const VERTEX = `#version 300 es
 layout(location = 0) in vec4 life;  // birth, death, row, colour
 uniform vec4 area;                  // first and last step, first and last row
@@ -40,7 +40,7 @@ class Quads {
     if (this.gl) this.prepare();
   }
 
-  // Whether the processor plays the graphics card: then plain rectangles are faster.
+  // Whether WebGL2 is rendered in software, on the CPU: then plain rectangles are faster.
   get slow() {
     const known = this.gl && this.gl.getExtension("WEBGL_debug_renderer_info");
     return Boolean(known) && /swiftshader|llvmpipe|software/i.test(this.gl.getParameter(known.UNMASKED_RENDERER_WEBGL));
@@ -89,7 +89,7 @@ class Quads {
     if (count > this.room) this.number(Math.max(2 * this.room, count));
   }
 
-  // Two triangles for each memory; the numbers do not depend on the trace.
+  // Vertex indices: two triangles for each memory. They do not depend on the trace.
   number(count) {
     const order = new Uint32Array(6 * count);
     for (let i = 0; i < count; i++) [0, 1, 2, 2, 1, 3].forEach((corner, n) => { order[6 * i + n] = CORNERS * i + corner; });
@@ -99,7 +99,7 @@ class Quads {
 
   clear(below) {
     if (!this.gl || (this.empty && !below)) return;
-    this.empty = !below;  // an empty canvas need not be cleared, and shown, again
+    this.empty = !below;  // an empty canvas need not be cleared again
     this.gl.viewport(0, below, this.canvas.width, Math.max(this.canvas.height - below, 1));
     this.gl.clearColor(0, 0, 0, 0);
     this.gl.clear(this.gl.COLOR_BUFFER_BIT);
@@ -132,9 +132,8 @@ class Timeline {
     this.mostQuads = MOST_QUADS;
   }
 
-  // span and death of each memory, and how rows are given; what a row is called, and the name of each memory.
-  // While the trace is growing, names stay with the memories that bear them and are dealt out anew twice a second: to rank and measure
-  // hundreds of words takes longer than a token.
+  // Takes span and death of each memory, the layout of rows, the name of the row axis, and a function that names a memory.
+  // While the trace grows, labels are chosen anew only twice a second: ranking and measuring hundreds of words takes longer than a token.
   load({ span, death }, layout, range, ramp, end, rowName, nameOf, growing = false) {
     const now = performance.now(), stays = growing && now - this.rankedAt < RANKED;
     if (!stays) this.rankedAt = now;
@@ -143,7 +142,7 @@ class Timeline {
     const packed = layout !== "birth" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
     this.rows = packed.rows; this.height = packed.height;
     this.lives = new Float32Array(4 * n);
-    this.latest = new Int32Array(n);  // the last death among all memories up to here: says where to begin drawing
+    this.latest = new Int32Array(n);  // the latest death among all memories up to here; tells where drawing can begin
     for (let i = 0, last = 0; i < n; i++) {
       last = Math.max(last, death[i]);
       this.latest[i] = last;
@@ -152,13 +151,13 @@ class Timeline {
     this.quads.load(this.lives);
   }
 
-  // Memories that may be seen between two steps: born before the end, and not all dead before the beginning.
+  // The range of memories that may be visible in the window: born before its end, and not all dead before its beginning.
   range() {
     const last = Math.min(Math.max(Math.ceil(this.to), 0), this.count);
     return [Math.min(this.firstAlive(this.from - 1), last), last];
   }
 
-  // No memory before this one is alive at or after a step.
+  // The first memory that may be alive at a step or later: all before it are dead by then.
   firstAlive(step) {
     let low = 0, high = this.count;
     while (low < high) {
@@ -277,7 +276,7 @@ class Timeline {
     context.fillRect(x(this.cursor + 0.5) - 1, 0, 2, high);
   }
 
-  // Where the axis of time has a mark, and the number of the step where there is room for it.
+  // Ticks of the axis of steps: their places, and the step as text where there is room.
   steps(area, wide) {
     const gap = niceStep((area[1] - area[0]) / Math.max(wide / 110, 2)), out = [];
     for (let t = Math.ceil(Math.max(area[0], 0) / gap) * gap; t <= area[1]; t += gap) {

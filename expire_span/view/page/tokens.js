@@ -9,14 +9,14 @@ function paintToken(node, share) {
   node.style.color = inkOn(colour);
 }
 
-// Fills the box with a window of tokens, coloured by span. What it holds of them already, under the same key, stays as it is.
+// Fills the box with the tokens of a window, coloured by span. Elements that it already holds under the same key are kept.
 function fillTokens(box, trace, span, range, from, to, { changed, worse, key } = {}) {
   const same = key && box.trace === trace && box.key === key && box.to <= to, kept = same ? countSettled(box) : 0;
   if (same && box.to === to) return;
   const cells = cellsOf(trace, kept ? box.cells[kept - 1].end : from, to), nodes = cells.map((cell) => {
     let widest = -Infinity;
     for (let i = cell.start; i < cell.end; i++) widest = Math.max(widest, span ? span[i] : 0);
-    const text = cell.text.replace(/\n/g, "⏎\n");
+    const text = escapeControls(cell.text).replace(/\n/g, "⏎\n");
     const node = element("span", text);
     node.dataset.i = cell.start;
     node.dataset.end = cell.end;
@@ -35,14 +35,15 @@ function fillTokens(box, trace, span, range, from, to, { changed, worse, key } =
   Object.assign(box, { trace, key, to, marks, cells: kept ? [...box.cells.slice(0, kept), ...cells] : cells, nodes: kept ? [...box.nodes, ...nodes] : nodes });
 }
 
-// Cells that stay as they are when more tokens come. A character has at most four bytes: nearer to the end, one may still be cut.
+// Number of cells that cannot change when more tokens arrive. A character has at most four bytes, so the last three bytes may be part of an
+// incomplete one.
 function countSettled(box) {
   let kept = box.cells.length;
   while (kept && box.cells[kept - 1].start + 4 > box.to) kept--;
   return kept;
 }
 
-// Marks the cursor's token, and underlines what is alive at it. Only what changes is touched: the rest costs no drawing.
+// Marks the cursor's token and underlines the tokens that are alive at it. Only elements whose mark changes are touched.
 function markTokens(box, death, cursor) {
   box.cells.forEach((cell, n) => {
     let mark = cell.start <= cursor && cursor < cell.end ? 2 : 0;
@@ -54,10 +55,12 @@ function markTokens(box, death, cursor) {
   });
 }
 
-// Scrolls the box, never the page.
+// Scrolls the box, never the page, by whole lines.
 function keepInView(box, node) {
   const frame = box.getBoundingClientRect(), place = node.getBoundingClientRect();
-  if (place.top < frame.top || place.bottom > frame.bottom) box.scrollTop += place.top - frame.top - box.clientHeight / 2;
+  if (place.top >= frame.top && place.bottom <= frame.bottom) return;
+  const line = parseFloat(getComputedStyle(box).lineHeight);
+  box.scrollTop = Math.round((box.scrollTop + place.top - frame.top - box.clientHeight / 2) / line) * line;
 }
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {

@@ -1,4 +1,4 @@
-// A trace as columns: numbers in typed arrays that grow, so that a hundred thousand memories stay cheap to hold and to draw.
+// A trace in columns: growing typed arrays, which stay small and fast for a hundred thousand memories.
 
 const VERSION = 1;
 
@@ -78,7 +78,7 @@ class TraceData {
   }
 }
 
-// Rows for memories so that none overlap and the lowest free row is taken: the height of the picture is what is held.
+// Gives each memory the lowest free row, so that no two overlap: the height of the picture is the largest number of memories held at once.
 function packRows(death) {
   const n = death.length, rows = new Float32Array(n), ends = new Heap(), free = new Heap();
   let top = 0;

@@ -24,14 +24,15 @@ function mostAlive(trace) {
 }
 
 function chip(text, small, onClick, colour) {
-  const node = element("button", visible(text));
+  const node = element("button");
+  node.append(element("span", visible(text)));
   if (small) node.append(element("small", small));
   if (colour) { node.style.backgroundColor = css(colour); node.style.color = inkOn(colour); }
   node.addEventListener("click", onClick);
   return node;
 }
 
-// Fills a box with chips, or with the words for none. Tab reaches one of them, and arrow keys go from there to the others.
+// Fills a box with chips, or with the text `none`. Tab reaches one chip, and arrow keys move between them.
 function fillChips(box, chips, none) {
   const held = box.contains(document.activeElement);
   chips.forEach((node, n) => { node.tabIndex = n ? -1 : 0; });
@@ -56,14 +57,14 @@ function textOf(trace, from, to) {
   return trace.text.slice(low, high).join(trace.header.vocabulary === "pieces" ? "" : " ");
 }
 
-// A word by itself; what is none, such as a space, with a few of its neighbours.
+// The word of a token; a token that belongs to none, such as a space, is shown in brackets among its neighbours.
 function nameToken(trace, i) {
   if (!wordsOf(trace)) return trace.text[i];
   const word = wordAt(trace, i);
   return /[\p{L}\p{N}]/u.test(word) ? word : `${textOf(trace, i - 8, i)}[${textOf(trace, i, i + 1)}]${textOf(trace, i + 1, i + 5)}`.replace(/\n/g, "⏎");
 }
 
-// Changes of tokens as changes of their words, which are easier to recognise; `join` says what becomes of two. Largest first.
+// Combines changes of tokens into changes of words, which are easier to recognise; `join` combines two. Largest first.
 function byWord(trace, changes, join) {
   const words = wordsOf(trace), found = new Map();
   for (const [change, i] of changes) {
@@ -78,8 +79,8 @@ function kept(spans) {
   return longest < FOR_GOOD ? `for ${show(Math.round(longest))} steps` : "for good";
 }
 
-// What was changed, and how long either is kept: the longest span among its tokens.
-function tellChange(traces, sides, front, back) {
+// Tells what was changed, and for how long the old and the new words are kept: the longest span among their tokens.
+function tellChange(traces, sides, front, back, where) {
   if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
   const parts = traces.map((trace, n) => {
     let from = front, to = trace.size - back;
@@ -87,7 +88,7 @@ function tellChange(traces, sides, front, back) {
     while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
     return `“${visible(shorten(textOf(trace, from, to)))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
   });
-  return `${parts.join(", ")}.`;
+  return `${where}: ${parts.join(", ")}.`;
 }
 
 // Mean bits of the answers that a task asks for, the return of an episode and how it ended, where there are such.
@@ -110,7 +111,7 @@ function tellSums(before, after) {
   return `${parts.charAt(0).toUpperCase()}${parts.slice(1)}.`;
 }
 
-// What was cut, for the heading of the changed reading.
+// The heading of the changed side, with the limits that were set.
 function tellCut({ max_span: limit, live }) {
   return ["after", ...(limit == null ? [] : [`no span above ${show(limit)} steps`]), ...(live == null ? [] : [`${show(live)} memories alive in a layer, on average`])].join(", ");
 }
@@ -138,10 +139,12 @@ function showComparison(before, after, layer, head, cut, goTo) {
   const worse = bits.filter(([x]) => x > 0.05), scored = !Number.isNaN(meanBits(before));
   fillChips(find("worse"), chips(byWord(after, bits, (a, b) => a + b).filter(([x]) => x > 0.05)), "none");
   fillChips(find("moved"), chips(byWord(after, spans, (a, b) => Math.abs(b) > Math.abs(a) ? b : a).filter(([x]) => Math.abs(x) > 0.5)), "none");
-  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back) : "";
+  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back, layer < 0 ? "Mean over layers" : `Layer ${layer + 1}`) : "";
   find("changed").hidden = !find("changed").textContent;
-  find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of ${show(pairs.length)} tokens that both have get worse.` : "");
+  find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of the ${count(pairs.length, "token")} that both texts share become harder to predict.` : "");
   find("after-title").textContent = tellCut(cut);
   find("worse-box").hidden = find("wavy").hidden = !scored;
+  find("moved-box").hidden = !spans.length;
+  find("straight").hidden = pairs.length === before.size && pairs.length === after.size;
   find("verdict").hidden = false;
 }

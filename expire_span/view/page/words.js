@@ -1,4 +1,4 @@
-// Words of a text whose tokens are bytes or pieces of words: a reader looks for a name, not for its third letter.
+// Groups tokens that are bytes or pieces of words into words: readers look for names, not for single letters.
 
 const LONGEST_WORD = 32;  // tokens; what is longer is no word, but a text without spaces
 const MOST_WORDS = 20000;  // tokens of a text whose words get lines of their own; beyond, single words are thinner than a pixel
@@ -7,7 +7,7 @@ const isSpace = (text) => /^\s*$/.test(text);
 const endsWord = (text) => !/[\p{L}\p{N}\ufffd]$/u.test(text);
 const beginsWord = (text) => !/^[\p{L}\p{N}\ufffd]/u.test(text);
 
-// For each token the first token of its word; spaces belong to no word (-1), other signs are words of their own.
+// For each token, the first token of its word; spaces belong to no word (-1), punctuation marks are words of their own.
 function wordsOf(trace) {
   const { vocabulary } = trace.header;
   if (!["bytes", "pieces"].includes(vocabulary)) return null;
@@ -21,19 +21,19 @@ function wordsOf(trace) {
   return known;
 }
 
-// Bytes above 127 are parts of letters.
+// The text of a token; bytes above 127 are parts of letters.
 function plainText(trace, i) {
   if (trace.header.vocabulary !== "bytes") return trace.text[i];
   return trace.token[i] > 127 ? "\ufffd" : String.fromCharCode(trace.token[i]);
 }
 
-// Whether words are what a reader of this trace should see first.
+// Whether the page should begin with one line for each word.
 function hasWords(trace) {
   const words = wordsOf(trace);
   return Boolean(words) && trace.size <= MOST_WORDS && words.count >= trace.size / 12;
 }
 
-// One memory for each word, as long as the longest of its tokens lives; those of other tokens are empty.
+// One line for each word, at its first token and as long as its longest-lived token; the lines of its other tokens are empty.
 function joinWords(trace, { span, death }) {
   const { first } = wordsOf(trace), n = death.length, joined = { span: new Float32Array(n), death: Int32Array.from(death, (_, i) => i) };
   for (let i = 0; i < n; i++) {
