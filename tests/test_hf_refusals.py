@@ -250,7 +250,11 @@ def test_saved_caches_that_cannot_be_loaded(tmp_path):
         forgetful(tiny(seed=5), max_span=40, ramp=4).new_cache().load(path)
     with pytest.raises(UserError, match="is not a saved cache that can be read: No such file"):
         cache.load(tmp_path / "nothing")
-    path.write_bytes(path.read_bytes().replace(b"seen", b'se"n', 1))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(UserError, match="does not match its checksum"):
+        cache.load(path)
+    path.write_bytes(data.replace(b"seen", b'se"n', 1))
     with pytest.raises(UserError, match="is not a saved cache that can be read"):
         cache.load(path)
     assert cache.seen == 9

@@ -32,6 +32,7 @@ ROWS = {
     "recipes": 1,
     "task_recipes": 1,
     "ops": 2,
+    "tensor_files": 2,
     "store": 3,
     "memory": 4,
     "models": 4,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -22,6 +21,7 @@ from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import write_atomic
 from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
+from expire_span.tensor_files import check_tensors, to_bytes
 
 from .attention import Reading
 from .rotary import rotate_keys
@@ -261,7 +261,7 @@ class ExpiringCache(Cache):
         tensors = {name: x.contiguous().cpu() for name, x in tensors.items()}
         head = {"skeleton": json.dumps(skeleton)} | ({} if self.identify is None else {"model": self.identify()})
         try:
-            write_atomic(Path(path), safetensors.torch.save(tensors, head))
+            write_atomic(Path(path), to_bytes(tensors, head))
         except OSError as error:
             raise StorageError(
                 f"the cache could not be saved to {path}: {describe(error)}; save it elsewhere"
@@ -279,6 +279,7 @@ class ExpiringCache(Cache):
         except (*_DAMAGE, ValueError) as error:
             raise UserError(f"{path} is not a saved cache that can be read ({error})") from error
         self._check_model(path, head.get("model"))
+        check_tensors(path, tensors, head)
         try:
             self.load_state_dict(state)
         except _DAMAGE as error:

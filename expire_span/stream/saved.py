@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
-import torch
 from torch import Tensor
 
 from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import write_atomic
 from expire_span.models.decoder import Decoder
+from expire_span.tensor_files import check_tensors, digest_tensors, to_bytes
 
 FORMAT = 1
 
 
 def fingerprint(decoder: Decoder) -> str:
     """sha256 of a decoder's weights and their names."""
-    digest = hashlib.sha256()
-    for name, x in sorted(decoder.state_dict().items()):
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        digest.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest_tensors(decoder.state_dict())
 
 
 def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     head = {"format": FORMAT, "model": fingerprint(decoder), **meta}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    data = safetensors.torch.save(plain, {"stream": json.dumps(head)})
+    data = to_bytes(plain, {"stream": json.dumps(head)})
     try:
         write_atomic(path, data)
     except OSError as error:
@@ -43,7 +37,8 @@ def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: 
 def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-            meta = json.loads((file.metadata() or {}).get("stream", "{}"))
+            head = file.metadata() or {}
+            meta = json.loads(head.get("stream", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         said = describe(error) if isinstance(error, OSError) else str(error).splitlines()[0]
@@ -57,4 +52,5 @@ def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[st
             f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {mine[:12]}); "
             "load it with the model that wrote it"
         )
+    check_tensors(path, tensors, head)
     return tensors, meta
