@@ -73,6 +73,7 @@ FACTS: dict[str, RecipeFacts] = {
     ),
     "agent_portal": RecipeFacts("small", GPU, "7 min", "99.9%, as many steps as an explorer with perfect memory"),
     "agent_repeat_first": RecipeFacts("tiny", CPU, "5 min", "return 0.995 after 150 updates"),
+    "agent_repeat_first_medium": RecipeFacts("small", CPU, "20 min", "return 0.802 after 300 updates, still rising"),
     "agent_repeat_previous": RecipeFacts("tiny", CPU, "2 min", "return 0.999, 3.9 alive"),
     "agent_repeat_previous_medium": RecipeFacts("small", CPU, "15 min", "return 1.000 and 0.989"),
 }

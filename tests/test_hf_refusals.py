@@ -240,6 +240,16 @@ def test_adapters_whose_weights_do_not_fit(tmp_path):
         load_adapter(model, tmp_path)
 
 
+def test_an_adapter_on_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("expire_span.files.write_synced", full)
+    with pytest.raises(StorageError, match=r"the adapter could not be saved to .*adapter: the disk is full; save it"):
+        forgetful(tiny(), max_span=40, ramp=4).save(tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_saved_caches_that_cannot_be_loaded(tmp_path):
     handle, path = forgetful(tiny(), max_span=40, ramp=4), tmp_path / "cache.safetensors"
     cache, _ = read(handle, tokens(1, 9))

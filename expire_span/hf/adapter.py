@@ -10,6 +10,7 @@ quick.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 
 from expire_span.checks import check_count, require, show
 from expire_span.config import from_dict
-from expire_span.errors import UserError
+from expire_span.errors import StorageError, UserError, describe
 from expire_span.files import read_json, to_json, write_atomic
 from expire_span.retrofit_configs import RetrofitConfig
 
@@ -31,15 +32,22 @@ _SAMPLES = 64
 
 
 def save_adapter(handle: Any, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
     data = safetensors.torch.save(weights)
     model = handle.model
     base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
-    write_atomic(folder / "adapter.safetensors", data)
-    write_atomic(folder / "adapter.json", to_json(head))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "adapter.safetensors", data)
+        write_atomic(folder / "adapter.json", to_json(head))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # it goes only if it is empty
+        raise StorageError(
+            f"the adapter could not be saved to {folder}: {describe(error)}; save it elsewhere"
+        ) from error
 
 
 def read_head(folder: Path) -> dict[str, Any]:
