@@ -204,7 +204,8 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     assert (
         main(["retrofit", str(folder), "--out", str(tmp_path / "run"), "--budget-tokens", "40", *common, *sizes]) == 0
     )
-    assert "(budget 40)" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "(budget 40)" in said.out and "tokens, documents: 1" in said.err and "fitting spans" in said.err
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
     assert "intact, made for" in capsys.readouterr().out
     out = ["--context", "400", "--documents", "2", "--questions", "1", "--out", str(tmp_path / "table")]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def distill_on(handle: Retrofit, documents: list[Tensor], run: RunFolder, *, sho
 def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, folder: Path, *, seed: int) -> RunFolder:
     """A new run of the command line, which names the model and the text."""
     handle, documents = _open(task, expiry, config)
-    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder)
+    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, _tell)
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
@@ -66,7 +68,7 @@ def go_on(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
     handle, documents = _open(config.task, config.model.expiry, config.train)
     if base_hash(handle.model) != config.model.hash:
         raise UserError(f"the model {config.task.model} has changed since run {run.path} began; put the first one back")
-    learner = DistillLearner(handle, documents, config, run.path)
+    learner = DistillLearner(handle, documents, config, run.path, _tell)
     options: Any = dict(allow_changed_data=allow_changed_data)
     return _run(learner, lambda: session.go_on(lambda _: learner, run, **options))
 
@@ -83,7 +85,14 @@ def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> 
     handle = retrofit(model, expiry)
     if config.lora_rank:
         handle.add_lora(config.lora_rank)
-    return handle, read_documents(tokenizer, Path(task.data))
+    _tell(f"reading {task.data} as tokens")
+    documents = read_documents(tokenizer, Path(task.data))
+    _tell(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
+    return handle, documents
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
@@ -115,10 +124,17 @@ def describe_run(handle: Retrofit, task: RetrofitTask, config: DistillConfig, se
 class DistillLearner:
     """A `Distiller` with the interface of the training loop; see `loop.Learner`."""
 
-    def __init__(self, handle: Retrofit, documents: list[Tensor], config: RetrofitRunConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        handle: Retrofit,
+        documents: list[Tensor],
+        config: RetrofitRunConfig,
+        folder: Path,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         check_extras(config.train)
         self.handle, self.config, self.folder = handle, config, folder
-        self.distiller = Distiller(handle, documents, config.train, config.seed)
+        self.distiller = Distiller(handle, documents, config.train, config.seed, tell)
         self.documents = documents
         self.accelerator = build_accelerator(config)
         if self.accelerator.num_processes > 1:

@@ -10,6 +10,7 @@ get gradients (hf/learning.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -35,7 +36,15 @@ LEAST_RATE = 0.05
 class Distiller:
     """The span predictors, their optimizer, the budget controller and the random choice of contexts."""
 
-    def __init__(self, handle: Retrofit, documents: list[Tensor], config: DistillConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        handle: Retrofit,
+        documents: list[Tensor],
+        config: DistillConfig,
+        seed: int = 0,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """tell: called with a sentence when something begins that takes long and is no training step."""
         if not handle.predictors:
             raise ValueError(
                 f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
@@ -51,6 +60,7 @@ class Distiller:
         self.optimizer = _build_optimizer(handle, config)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
+        self.tell = tell or (lambda sentence: None)
 
     def step(self, step: int, share: float | None = None) -> dict[str, Any]:
         """One optimizer step over a batch of whole contexts, read block by block.
@@ -83,6 +93,9 @@ class Distiller:
         rows: list[Tensor] = []
         while len(rows) < self.config.calibrate:
             rows += self._contexts().split(1)
+        self.tell(
+            f"fitting spans to the model's attention over {self.config.calibrate} contexts, before the first step"
+        )
         found = observe(self.handle, rows[: self.config.calibrate])
         fit(self.handle, found, self.config.context, self.target)
         slope = mean_slope(self.handle, found)
