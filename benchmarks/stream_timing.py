@@ -47,8 +47,9 @@ def build(config: DecoderConfig, device: torch.device, live: Sequence[float] = (
             torch.nn.init.constant_(predictor.bias, -1.3)
             continue
         heads = len(predictor.reach)
-        kept = [share * live[layer] * heads - config.mixer.ramp for share in SHARES[:heads]] if live else []
-        reaches = kept or REACHES[:heads]
+        reaches = REACHES[:heads]
+        if live:
+            reaches = tuple(share * live[layer] * heads - config.mixer.ramp for share in SHARES[:heads])
         with torch.no_grad():
             for n, steps in enumerate(reaches):
                 low = predictor.min_span if n < predictor.out_features else predictor.shortest_shared

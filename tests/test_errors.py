@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from expire_span import checkpoint, files, runs
 from expire_span.cli import main
-from expire_span.compare.conduct import _start, describe_end
+from expire_span.compare.conduct import describe_end
 from expire_span.errors import RunError, StorageError, UserError, explain
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import recall, text_small
@@ -332,59 +332,6 @@ def test_ctrl_c_while_modules_are_loading(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130 and err.strip() == "expire-span: stopped" and not out, err
-
-
-def test_workers_of_a_comparison_run_no_file_of_the_current_folder(tmp_path, monkeypatch):
-    for name in ("safetensors", "accelerate", "expire_span"):
-        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w').close()\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with open(tmp_path / "said", "wb") as said:
-        child = _start(tmp_path / "nothing", "x", said)
-        child.wait(timeout=60)
-    assert child.returncode == 2 and "is no comparison" in (tmp_path / "said").read_text()
-    assert not list(tmp_path.glob("ran-*"))
-
-
-PLANTED = ("safetensors", "torch", "numpy", "expire_span", "tyro", "accelerate", "rich", "jinja2", "matplotlib")
-PLANTED += ("multiprocessing", "pickle", "socket", "json", "random", "signal", "struct", "tokenizers", "fastapi")
-INSTALLED = """
-import multiprocessing, sys
-from expire_span.__main__ import main
-if __name__ == "__main__":
-    for command in sys.argv[1].split(";"):
-        sys.argv = ["expire-span", *command.split()]
-        assert main() == 0, command
-    child = multiprocessing.get_context("spawn").Process(target=print)  # as a study does
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-"""
-
-
-def check_planted(tmp_path: Path, commands: str) -> None:
-    """Started as installed commands are, from a script elsewhere; workers are started by Python, which looks here first."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "script.py").write_text(INSTALLED)
-    (tmp_path / "here").mkdir()
-    for name in PLANTED:
-        (tmp_path / "here" / f"{name}.py").write_text(f"open('ran-{name}', 'w').close()\n")
-    process = spawn(commands, launcher=(str(tmp_path / "bin" / "script.py"),), cwd=tmp_path / "here")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert not list((tmp_path / "here").glob("ran-*"))
-
-
-def test_a_command_and_its_workers_run_no_file_of_the_current_folder(tmp_path):
-    check_planted(tmp_path, "recipes")
-
-
-@pytest.mark.long
-def test_no_command_runs_a_file_of_the_current_folder(tmp_path):
-    options = " ".join(as_options(tiny_config(write_text(tmp_path), steps=2, test_batches=1), text_small()))
-    commands = [f"train text_small {options}", "eval text_small --batches 1", "report text_small"]
-    commands += ["trace text_small --tokens 3", f"compare text_small --mixers gru {options}"]
-    check_planted(tmp_path, ";".join(commands))
 
 
 def test_how_a_worker_ended_is_told():

@@ -10,7 +10,6 @@ quick.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import nn
 from expire_span.checks import check_count, require, show
 from expire_span.config import from_dict
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import read_json, to_json, write_atomic
+from expire_span.files import read_json, to_json, write_together
 from expire_span.retrofit_configs import RetrofitConfig
 
 FORMAT = 1
@@ -39,12 +38,8 @@ def save_adapter(handle: Any, folder: Path) -> None:
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "adapter.safetensors", data)
-        write_atomic(folder / "adapter.json", to_json(head))
+        write_together(folder, {"adapter.safetensors": data, "adapter.json": to_json(head)})
     except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # it goes only if it is empty
         raise StorageError(
             f"the adapter could not be saved to {folder}: {describe(error)}; save it elsewhere"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +53,9 @@ class Asked(BaseModel, extra="allow"):
         """Number of texts for each prompt."""
         return 1 if self.n is None else self.n
 
+    @abstractmethod
     def prompts(self, tokenizer: Any, vocab: int) -> list[list[int]]:
         """The prompts as tokens; a ValueError says what is wrong with them."""
-        raise NotImplementedError
 
     def requests(self, tokenizer: Any, handle: Any, default: int, receiver: Callable[[int], Any]) -> list[Request]:
         """One request for each text of the answer: `choices` for each prompt, with seeds that count up.

@@ -33,9 +33,8 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         _check_folder(name)
         options["use_safetensors"] = True
     extra: dict[str, Any] = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
-    extra["trust_remote_code"] = (
-        False  # else transformers asks in the terminal whether to run code of the model's folder
-    )
+    # Without this, transformers asks in the terminal whether to run code of the model's folder.
+    extra["trust_remote_code"] = False
     where = find_device(device)
     with _explained(f"cannot load the model {name}"):
         config = AutoConfig.from_pretrained(name, **extra)

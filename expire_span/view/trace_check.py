@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from expire_span.checks import show
+
 MOST_LANES = 65_536
 """Largest number of layers times heads of a trace."""
 
@@ -16,17 +18,12 @@ def find_fault(line: Line, number: int, header: Line) -> str:
     """What is wrong with a line ("FIELD must be ..., got ..."); an empty text if nothing is. number: 0 for the header."""
     for name, (is_right, words) in (_step_rules(number - 1, header) if number else HEADER).items():
         if name in line and not is_right(line[name]):
-            return f"{name} must be {words}, got {_shorten(line[name])}"
+            return f"{name} must be {words}, got {show(line[name])}"
     if not number and line["layers"] * line["heads"] > MOST_LANES:
         return f"layers x heads must be at most {MOST_LANES:,}, got {line['layers']:,} x {line['heads']:,}"
     if number and (line.get("spans") is None) != (header["memory_bytes"] is None):
-        return f"spans must be there if the header's memory_bytes is, got {_shorten(line.get('spans'))}"
+        return f"spans must be there if the header's memory_bytes is, got {show(line.get('spans'))}"
     return ""
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:40] + "..."
 
 
 def _is_number(value: Any) -> bool:

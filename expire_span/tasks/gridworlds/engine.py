@@ -71,8 +71,8 @@ class Engine(ABC):
         self.steps = self.arrays.zeros(num_envs)
         self.over = self.arrays.falses(num_envs)
         self.success = self.arrays.falses(num_envs)
-        self._ahead: dict[str, Array] | None = None
-        self._ahead_age = 0
+        self._ahead: dict[str, Array] | None = None  # facts of every row's next episode; see begin_ended
+        self._ahead_age = 0  # steps since they were drawn
         self._build_tables()
         self.reset(seed=0)
 
@@ -102,6 +102,7 @@ class Engine(ABC):
         if positions is not None and len(positions) == 0:
             return
         self.episodes = self.episodes + rows
+        self._ahead = None
         self._begin(rows, positions, self._draw_facts(self._episode_keys(positions)))
 
     def begin_ended(self) -> None:
@@ -115,12 +116,10 @@ class Engine(ABC):
         if self._ahead is None or self._ahead_age >= self.shortest:
             self._ahead, self._ahead_age = self._draw_facts(mix(self.keys ^ mix(self.episodes + 1))), 0
         self.episodes = self.episodes + self.over
-        ahead, age = self._ahead, self._ahead_age
-        self._begin(self.over, None, ahead)
-        self._ahead, self._ahead_age = ahead, age  # still valid: each row's next episode, unless it has just begun it
+        self._begin(self.over, None, self._ahead)
 
     def _begin(self, rows: Array, positions: Array | None, facts: dict[str, Array]) -> None:
-        self._ahead = None
+        """Start the episodes with these facts, of the rows at `positions` or, where that is None, of all rows."""
         self.steps = self.arrays.where(rows, 0, self.steps)
         self.over, self.success = self.over & ~rows, self.success & ~rows
         for name, new in {**facts, **self._first_state(facts)}.items():
