@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,3 +63,22 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tens
         return logits.argmax(-1)
     chances = narrow(logits, sampling)
     return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
+
+
+def draw_rows(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> Tensor:
+    """One token for each row of logits [B, V], each with settings and random numbers of its own: [B].
+
+    A row gets the token that `draw` would give it alone, whatever its neighbours are.
+    """
+    tokens = logits.argmax(-1)
+    alike: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature > 0:
+            alike.setdefault(replace(sampling, seed=0), []).append(row)
+    for sampling, rows in alike.items():
+        chances = narrow(logits[rows], sampling)
+        noise = torch.empty_like(chances)
+        for row, part in zip(rows, noise):
+            part.exponential_(generator=generators[row])
+        tokens[rows] = (chances / noise).argmax(-1)
+    return tokens

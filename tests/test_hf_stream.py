@@ -257,23 +257,6 @@ def test_a_client_that_goes_away_makes_room(client):
     api.with_options(timeout=20, max_retries=0).completions.create(model="tiny", prompt="x", max_tokens=2)
 
 
-def test_closing_the_engine_ends_its_requests():
-    import queue
-
-    from expire_span.hf.engine import Engine, Request
-
-    engine = Engine(forgetful(tiny(), max_span=30, ramp=4), byte_tokenizer(), rows=1)
-    ends = [queue.Queue(), queue.Queue()]  # one request that runs, and one that waits
-    for end in ends:
-        engine.submit(Request([5, 6], 10**9, Sampling(), (), end.put))
-    while not isinstance(ends[0].get(timeout=20), str):
-        pass
-    engine.close()
-    for end in ends:
-        *_, last = end.queue
-        assert "the server was stopped" in str(last)
-
-
 def test_text_comes_in_whole_characters_and_without_stop_strings():
     from expire_span.hf.writing import TextWriter
 

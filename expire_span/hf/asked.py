@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from expire_span.checks import check_count, require, show
 from expire_span.sampling import Sampling
 
-from .engine import Request
+from .answers import Request
 from .layouts import text_config
 from .loading import chat_tokens
 

@@ -119,6 +119,14 @@ class RetrofitEngine(SteadyEngine):
         for row in rows:
             self.active[row] = True
 
+    def release(self, rows: list[int]) -> None:
+        """Forget what these rows hold; others may begin there."""
+        where = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        for layer in self.stepper.slot_layers:
+            layer.slots.clear(where)
+        for row in rows:
+            self.active[row] = False
+
     def _check_kept(self, cache: ExpiringCache) -> None:
         """Refuse a cache that has not read all first tokens of a row that must be kept: a step over slots cannot mark them."""
         keep = self.handle.config.keep_first
@@ -147,6 +155,8 @@ class RetrofitEngine(SteadyEngine):
         super().advance(sampling, generator)
 
     def _compact(self) -> None:
+        if free := [row for row, active in enumerate(self.active) if not active]:
+            self.release(free)  # what they have read meanwhile must not make the slots grow
         super()._compact()
         offset = self.clock.epoch - self.handle.longest_life
         if offset >= self.rebase_after:

@@ -1,4 +1,4 @@
-"""The server's engine: several requests on one model, each with a stream and memory of its own, one token in turn.
+"""The server's engine: several requests on one model, each with memory of its own; all that write get a token in one step.
 
 One thread runs the model. At most `rows` requests run at a time; the others wait until one is done.
 """
@@ -7,37 +7,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from expire_span.checks import check_count
-from expire_span.sampling import Sampling
 
+from .answers import Answer, Request
+from .decoding import can_decode
 from .handle import Retrofit
 from .loading import end_tokens
-from .streams import CHUNK, Stream
-from .writing import TextWriter
+from .rows import Rows
 
-
-@dataclass(eq=False)
-class Request:
-    """A prompt, how to continue it, and the function that its text is given to piece by piece."""
-
-    prompt: list[int]
-    limit: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    deliver: Callable[[str | Exception | None], None]
-    """Called by the engine's thread with pieces of text; at last with None, or with the exception that ended the request."""
-    cancelled: bool = False
-    """Set by the caller if nobody waits for the text any more."""
-    written: int = 0
-    """Number of tokens drawn so far."""
-    reason: str = "length"
-    """Why it ended, in OpenAI's words: "stop" or "length"."""
+STOPPED = "the server was stopped before the answer was complete; ask again"
 
 
 class Engine:
@@ -46,8 +27,10 @@ class Engine:
     def __init__(self, handle: Retrofit, tokenizer: Any, *, rows: int = 8) -> None:
         check_count("rows", rows)
         self.handle, self.tokenizer, self.rows = handle, tokenizer, rows
-        self._waiting: queue.Queue[Request | None] = queue.Queue()
         self.ends = end_tokens(handle.model, tokenizer)
+        self._waiting: queue.Queue[Request | None] = queue.Queue()
+        self._active: list[Answer] = []
+        self._together = Rows(handle, rows) if can_decode(handle) else None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-engine")
         self._thread.start()
@@ -67,58 +50,74 @@ class Engine:
         self._thread.join()
 
     def _run(self) -> None:
-        active: list[_Turn] = []
         while not self._stopping:
-            while len(active) < self.rows and not (active and self._waiting.empty()):
-                request = self._waiting.get()
-                if request is None:
-                    break
-                active.append(_Turn(self, request))
-            active = [turn for turn in active if turn.take()]
-        left = [turn.request for turn in active]
+            self._admit()
+            self._take_turn()
+        left: list[Request | None] = [answer.request for answer in self._active]
         while not self._waiting.empty():
-            left.append(self._waiting.get())  # type: ignore[arg-type]
+            left.append(self._waiting.get())
         for request in left:
             if request is not None:
-                request.deliver(RuntimeError("the server was stopped before the answer was complete; ask again"))
+                request.deliver(RuntimeError(STOPPED))
 
-
-class _Turn:
-    """One running request."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request = engine, request
-        self.steps = self._steps()
-
-    def take(self) -> bool:
-        """Read a part of the prompt or generate one token; returns False when the request is done."""
-        try:
-            if not self.request.cancelled:
-                next(self.steps)
-                return True
-            self.request.deliver(None)
-        except StopIteration:
-            self.request.deliver(None)
-        except Exception as error:  # raised where the text is read; the other requests continue
-            self.request.deliver(error)
-        return False
-
-    def _steps(self) -> Iterator[None]:
-        request = self.request
-        stream, writer = Stream(self.engine.handle), TextWriter(self.engine.tokenizer, request.stop)
-        for part in torch.tensor([request.prompt]).split(CHUNK, dim=1):  # a long prompt must not hold up other requests
-            stream.read(part)
-            yield
-        for (token,) in stream.write(request.limit, request.sampling):
-            if int(token) in self.engine.ends:
-                request.reason = "stop"
-                break
-            request.written += 1
-            if text := writer.add(int(token)):
-                request.deliver(text)
-            if writer.stopped:
-                request.reason = "stop"
+    def _admit(self) -> None:
+        """Begin requests that wait, as many as there are rows for; waits for one if nothing runs."""
+        while len(self._active) < self.rows and not (self._active and self._waiting.empty()):
+            request = self._waiting.get()
+            if request is None:
                 return
-            yield
-        if text := writer.finish():
-            request.deliver(text)
+            self._active.append(Answer(self.handle, self.tokenizer, self.ends, request))
+
+    def _take_turn(self) -> None:
+        """Read one part of one prompt, so that a long prompt holds up the others by no more, then write a token of every
+        answer whose prompt has been read."""
+        for answer in self._active:
+            if answer.request.cancelled:
+                self._finish(answer)
+        for answer in [x for x in self._active if x.reading][:1]:
+            self._try(answer, answer.read)
+        for answer in [x for x in self._active if not (x.done or x.reading) and x.row is None]:
+            self._try(answer, lambda answer=answer: self._write_alone(answer))
+        try:
+            self._write_together()
+        except Exception as error:  # of a step that all of them share, such as a lack of memory
+            self._fail_together(error)
+        self._active = [x for x in self._active if not x.done]
+
+    def _write_alone(self, answer: Answer) -> None:
+        """Let an answer join the rows; if it cannot, or not yet, write its next token by a pass of its own."""
+        if self._together is not None and answer.can_join:
+            self._together.join(answer)
+        elif not answer.write():
+            self._finish(answer)
+
+    def _write_together(self) -> None:
+        rows = self._together
+        if rows is None or not rows.answers:
+            return
+        for answer, token in zip(rows.answers, rows.draw()):
+            self._try(answer, lambda answer=answer, token=token: answer.take(token) or self._finish(answer))
+        rows.advance()
+
+    def _fail_together(self, error: Exception) -> None:
+        assert self._together is not None
+        answers = self._together.answers
+        self._together.reset()
+        for answer in answers:
+            self._finish(answer, error)
+
+    def _try(self, answer: Answer, work: Callable[[], Any]) -> None:
+        """Do work for one answer. An exception ends it and is raised where its text is read; the others continue."""
+        try:
+            work()
+        except Exception as error:
+            self._finish(answer, error)
+
+    def _finish(self, answer: Answer, error: Exception | None = None) -> None:
+        """End a request, with the exception that ended it if there was one."""
+        if answer.done:
+            return
+        answer.done = True
+        if answer.row is not None and self._together is not None:
+            self._together.leave(answer)
+        answer.request.deliver(error)

@@ -19,8 +19,9 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from expire_span.checks import show
 
+from .answers import Request
 from .asked import Asked, Chat, Completion
-from .engine import Engine, Request
+from .engine import Engine
 
 POLL = 0.2
 """Seconds between two looks whether a client that waits for a whole answer is still there."""
