@@ -164,9 +164,11 @@ def collision_sparse() -> RunConfig:
 def collision_small() -> RunConfig:
     """Where did two colours last collide? The paper's game, spans up to 16,384; third lesson (--init-from collision_sparse)."""
     # Spans start long, since a collision that has expired gives no gradient; keys are not normalised, since a collision must
-    # outweigh thousands of other frames. The span loss starts once the task is learned, and weakens whenever the loss rises.
+    # outweigh thousands of other frames. Rotary angles turn slowly (the longest wavelength is 4M tokens, not 47k), so that a
+    # colour looks the same at any age. The span loss starts once the task is learned, and weakens whenever the loss rises.
     mixer = ExpireSpanConfig(max_span=16_384, ramp=128, initial_span=0.9, span_loss="l1", temperature=16.0)
     model = DecoderConfig.modern(dim=256, layers=4, heads=4, ff_dim=1024, qk_norm=False, mixer=mixer)
+    model = replace(model, rotary_base=1e6)
     budget = BudgetConfig(
         live=1500, initial_weight=1e-8, gain=0.01, max_weight=1e-6, start_loss=1.0, patience_loss=1.08
     )
