@@ -53,7 +53,7 @@ FACTS: dict[str, RecipeFacts] = {
     "collision_small": RecipeFacts("small", GPU, "8 min", "37.9% error after the two lessons (published 52.2%)"),
     "collision_mixed": RecipeFacts("small", GPU, "1 min", "42.3% error (published 52.2%), 902 alive"),
     "collision_long": RecipeFacts(
-        "small", GPU, "7 min", "35.3% error, 36.9% with spans up to 32,768 (published 26.7, 36.7%)"
+        "small", GPU, "9 min", "23.2% error, 29.9% with spans up to 32,768 (published 26.7, 36.7%)"
     ),
     "collision_paper": RecipeFacts("paper", "8 GPUs", "a day", NOT_RUN),
     "books": RecipeFacts(
