@@ -198,6 +198,8 @@ def test_adapters_that_do_not_fit(tmp_path):
         ({"config": head["config"] | {"ramp": "x"}}, "config.ramp must be a whole number, got 'x'"),
         ({"sha256": None}, "sha256 must be text, got None"),
         ({"lora_rank": -1}, "lora_rank must be a whole number of at least 0, got -1"),
+        ({"config": head["config"] | {"max_span": 41}}, "its settings do not match their checksum"),
+        ({"settings_sha256": None}, "its settings do not match their checksum"),
     ]:
         (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(head | change))
         with pytest.raises(UserError, match=rf"adapter.json: {words}; copy the adapter again"):
@@ -232,6 +234,7 @@ def test_adapters_whose_weights_do_not_fit(tmp_path):
     ]:
         path.write_bytes(data)
         changed = head | {"lora_rank": rank, "sha256": hashlib.sha256(data).hexdigest()}
+        del changed["settings_sha256"]  # as adapters of earlier versions
         (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=said + ".*; copy (it|the adapter) again"):
             load_adapter(model, tmp_path / "adapter")

@@ -65,10 +65,10 @@ def filled(seed: int, steps: int, longest: float) -> tuple[ExpiringMemory, int]:
 
 def test_a_store_is_loaded_into_rows_of_a_running_one():
     memory, now = filled(0, 200, 100.0)
-    widest = count_living(memory.span, memory.pos, now, RAMP, HEADS)
+    widest = count_living(memory.span, memory.pos, now, RAMP, HEADS).tolist()
     slots = Slots(5, DIM, [choose_capacity(n, 1000) for n in widest], ramp=RAMP)
     slots.append(torch.ones(5, HEADS, DIM), torch.ones(5, HEADS, DIM), torch.full((5, HEADS), 50.0), 16)
-    slots.load(torch.tensor([3, 1]), 17, memory["k"], memory["v"], memory.span, memory.pos, now)
+    slots.load(torch.tensor([3, 1]), 17, memory["k"], memory["v"], memory.span, memory.pos, now, widest=widest)
     found, wanted = living_in(slots, 17, now - 17), living_of(memory, now)
     assert found[3 * HEADS : 4 * HEADS] + found[HEADS : 2 * HEADS] == wanted
     assert slots.live(17)[[0, 2, 4]].tolist() == [[1] * HEADS] * 3
@@ -78,7 +78,8 @@ def test_a_store_is_loaded_into_rows_of_a_running_one():
 def test_growing_and_selecting_keep_what_lives():
     memory, now = filled(1, 150, 60.0)
     slots = Slots(ROWS, DIM, (64, 128, 64), ramp=RAMP)
-    slots.load(torch.tensor([0, 1]), 3, memory["k"], memory["v"], memory.span, memory.pos, now)
+    widest = count_living(memory.span, memory.pos, now, RAMP, HEADS).tolist()
+    slots.load(torch.tensor([0, 1]), 3, memory["k"], memory["v"], memory.span, memory.pos, now, widest=widest)
     before = living_in(slots, 3, 0)
     slots = slots.grown((128, 128, 256))
     assert living_in(slots, 3, 0) == before and slots.capacity == (128, 128, 256)

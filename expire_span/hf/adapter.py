@@ -1,6 +1,6 @@
 """The adapter folder: what a retrofit learned, apart from the model it was learned for.
 
-    adapter.json         format, settings, and the base model: class, name, hash
+    adapter.json         format, settings, the base model (class, name, hash), and checksums of both files
     adapter.safetensors  the predictors' weights, and the LoRA weights where there are any
 
 The base model is identified by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each. These are
@@ -11,6 +11,7 @@ quick.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def save_adapter(handle: Any, folder: Path) -> None:
     base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
+    head["settings_sha256"] = _settings_sha256(head)
     try:
         write_together(folder, {"adapter.safetensors": data, "adapter.json": to_json(head)})
     except OSError as error:
@@ -70,6 +72,8 @@ def _check_head(head: dict[str, Any]) -> None:
     for name, value in texts.items():
         require(isinstance(value, str), f"{name} must be text, got {show(value)}")
     check_count("lora_rank", head.get("lora_rank", 0), least=0)
+    written = head.get("settings_sha256", _settings_sha256(head))  # adapters of earlier versions have none
+    require(written == _settings_sha256(head), "its settings do not match their checksum")
 
 
 def load_into(handle: Any, folder: Path) -> None:
@@ -140,6 +144,12 @@ def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
             f"adapter {folder} was made for {was} (hash {base['hash'][:12]}), this {type(model).__name__} has hash "
             f"{ours[:12]}; load the model it was made for"
         )
+
+
+def _settings_sha256(head: dict[str, Any]) -> str:
+    """The checksum of everything that adapter.json says, apart from this checksum itself."""
+    told = {name: value for name, value in head.items() if name != "settings_sha256"}
+    return _sha256(json.dumps(told, sort_keys=True).encode())
 
 
 def _sha256(data: bytes) -> str:

@@ -21,7 +21,6 @@ from .attention import is_kept
 from .cache import ExpiringCache
 from .handle import Retrofit
 from .layouts import ROTARY, text_config
-from .rotary import inverse_frequencies
 from .slots import LayerSlots, SlotCache, span_form
 
 REBASE_AFTER = 2**15
@@ -33,7 +32,7 @@ def can_decode(handle: Retrofit) -> bool:
     """Whether this model can decode over slots: it needs rotary positions that do not depend on the length of the context."""
     if text_config(handle.model).model_type not in ROTARY:
         return False
-    return all(inverse_frequencies(handle.model, x.module) is not None for x in handle.layers)
+    return all(handle.frequencies_of(x) is not None for x in handle.layers)
 
 
 class RetrofitStepper:
@@ -50,7 +49,7 @@ class RetrofitStepper:
         self.slot_layers: list[LayerSlots] = []
         for x in handle.layers:
             rules = self._rules(x)
-            layer = LayerSlots(x, rules, self.clock, inverse_frequencies(self.model, x.module), like)
+            layer = LayerSlots(x, rules, self.clock, handle.frequencies_of(x), like)
             layer.allocate(rows)
             self.slot_layers.append(layer)
         self.cache = SlotCache(self.slot_layers)
@@ -143,11 +142,8 @@ class RetrofitEngine(SteadyEngine):
     def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
         self._note_counts()
         where = torch.tensor(rows, device=self.device)
-        for layer, part in zip(self.stepper.slot_layers, state):
-            found = layer.memories(part)
-            if layer.make_room([max(a, b) for a, b in zip(layer.count(found), layer.most)]):
-                self._forget_graphs()
-            layer.load(where, found)
+        layers = zip(self.stepper.slot_layers, state)
+        self._load_slots(where, [(layer, layer.memories(part)) for layer, part in layers])
         self.logits[where] = logits.float()
 
     @torch.no_grad()

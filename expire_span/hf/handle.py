@@ -79,6 +79,7 @@ class Retrofit:
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
         }
         self.configs = list(configs.values())
+        self._frequencies = {x.index: inverse_frequencies(model, x.module) for x in layers}
         self._hooks: list[Any] = []
         self._attach()
 
@@ -89,10 +90,13 @@ class Retrofit:
         gradients."""
         layers = []
         for x in self.layers:
-            ramp, frequencies = self.ramp_of(x), inverse_frequencies(self.model, x.module)
             kind = LearningLayer if learning and x.window is None else ExpiringLayer
-            layers.append(kind(ramp, self.config.cap, frequencies))
+            layers.append(kind(self.ramp_of(x), self.config.cap, self.frequencies_of(x)))
         return ExpiringCache(layers, lambda: base_hash(self.model))
+
+    def frequencies_of(self, layer: AttentionLayer) -> Tensor | None:
+        """The layer's rotary frequencies, or None where positions are not rotary or change with the length of a context."""
+        return self._frequencies[layer.index]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Everything that a retrofit trains: the predictors' weights, and the LoRA weights where there are any."""

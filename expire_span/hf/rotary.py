@@ -13,8 +13,8 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 def rotate_keys(keys: Tensor, steps: int, inverse_frequencies: Tensor) -> Tensor:
     """Keys [.., D] rotated to positions larger by `steps`. Angles are reduced in float64: steps may be millions."""
-    angle = (inverse_frequencies.double() * steps) % (2 * torch.pi)
-    angle = torch.cat([angle, angle]).to(keys.device)
+    angle = (inverse_frequencies.to(keys.device, torch.float64) * steps) % (2 * torch.pi)
+    angle = torch.cat([angle, angle])
     work = torch.promote_types(keys.dtype, torch.float32)
     cos, sin = angle.cos().to(work), angle.sin().to(work)
     turned, rest = keys.to(work).split([len(angle), keys.shape[-1] - len(angle)], -1)

@@ -31,7 +31,8 @@ class LayerSlots(SlotStep):
     def __init__(
         self, layer: AttentionLayer, rules: SlotRules, clock: Clock, frequencies: Tensor | None, like: Tensor
     ) -> None:
-        self.rules, self.clock, self.frequencies, self.like = rules, clock, frequencies, like
+        self.rules, self.clock, self.like = rules, clock, like
+        self.frequencies = None if frequencies is None else frequencies.to(like.device)
         self.kv_heads, self.head_dim = layer.kv_heads, layer.head_dim
         self.form = SpanForm(*(x.to(like.device).contiguous() for x in rules.form))
         self.edge = self.form.low + rules.ramp
@@ -51,15 +52,12 @@ class LayerSlots(SlotStep):
         assert isinstance(memory, ExpiringMemory)
         return Memories(memory["k"], memory["v"], memory.span, memory.pos, now)
 
-    def load(self, rows: Tensor, found: Memories) -> None:
+    def load(self, rows: Tensor, found: Memories, counts: list[int]) -> None:
         keys, offset = found.k, self.clock.now - found.now
         if offset and keys.shape[2]:
             assert self.frequencies is not None, "rows of unequal age need rotary positions"
             keys = rotate_keys(keys, offset, self.frequencies)
-        self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
-        counts = self.slots.counts[rows].amax(0).tolist()
-        self.most = [max(a, b) for a, b in zip(self.most, counts)]
-        self.refresh()
+        self.fill(rows, found._replace(k=keys), counts)
 
     def to_memory(self) -> ExpiringMemory:
         """The living memories in order of birth, as an `ExpiringMemory`; rows with fewer of them have empty slots in front."""

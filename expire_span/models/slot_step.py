@@ -208,18 +208,22 @@ class SlotStep:
         pos = pos if pos.dim() == 3 else pos.unsqueeze(1)
         return Memories(k, v, span, pos, state["position"])
 
-    def load(self, rows: Tensor, found: Memories) -> None:
-        """Put memories into rows; keys are rotated to the positions of this stream's clock."""
+    def load(self, rows: Tensor, found: Memories, counts: list[int]) -> None:
+        """Put memories into rows; keys are rotated to the positions of this stream's clock. counts: what `count` finds."""
         keys = found.k
         if self.turned and keys.shape[2]:
             offset = torch.tensor(self.clock.now - found.now, device=keys.device)
             keys = rotate(keys, self.mixer.angles(offset, keys.dtype))
-        self.slots.load(rows, self.clock.column, keys, found.v, found.span, found.pos, found.now)
-        counts = self.slots.counts[rows].amax(0).tolist()
+        self.fill(rows, found._replace(k=keys), counts)
+
+    def fill(self, rows: Tensor, found: Memories, counts: list[int]) -> None:
+        """Put memories whose keys have the right positions into rows."""
+        self.slots.load(rows, self.clock.column, *found, widest=counts)
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
         self.refresh()
 
-    def count(self, found: Memories) -> list[int]:
+    def count(self, found: Memories) -> Tensor:
+        """For each head, the largest number of living memories of any row, [Hkv], on the device."""
         return count_living(found.span, found.pos, found.now, self.rules.ramp, self.kv_heads)
 
     # The step

@@ -190,12 +190,23 @@ class Slots:
         self.counts.index_fill_(0, rows, 0)
         self.evicted.index_fill_(0, rows, 0)
 
-    def load(self, rows: Tensor, column: int, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, now: int) -> None:
+    def load(
+        self,
+        rows: Tensor,
+        column: int,
+        k: Tensor,
+        v: Tensor,
+        span: Tensor,
+        pos: Tensor,
+        now: int,
+        *,
+        widest: list[int],
+    ) -> None:
         """Replace all memories of the rows with the indices `rows` [n] by memories that other stores held.
 
         k, v [n, heads, S, D]; span and pos [n, 1 or heads, S], with position `NEVER` for empty slots. `now` is the position of
-        the next query as pos counts, `column` the fresh slot that this query will use here. The host waits for the device. The
-        caller must have made sure that the memories fit: see `count_living`.
+        the next query as pos counts, `column` the fresh slot that this query will use here. `widest` is what `count_living`
+        finds for these memories; the caller must have made sure that so many fit. The host does not wait for the device.
         """
         span, pos = (x.expand(-1, self.heads, -1) for x in (span.float(), pos))
         alive = steps_left(span, pos, now, self.ramp) > 0
@@ -205,14 +216,14 @@ class Slots:
         order = (~alive).to(torch.int8).argsort(dim=-1, stable=True)  # the living first
         edge = torch.where(alive, span + self.ramp, DEAD).gather(-1, order)
         born = torch.where(alive, (pos - now + column).float(), 0.0).gather(-1, order)
-        for head, widest in enumerate(counts.amax(0).tolist()):
-            assert widest <= self.capacity[head], (widest, self.capacity)
-            place = slice(self.starts[head] + FRESH, self.starts[head] + FRESH + widest)
-            pick = order[:, head, :widest].unsqueeze(-1).expand(-1, -1, self.head_dim)
+        for head, width in enumerate(widest):
+            assert width <= self.capacity[head], (width, self.capacity)
+            place = slice(self.starts[head] + FRESH, self.starts[head] + FRESH + width)
+            pick = order[:, head, :width].unsqueeze(-1).expand(-1, -1, self.head_dim)
             self.k[rows, place] = k[:, head].gather(1, pick).to(self.k.dtype)
             self.v[rows, place] = v[:, head].gather(1, pick).to(self.v.dtype)
-            self.edge[rows, place] = edge[:, head, :widest]
-            self.pos[rows, place] = born[:, head, :widest]
+            self.edge[rows, place] = edge[:, head, :width]
+            self.pos[rows, place] = born[:, head, :width]
 
     # Other sizes and rows
 
@@ -247,13 +258,13 @@ class Slots:
         self.k.copy_(fn(self.k))
 
 
-def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -> list[int]:
-    """For each head, the largest number of living memories of any row; arguments as in `Slots.load`.
-
-    The host waits for the device.
-    """
+def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -> Tensor:
+    """For each head, the largest number of living memories of any row, [heads], on their device; arguments as in
+    `Slots.load`."""
     alive = steps_left(span.float(), pos, now, ramp) > 0
-    return alive.sum(-1).expand(-1, heads).amax(0).tolist() if alive.numel() else [0] * heads
+    if not alive.numel():
+        return torch.zeros(heads, dtype=torch.int64, device=span.device)
+    return alive.sum(-1).expand(-1, heads).amax(0)
 
 
 __all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living"]

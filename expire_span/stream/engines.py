@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from expire_span.models.decoder import Decoder
-from expire_span.models.slot_step import SlotStep
+from expire_span.models.slot_step import Memories, SlotStep
 from expire_span.models.state import bytes_of, pack, select_rows, unpack
 from expire_span.models.stepping import StateStep, Stepper
 from expire_span.sampling import Sampling, draw
@@ -103,11 +103,17 @@ class SteadyEngine(Engine):
             if isinstance(memory, StateStep):
                 memory.load(where, part)
                 continue
-            found = memory.memories(part)
-            if memory.make_room([max(a, b) for a, b in zip(memory.count(found), memory.most)]):
-                self._forget_graphs()
-            memory.load(where, found)
+            self._load_slots(where, [(memory, memory.memories(part))])
         self.logits[where] = logits.float()
+
+    def _load_slots(self, rows: Tensor, found: list[tuple[SlotStep, Memories]]) -> None:
+        """Put memories into the rows of some layers. The host waits once for the counts of all of them."""
+        counts = torch.cat([layer.count(memories) for layer, memories in found]).tolist()
+        for layer, memories in found:
+            own, counts = counts[: layer.kv_heads], counts[layer.kv_heads :]
+            if layer.make_room([max(a, b) for a, b in zip(own, layer.most)]):
+                self._forget_graphs()
+            layer.load(rows, memories, own)
 
     def read_in_step(self, prompts: dict[int, Tensor]) -> None:
         """Read prompts of different lengths, {row: tokens [T]}, one token per row and step; shorter ones begin later, so that
