@@ -9,6 +9,7 @@ from torch import Tensor
 from expire_span import ExpiringMemory
 from expire_span.ops import attend_in_segments, expire_attention
 from expire_span.ops.inputs import lifetime_dtype
+from expire_span.store.rule import steps_left
 
 from .error_budget import assert_all_within_budget, assert_within_budget
 from .operator_cases import GRADS
@@ -219,6 +220,22 @@ def test_memories_that_no_query_sees_may_hold_anything(impl, what):
     for name, t in want.items():
         torch.testing.assert_close(got[name], t)
         torch.testing.assert_close(got[name][0], clean[name][0])
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "decode", "triton", "triton decode"])
+def test_rounding_shows_no_memory_that_a_store_deletes(impl):
+    """Lone memories that the store's rule calls dead, and whose weight `1 + (span - age) / ramp` rounds to more than zero."""
+    g, ramp = torch.Generator().manual_seed(0), 100.0
+    age = torch.randint(int(ramp), 5000, (20000,), generator=g)
+    span = (age - ramp) * (1 + torch.randint(-3, 4, age.shape, generator=g) * torch.finfo(torch.float32).eps)
+    risky = (steps_left(span, -age, 0, ramp) <= 0) & (1 + (span - age) / ramp > 0)
+    rows = 1 if impl == "triton" else 8  # its interpreter takes a second for each
+    span, age = (x[risky][:rows].unsqueeze(1).to(DEVICE) for x in (span, age))
+    ones = torch.ones(rows, 1, 1, 32, device=DEVICE)
+    name = {"decode": "chunked", "triton decode": "triton"}.get(impl, impl)
+    span.requires_grad_("decode" not in impl)
+    y = expire_attention(ones, ones, ones, span, age, torch.zeros_like(age), ramp=ramp, impl=name)
+    assert not bool(y.any())
 
 
 def test_a_living_nan_is_not_hidden():

@@ -55,13 +55,15 @@ def _decode(
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=held, other=0)
         born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=held, other=0.0).to(tl.float32)
-        life = (length + born.to(tl.float32)) + ramp
-        wanted = held & (life > 0) & (born <= last - MIN_AGE)
+        # Added in the order of store/rule.py: another one rounds differently, and would show memories that a store has deleted.
+        life = length + ramp
+        wanted = held & (life + born.to(tl.float32) > 0) & (born <= last - MIN_AGE)
         read = wanted[:, None] & (d[None, :] < D)
         rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
-        x = life[None, :] - since.to(tl.float32)[:, None]
-        alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
+        age = since[:, None] - born[None, :]
+        x = life[None, :] - age.to(tl.float32)
+        alive = (x > 0) & wanted[None, :] & (age >= MIN_AGE)
         if WINDOW > 0:
             at, near = find_entries(r, 1, since, born, WINDOW)
             bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
