@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expire_span.config import BudgetConfig
-from expire_span.train.budget import BudgetController
+from expire_span.train.budget import LARGEST_ERROR, BudgetController
 
 
 def build(**fields) -> BudgetController:
@@ -51,6 +53,9 @@ def test_limits_hold():
     high, low = build(max_weight=1e-3), build()
     assert feed(high, 1e9, times=2000) == pytest.approx(1e-3)
     assert feed(low, 0.0, times=2000) == pytest.approx(1e-8, rel=1e-4)
+    far = build()
+    before = float(far.weight)
+    assert feed(far, 1e9) == pytest.approx(before * math.exp(far.config.gain * LARGEST_ERROR))
 
 
 def test_waits_for_start_loss_and_never_stops_again():
