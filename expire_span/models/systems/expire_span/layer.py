@@ -31,9 +31,8 @@ class ExpireSpan(ExpiringAttention):
     settings_class = ExpireSpanConfig
     settings: ExpireSpanConfig
 
-    if (
-        TYPE_CHECKING
-    ):  # what type checkers and the API reference show; at run time `Mixer` reads the same from the settings
+    # What type checkers and the API reference show. At run time, `Mixer.__init__` takes the same options from the settings.
+    if TYPE_CHECKING:
 
         def __init__(
             self,
