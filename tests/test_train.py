@@ -118,6 +118,17 @@ def test_muon_takes_the_matrices_of_blocks_only(text):
     assert len(names) == len(taken) + sum(len(group["params"]) for group in adam.param_groups)
 
 
+@pytest.mark.parametrize(("clip", "largest"), [(1e-3, 1e-3), (0.0, math.inf)])
+def test_gradients_are_clipped_before_the_update(text, clip, largest):
+    """The optimizer sees the clipped norm, the metrics the one before; 0 switches clipping off."""
+    learner, seen = SupervisedLearner(tiny_config(text, clip=clip)), []
+    grads = lambda: [p.grad for p in learner.parameters if p.grad is not None]  # noqa: E731
+    learner.optimizers[0].register_step_pre_hook(lambda *_: seen.append(float(torch.nn.utils.get_total_norm(grads()))))
+    learner.step(0)
+    before = learner.metrics()["grad_norm"]
+    assert before > 1e-2 and seen == [pytest.approx(min(before, largest), rel=1e-3)]
+
+
 def test_span_predictors_have_their_own_rate(text):
     config = tiny_config(text, span_lr_scale=5.0, lr=1e-3)
     decoder = Decoder(config.model)

@@ -180,8 +180,11 @@ class ExpiringMemory(Store):
 
     def forget_rows(self, rows: Tensor) -> ExpiringMemory:
         """Empty the batch rows marked in `rows` [B] (bool)."""
-        layout = self.layout.as_rectangle()
-        gone = torch.as_tensor(rows).to(layout.buffers["pos"].device)
+        layout, gone = self.layout.as_rectangle(), torch.as_tensor(rows)
+        if gone.dtype != torch.bool or tuple(gone.shape) != self.rows[:1]:
+            wanted, got = f"one mark for each of the {self.rows[0]} rows", f"{gone.dtype} of shape {tuple(gone.shape)}"
+            raise ValueError(f"the rows to forget must be a tensor of bool, {wanted}, got {got}")
+        gone = gone.to(layout.buffers["pos"].device)
         buffers = {}
         for name, x in layout.buffers.items():
             buffers[name] = x.masked_fill(gone.reshape(-1, *(1,) * (x.dim() - 1)), blank(name))
@@ -194,12 +197,17 @@ class ExpiringMemory(Store):
 
     def rebase(self, offset: int) -> ExpiringMemory:
         """Subtract `offset` from all positions, so that they stay small in a stream without end."""
+        if not isinstance(offset, int):
+            raise ValueError(f"offset must be a whole number of steps, got {offset!r}; give int(offset)")
         pos = self.slots["pos"]
         buffers = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
         return replace(self, layout=replace(self.layout, buffers=buffers), now=self.now - offset)
 
     def replace_field(self, name: str, x: Tensor) -> ExpiringMemory:
         """The store with another buffer for one field, of the same shape as `slots[name]`."""
+        held = {key: tuple(buffer.shape) for key, buffer in self.slots.items()}
+        if held.get(name) != tuple(x.shape):
+            raise ValueError(f"{name} must be one of the fields {held}, with its shape, got {tuple(x.shape)}")
         return replace(self, layout=replace(self.layout, buffers=self.slots | {name: x}))
 
     def fork(self) -> ExpiringMemory:
@@ -209,6 +217,10 @@ class ExpiringMemory(Store):
     def select(self, rows: Tensor) -> ExpiringMemory:
         """The batch rows with these indices, kept, repeated or reordered."""
         rows = torch.as_tensor(rows)
+        if rows.device.type == "cpu" and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows[0]:
+            raise ValueError(
+                f"the rows to select must lie in 0..{self.rows[0] - 1}, got {int(rows.min())} to {int(rows.max())}"
+            )
         layout = self.layout.as_rectangle().map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
         evicted = None if self.evicted is None else self.evicted.index_select(0, rows.to(self.evicted.device))
         return replace(self, layout=replace(layout, rows=(len(rows), *self.rows[1:])), evicted=evicted)
