@@ -129,14 +129,15 @@ def test_gradients_are_clipped_before_the_update(text, clip, largest):
     assert before > 1e-2 and seen == [pytest.approx(min(before, largest), rel=1e-3)]
 
 
-def test_span_predictors_have_their_own_rate(text):
-    config = tiny_config(text, span_lr_scale=5.0, lr=1e-3)
+def test_span_predictors_have_their_own_rate_and_only_matrices_decay(text):
+    config = tiny_config(text, span_lr_scale=5.0, lr=1e-3, weight_decay=0.1)
     decoder = Decoder(config.model)
     spans = {id(p) for name, p in decoder.named_parameters() if "span_predictor" in name}
     for group in build_optimizers(decoder, config.train)[0].param_groups:
         expected = 5e-3 if id(group["params"][0]) in spans else 1e-3
         assert group["peak"] == pytest.approx(expected)
         assert all((id(p) in spans) == (expected == 5e-3) for p in group["params"])
+        assert {p.dim() >= 2 and id(p) not in spans for p in group["params"]} == {group["weight_decay"] == 0.1}
 
 
 def test_rates():
