@@ -201,6 +201,20 @@ def test_a_store_deletes_nothing_that_the_operator_still_sees(dtype):
         assert_within_budget(got["y"], exact["y"], rounded["y"])
 
 
+def test_a_store_compares_wide_spans_in_the_digits_of_the_operator():
+    """Float64 spans of float32 keys: the operator compares them in float32, where other memories are dead than in float64."""
+    ramp, age = 8.001, torch.arange(1, 120)
+    ones, rows = torch.ones(119, 1, 1, 8), torch.arange(119)
+    for dtype in (torch.float32, torch.float64):
+        x, span = ones.to(dtype), (age.double() - ramp).view(119, 1)  # dead in float64, all of them
+        born = torch.zeros(119, 1, dtype=torch.long)
+        y = expire_attention(x, x, x, span, age.view(119, 1), born, ramp=ramp)
+        memory = ExpiringMemory.empty(119, ramp=ramp).append(torch.tensor([0]), span, k=x[:, 0])
+        kept = torch.tensor([int(memory.select(rows[n : n + 1]).live(int(age[n]))) for n in rows])
+        seen = y[:, 0, 0, 0] != 0
+        assert bool((seen <= kept.bool()).all()) and bool(seen.any()) == (dtype == torch.float32)
+
+
 @pytest.mark.parametrize("impl", ["reference", "chunked", "decode"])
 @pytest.mark.parametrize("what", ["future", "padding", "ramp edge"])
 def test_memories_that_no_query_sees_may_hold_anything(impl, what):

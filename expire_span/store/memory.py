@@ -20,7 +20,7 @@ from expire_span.ops.inputs import check_ramp, check_spans
 
 from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
-from .rule import NEVER, blank, exact_span, find_living, steps_left
+from .rule import NEVER, blank, find_living, steps_left
 from .segments import Segments
 
 
@@ -129,8 +129,8 @@ class ExpiringMemory(Store):
     def append(self, pos: Tensor, span: Tensor, *, check_values: bool = True, **fields: Tensor) -> ExpiringMemory:
         """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...].
 
-        A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Half-precision spans that rounding put
-        below it become -ramp.
+        A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Spans are stored in float32, as the
+        operator compares them; float64 spans stay float64 where all fields of floating-point numbers are float64 too.
         check_values: refuse decreasing positions, NaN spans and spans below -ramp. On a GPU the host must wait for the device
         to read the values; switch the check off where they are known to be valid.
         """
@@ -147,8 +147,7 @@ class ExpiringMemory(Store):
             raise ValueError(f"pos must have shape {(count,)} or {(*self.rows, count)}, got {tuple(pos.shape)}")
         if check_values:
             check_spans(span, self.ramp)
-        exact = exact_span(span) if span.dtype in (torch.float32, torch.float64) else span.float().clamp_min(-self.ramp)
-        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact, **fields}
+        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": self._comparable(span, fields), **fields}
         self._check_shapes(new, count)
         if check_values:
             self._check_rising(new["pos"])
@@ -260,6 +259,13 @@ class ExpiringMemory(Store):
         return cls(layout=layout, block=state.get("block", 0), **given)
 
     # Inside
+
+    def _comparable(self, span: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        """Spans in the dtype in which the operator compares them with ages, so that both call the same memories dead."""
+        narrow = any(x.is_floating_point() and x.dtype != torch.float64 for x in fields.values())
+        if span.dtype == torch.float32 or (span.dtype == torch.float64 and not narrow):
+            return span
+        return span.float().clamp_min(-self.ramp)  # rounding may put a span below -ramp
 
     def _check_shapes(self, new: dict[str, Tensor], count: int) -> None:
         if self.used and set(new) != set(self.slots):
