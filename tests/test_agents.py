@@ -163,6 +163,16 @@ def test_the_surrogate_by_hand():
     assert more["clipped"] == 1
 
 
+def test_the_loss_by_hand():
+    """Entropy lowers it; the value's error and the spans raise it, each by its weight."""
+    learner = play_twice(tiny_agent(value_weight=0.3, entropy=0.2))
+    window = learner.player.play(8, gamma=0.9, gae_lambda=0.8).window
+    loss, parts = learner.model(window, None, torch.tensor(0.7))
+    want = parts["policy_loss"] + 0.3 * parts["value_loss"] - 0.2 * parts["entropy"] + 0.7 * parts["span_loss"]
+    torch.testing.assert_close(loss.detach(), want)
+    assert parts["entropy"] > 0.1 and parts["span_loss"] > 0.1 and parts["value_loss"] > 0
+
+
 def test_noise_is_not_blown_up():
     """Advantages that hardly differ give a loss as small as they are."""
     improver = AgentLearner(tiny_agent()).model

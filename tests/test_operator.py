@@ -157,6 +157,26 @@ def test_a_deleted_memory_changes_nothing():
         assert_within_budget(z, y, single)
 
 
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_packed_documents_come_out_as_each_would_alone(impl):
+    """Forward and every gradient, with spans that reach across the borders and positions that go on over them."""
+    bounds, g = [0, 5, 6, 40], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 40, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3))
+    span = (torch.rand(2, 40, generator=g, dtype=torch.float64) * 60).requires_grad_()
+    pos = torch.arange(40)
+
+    def alone(a: int, b: int) -> torch.Tensor:
+        parts = (x[:, :, a:b] for x in (q, k, v))
+        return expire_attention(*parts, span[:, a:b], pos[a:b], pos[a:b], ramp=8, impl=impl)
+
+    packed = expire_attention(q, k, v, span, pos, pos, ramp=8, impl=impl, cu_seqlens=bounds)
+    apart = torch.cat([alone(a, b) for a, b in zip(bounds, bounds[1:])], 2)
+    weight = torch.randn(packed.shape, generator=g, dtype=torch.float64)
+    results = [torch.autograd.grad((y * weight).sum(), (q, k, v, span)) for y in (packed, apart)]
+    for got, want in zip((packed, *results[0]), (apart, *results[1])):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 def test_a_query_with_no_living_memory_gets_zero():
     case = Case(queries=20, spans="expired", options={"include_self": False})
     for impl in ("reference", "chunked"):
