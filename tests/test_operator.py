@@ -1,6 +1,7 @@
 """expire_attention: its definition, the agreement of implementations, and what it refuses."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from expire_span.ops.chunked import chunked_attention
 from expire_span.ops.live import live_queries, ramp_loss
 from expire_span.ops.reference import ages, expiry_mask, ramp_loss_dense
 
-from .error_budget import assert_all_within_budget, assert_within_budget
+from .error_budget import DOUBLE, assert_all_within_budget, assert_within_budget
 from .operator_cases import Case, as_dtype, assert_same
 
 CASES = {
@@ -170,11 +171,11 @@ def test_packed_documents_come_out_as_each_would_alone(impl):
         return expire_attention(*parts, span[:, a:b], pos[a:b], pos[a:b], ramp=8, impl=impl)
 
     packed = expire_attention(q, k, v, span, pos, pos, ramp=8, impl=impl, cu_seqlens=bounds)
-    apart = torch.cat([alone(a, b) for a, b in zip(bounds, bounds[1:])], 2)
+    apart = torch.cat([alone(a, b) for a, b in pairwise(bounds)], 2)
     weight = torch.randn(packed.shape, generator=g, dtype=torch.float64)
     results = [torch.autograd.grad((y * weight).sum(), (q, k, v, span)) for y in (packed, apart)]
     for got, want in zip((packed, *results[0]), (apart, *results[1])):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=0, atol=DOUBLE)
 
 
 def test_a_query_with_no_living_memory_gets_zero():
