@@ -145,21 +145,9 @@ def triton_decode(
         BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     run_kernel(
-        _join,
-        (batch * kv_heads, group * queries),
-        parts,
-        peaks,
-        totals,
-        y,
-        queries,
-        kv_heads,
-        group,
-        splits,
-        D=dim,
-        D_PAD=padded,
-        BLOCK_M=block_m,
-        num_warps=1,
-    )
+        _join, (batch * kv_heads, group * queries), parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded,
+        BLOCK_M=block_m, num_warps=1,
+    )  # fmt: skip
     return y
 
 
