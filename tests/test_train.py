@@ -12,9 +12,11 @@ import torch
 from expire_span import checkpoint
 from expire_span.config import RecallTask, TrainConfig
 from expire_span.models.decoder import Decoder
+from expire_span.tasks.contract import Batch
 from expire_span.tasks.registry import build_task
-from expire_span.train.evaluate import evaluate
+from expire_span.train.evaluate import evaluate, evaluate_stream
 from expire_span.train.optimizers import build_optimizers, rate_factor
+from expire_span.train.scorer import Scorer
 from expire_span.train.supervised import NonFinite, SupervisedLearner, train
 from tests.error_budget import reordered
 from tests.tiny import noisy_config, tiny_config, write_text
@@ -183,7 +185,7 @@ def test_non_finite_loss_stops_with_step_place_and_advice(tmp_path, text, monkey
 
 
 def test_evaluation_equals_one_long_pass(tmp_path, text):
-    config = tiny_config(text)
+    config = tiny_config(text, {"dropout": 0.5})  # which evaluations switch off, and on again
     torch.manual_seed(0)
     decoder, task = Decoder(config.model), build_task(config.task)
     streamed = evaluate(decoder, task, "valid", batch=1, block=7)
@@ -204,6 +206,15 @@ def test_evaluation_counts_what_lives(tmp_path, text):
     assert result.live == pytest.approx([live] * 2, rel=1e-6)
     assert result.live_share == pytest.approx(live / ((length + 1) / 2), rel=1e-6)
     assert result.peak_bytes < result.full_bytes * 10 and max(result.peak_live) <= 36
+
+
+def test_rows_that_begin_again_have_seen_nothing(text):
+    """All memories of 20 tokens live, so that the share of those seen is 1, also where one row began again half way."""
+    config, (x, y) = tiny_config(text), torch.randint(256, (2, 2, 10))
+    blocks = [Batch(x, y, torch.ones(2, 10).bool(), torch.tensor(fresh)) for fresh in ((True, True), (True, False))]
+    task = build_task(config.task)
+    result = evaluate_stream(Scorer(Decoder(config.model), "fp32"), config.model, task, "valid", blocks)
+    assert result.live_share == pytest.approx(1) and result.live == pytest.approx([(5.5 + 10.5) / 2] * 2)
 
 
 def test_result_file_is_plain_json(tmp_path, text):
