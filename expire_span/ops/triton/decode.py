@@ -23,12 +23,16 @@ from .tuning import dot_precision
 
 @triton.jit
 def _decode(
-    q, k, v, span, q_pos, k_pos, table, starts, counts, parts, peaks, totals, T, S, added, kv_heads, group, per_split,
-    heads, q_b, q_h, q_t,
-    k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
+    q, k, v, span, q_pos, k_pos, table, starts, counts,  # read: queries, memories, scores of distances, where rows lie
+    parts, peaks, totals,  # written
+    T, S, added, kv_heads, group, per_split, heads,  # sizes
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b,  # strides
+    scale, ramp, inv_ramp,
     MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
+    """One program: all queries of one key/value head over `per_split` of its memories. Writes the values summed by weight, the
+    largest score and the sum of weights, which `_join` combines."""
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     row_head = h % heads
@@ -90,6 +94,7 @@ def _decode(
 def _join(
     parts, peaks, totals, y, T, kv_heads, group, splits, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """The output of one query from the parts that the programs of `_decode` computed."""
     bh, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     acc = tl.zeros([D_PAD], tl.float32)
