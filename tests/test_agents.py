@@ -15,7 +15,7 @@ from expire_span.checkpoint import load_model, load_policy
 from expire_span.models.systems import SYSTEMS, find
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import actor_critic
-from expire_span.train.actor_critic import AgentLearner, resume, train
+from expire_span.train.actor_critic import TEST, VALID, AgentLearner, resume, train
 from expire_span.train.build_environments import build_environments
 from expire_span.train.replay import cut, replay
 from expire_span.train.rollout import advantages
@@ -320,6 +320,19 @@ def test_bad_environments_are_refused():
     refuse("colours must lie in 2..5", CORRIDOR, options='{"colours": 9}')
     with pytest.raises(ValueError, match="must be a JSON table of arguments, got '\\[1\\]'"):
         EnvTask(options="[1]")
+
+
+def test_the_expert_acts_in_its_rows_and_is_recorded_in_all():
+    learner = AgentLearner(tiny_agent(CORRIDOR, {"options": '{"max_length": 3}'}))
+    rows = learner.player.envs.count
+    window = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2).window
+    same = window.actions[..., 0] == window.expert  # [T, B]
+    assert bool(same[:, : rows // 2].all()) and not bool(same[:, rows // 2 :].all())
+
+
+def test_no_two_splits_share_their_episodes():
+    seeds = [actor_critic.split_seed(seed, split) for seed in range(20) for split in (0, VALID, TEST)]
+    assert len(set(seeds)) == 60
 
 
 def test_imitation_needs_an_expert():
