@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.config import BudgetConfig
+from expire_span.config import BudgetConfig, DecoderConfig
 from expire_span.train.budget import LARGEST_ERROR, BudgetController
+from expire_span.train.evaluate import memory_bytes
 
 
 def build(**fields) -> BudgetController:
@@ -90,6 +91,8 @@ def test_patience_shrinks_the_weight_while_the_task_suffers():
 def test_bytes_become_memories_per_layer():
     controller = BudgetController(BudgetConfig(bytes=10_000), layers=4, bytes_per_memory=50)
     assert controller.target == 50
+    grouped = DecoderConfig.modern(dim=64, heads=8, kv_heads=2)  # keys and values of 2 heads of 8 numbers each
+    assert memory_bytes(grouped, element=2) == 2 * 2 * 8 * 2
 
 
 def test_restores_exactly():
