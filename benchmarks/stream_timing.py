@@ -344,11 +344,11 @@ def tune(decoder: Decoder, source: Source, fill: int) -> dict[str, Any]:
 
         found[f"batch {rows}, kernels"] = where_time_goes(stream)
         for tiles in SLOT_TILES:
-            slot_tiles.override(slot_tiles.Tiles(**tiles))
+            slot_tiles.override(slot_tiles.SlotTiles(**tiles))
             measure("slots " + " ".join(f"{name}={value}" for name, value in tiles.items()))
-        slot_tiles.override(slot_tiles.Tiles())
+        slot_tiles.override(slot_tiles.SlotTiles())
         for tiles in PRODUCT_TILES.get(rows, ()):
-            products.override(products.Tiles(*tiles))
+            products.override(products.ProductTiles(*tiles))
             measure(f"products {tiles}")
         products.override(None)
     return found

@@ -4,7 +4,7 @@ python examples/04_own_memory_system.py [folder for the runs]
 
 As a plugin of the command line, from the folder of this file:
 
-EXPIRE_SPAN_PLUGINS=04_own_memory_system expire-span compare recall --mixers fading_mean,gru
+PYTHONPATH=. EXPIRE_SPAN_PLUGINS=04_own_memory_system expire-span compare recall --mixers fading_mean,gru
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ EXTRAS = {
     "rich": "train",
     "tensorboard": "train",
     "matplotlib": "view",
+    "PIL": "view",
     "jinja2": "view",
     "fastapi": "view",
     "uvicorn": "view",

@@ -15,7 +15,7 @@ from expire_span.checkpoint import load_model, load_policy
 from expire_span.models.systems import SYSTEMS, find
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import actor_critic
-from expire_span.train.actor_critic import AgentLearner, resume, train
+from expire_span.train.actor_critic import TEST, VALID, AgentLearner, resume, train
 from expire_span.train.build_environments import build_environments
 from expire_span.train.replay import cut, replay
 from expire_span.train.rollout import advantages
@@ -161,6 +161,16 @@ def test_the_surrogate_by_hand():
     scaled = advantage / advantage.std()
     torch.testing.assert_close(loss, -(torch.tensor([1.2, 0.5, 1.5, 0.8]) * scaled).mean())
     assert more["clipped"] == 1
+
+
+def test_the_loss_by_hand():
+    """Entropy lowers it; the value's error and the spans raise it, each by its weight."""
+    learner = play_twice(tiny_agent(value_weight=0.3, entropy=0.2))
+    window = learner.player.play(8, gamma=0.9, gae_lambda=0.8).window
+    loss, parts = learner.model(window, None, torch.tensor(0.7))
+    want = parts["policy_loss"] + 0.3 * parts["value_loss"] - 0.2 * parts["entropy"] + 0.7 * parts["span_loss"]
+    torch.testing.assert_close(loss.detach(), want)
+    assert parts["entropy"] > 0.1 and parts["span_loss"] > 0.1 and parts["value_loss"] > 0
 
 
 def test_noise_is_not_blown_up():
@@ -310,6 +320,19 @@ def test_bad_environments_are_refused():
     refuse("colours must lie in 2..5", CORRIDOR, options='{"colours": 9}')
     with pytest.raises(ValueError, match="must be a JSON table of arguments, got '\\[1\\]'"):
         EnvTask(options="[1]")
+
+
+def test_the_expert_acts_in_its_rows_and_is_recorded_in_all():
+    learner = AgentLearner(tiny_agent(CORRIDOR, {"options": '{"max_length": 3}'}))
+    rows = learner.player.envs.count
+    window = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2).window
+    same = window.actions[..., 0] == window.expert  # [T, B]
+    assert bool(same[:, : rows // 2].all()) and not bool(same[:, rows // 2 :].all())
+
+
+def test_no_two_splits_share_their_episodes():
+    seeds = [actor_critic.split_seed(seed, split) for seed in range(20) for split in (0, VALID, TEST)]
+    assert len(set(seeds)) == 60
 
 
 def test_imitation_needs_an_expert():

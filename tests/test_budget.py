@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.config import BudgetConfig
-from expire_span.train.budget import BudgetController
+from expire_span.config import BudgetConfig, DecoderConfig
+from expire_span.train.budget import LARGEST_ERROR, BudgetController
+from expire_span.train.evaluate import memory_bytes
 
 
 def build(**fields) -> BudgetController:
@@ -51,6 +54,9 @@ def test_limits_hold():
     high, low = build(max_weight=1e-3), build()
     assert feed(high, 1e9, times=2000) == pytest.approx(1e-3)
     assert feed(low, 0.0, times=2000) == pytest.approx(1e-8, rel=1e-4)
+    far = build()
+    before = float(far.weight)
+    assert feed(far, 1e9) == pytest.approx(before * math.exp(far.config.gain * LARGEST_ERROR))
 
 
 def test_waits_for_start_loss_and_never_stops_again():
@@ -85,6 +91,8 @@ def test_patience_shrinks_the_weight_while_the_task_suffers():
 def test_bytes_become_memories_per_layer():
     controller = BudgetController(BudgetConfig(bytes=10_000), layers=4, bytes_per_memory=50)
     assert controller.target == 50
+    grouped = DecoderConfig.modern(dim=64, heads=8, kv_heads=2)  # keys and values of 2 heads of 8 numbers each
+    assert memory_bytes(grouped, element=2) == 2 * 2 * 8 * 2
 
 
 def test_restores_exactly():

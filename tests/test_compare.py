@@ -220,6 +220,13 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(call_compare, tmp_path, ar
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_package_of_the_page_is_found_before_anything_is_written(call_compare, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "expire_span.compare.page", None)  # as if matplotlib were not installed
+    with pytest.raises(ModuleNotFoundError):
+        call_compare("recall", "--mixers", "gru")
+    assert list(tmp_path.iterdir()) == []
+
+
 # The page
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from expire_span import ExpiringMemory
 from expire_span.ops import attend_in_segments, expire_attention
 from expire_span.ops.inputs import lifetime_dtype
+from expire_span.store.rule import steps_left
 
 from .error_budget import assert_all_within_budget, assert_within_budget
 from .operator_cases import GRADS
@@ -200,6 +201,20 @@ def test_a_store_deletes_nothing_that_the_operator_still_sees(dtype):
         assert_within_budget(got["y"], exact["y"], rounded["y"])
 
 
+def test_a_store_compares_wide_spans_in_the_digits_of_the_operator():
+    """Float64 spans of float32 keys: the operator compares them in float32, where other memories are dead than in float64."""
+    ramp, age = 8.001, torch.arange(1, 120)
+    ones, rows = torch.ones(119, 1, 1, 8), torch.arange(119)
+    for dtype in (torch.float32, torch.float64):
+        x, span = ones.to(dtype), (age.double() - ramp).view(119, 1)  # dead in float64, all of them
+        born = torch.zeros(119, 1, dtype=torch.long)
+        y = expire_attention(x, x, x, span, age.view(119, 1), born, ramp=ramp)
+        memory = ExpiringMemory.empty(119, ramp=ramp).append(torch.tensor([0]), span, k=x[:, 0])
+        kept = torch.tensor([int(memory.select(rows[n : n + 1]).live(int(age[n]))) for n in rows])
+        seen = y[:, 0, 0, 0] != 0
+        assert bool((seen <= kept.bool()).all()) and bool(seen.any()) == (dtype == torch.float32)
+
+
 @pytest.mark.parametrize("impl", ["reference", "chunked", "decode"])
 @pytest.mark.parametrize("what", ["future", "padding", "ramp edge"])
 def test_memories_that_no_query_sees_may_hold_anything(impl, what):
@@ -219,6 +234,22 @@ def test_memories_that_no_query_sees_may_hold_anything(impl, what):
     for name, t in want.items():
         torch.testing.assert_close(got[name], t)
         torch.testing.assert_close(got[name][0], clean[name][0])
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "decode", "triton", "triton decode"])
+def test_rounding_shows_no_memory_that_a_store_deletes(impl):
+    """Lone memories that the store's rule calls dead, and whose weight `1 + (span - age) / ramp` rounds to more than zero."""
+    g, ramp = torch.Generator().manual_seed(0), 100.0
+    age = torch.randint(int(ramp), 5000, (20000,), generator=g)
+    span = (age - ramp) * (1 + torch.randint(-3, 4, age.shape, generator=g) * torch.finfo(torch.float32).eps)
+    risky = (steps_left(span, -age, 0, ramp) <= 0) & (1 + (span - age) / ramp > 0)
+    rows = 1 if impl == "triton" else 8  # its interpreter takes a second for each
+    span, age = (x[risky][:rows].unsqueeze(1).to(DEVICE) for x in (span, age))
+    ones = torch.ones(rows, 1, 1, 32, device=DEVICE)
+    name = {"decode": "chunked", "triton decode": "triton"}.get(impl, impl)
+    span.requires_grad_("decode" not in impl)
+    y = expire_attention(ones, ones, ones, span, age, torch.zeros_like(age), ramp=ramp, impl=name)
+    assert not bool(y.any())
 
 
 def test_a_living_nan_is_not_hidden():

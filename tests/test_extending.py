@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,22 @@ def test_a_plugin_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys
 
     monkeypatch.setenv("EXPIRE_SPAN_PLUGINS", "no_such_plugin")
     assert main(["memories"]) == 2
-    assert "names the module 'no_such_plugin', which cannot be imported" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "names the module 'no_such_plugin', which cannot be imported" in said and "must be in PYTHONPATH" in said
+
+
+@pytest.mark.long
+def test_the_command_of_the_example_finds_it():
+    """With the installed script, which does not look for modules in the current folder; the test above is the short twin."""
+    text = (ROOT / "examples" / "04_own_memory_system.py").read_text()
+    given = dict(part.split("=") for part in re.findall(r"^(PYTHONPATH=.*) expire-span compare", text, re.M)[0].split())
+    script = (
+        "import sys; from expire_span.__main__ import main; sys.argv[1:] = ['memories', '--json']; sys.exit(main())"
+    )
+    environment = {**os.environ, **given, "PYTHONPATH": os.pathsep.join([given["PYTHONPATH"], str(ROOT)])}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "examples", env=environment, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)[-1]["kind"] == "fading_mean", done.stderr
 
 
 @pytest.mark.slow

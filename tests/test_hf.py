@@ -174,9 +174,10 @@ def test_packed_documents_do_not_see_each_other():
     forgetful(model)
     places = torch.cat([torch.arange(25), torch.arange(35)]).unsqueeze(0)
     with torch.no_grad():
-        packed = model(ids, position_ids=places, use_cache=False).logits
+        packed = model(ids, position_ids=places, use_cache=False, output_attentions=True)
         alone = model(ids[:, 25:], use_cache=False).logits
-    assert (packed[:, 25:] - alone).abs().max() < ROUNDING
+    assert (packed.logits[:, 25:] - alone).abs().max() < ROUNDING
+    assert not any(bool(weights[:, :, 25:, :25].any()) for weights in packed.attentions)
 
 
 def stop_half_way(model, handle, ids):

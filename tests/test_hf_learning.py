@@ -14,7 +14,7 @@ from expire_span.retrofit_configs import DistillConfig  # noqa: E402
 from expire_span.runs import RunFolder  # noqa: E402
 from expire_span.train.distill import DistillLearner, distill, distill_on  # noqa: E402
 from expire_span.train.distiller import Distiller, kl_divergence  # noqa: E402
-from tests.error_budget import DOUBLE  # noqa: E402
+from tests.error_budget import DOUBLE, reordered  # noqa: E402
 
 from .hf_models import forgetful, model_folder, text, tiny, tokens  # noqa: E402
 from .tiny import spawn  # noqa: E402
@@ -138,6 +138,21 @@ def test_spans_of_earlier_blocks_still_learn():
         out.append((torch.cat(logits, 1).detach(), last))
     assert (out[0][0] - out[1][0]).abs().max() < DOUBLE
     assert torch.allclose(out[0][1], out[1][1], rtol=0, atol=DOUBLE) and out[0][1].abs().max() > 1e-4
+
+
+def test_what_is_read_in_blocks_diverges_as_the_whole_context():
+    """The divergence of blocks of unequal length is the mean over all tokens."""
+    model, ids = tiny().double(), tokens(2, 64)
+    handle = forgetful(model, max_span=8, ramp=4)
+    handle.predictors.double()
+    learner = Distiller(handle, documents(), DistillConfig(budget=0.25, **SMALL | dict(block=24)))
+    with torch.no_grad():
+        divergence, *_ = learner.read(ids)
+        given = model(ids, use_cache=False).logits
+        with handle.paused():
+            wanted = model(ids, use_cache=False).logits
+    whole = float(kl_divergence(wanted, given))  # a mean over 128 tokens in float32
+    assert float(divergence) == pytest.approx(whole, rel=reordered(128)) and whole > 1e-4
 
 
 def test_the_divergence_and_its_gradient():

@@ -130,6 +130,17 @@ def test_stores():
         store.append(pos + 3.5, span, k=k)
     with pytest.raises(ValueError, match="k must be a tensor, got list"):
         store.append(pos + 3, span, k=k.tolist())
+    for marks, got in ((torch.ones(3).bool(), r"torch.bool of shape \(3,\)"), (torch.tensor([0, 1]), "torch.int64 of")):
+        with pytest.raises(ValueError, match=rf"must be a tensor of bool, one mark for each of the 2 rows, got {got}"):
+            store.forget_rows(marks)
+    with pytest.raises(ValueError, match=r"offset must be a whole number of steps, got 1\.5"):
+        store.rebase(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the rows to select must lie in 0\.\.1, got -1 to 2"):
+        store.select(torch.tensor([2, -1]))
+    with pytest.raises(
+        ValueError, match=r"k must be one of the fields .*'k': \(2, .*, 8\)}, with its shape, got \(2, 8\)"
+    ):
+        store.replace_field("k", torch.ones(2, 8))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])

@@ -68,8 +68,12 @@ SETTINGS = replace(recall().train, steps=10, log_every=4, eval_every=5, checkpoi
 CONFIG = replace(recall(), train=SETTINGS)
 
 
-def test_another_kind_of_learner_trains_stops_and_goes_on(tmp_path):
-    whole = session.begin(Counter(), CONFIG, tmp_path / "whole", shown=False)
+def test_another_kind_of_learner_trains_stops_and_goes_on(tmp_path, monkeypatch):
+    told: list[dict] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "build_tracker", lambda *_, **__: types.SimpleNamespace(add=told.append, close=list))
+        whole = session.begin(Counter(), CONFIG, tmp_path / "whole", shown=False)
+    assert told == whole.read_metrics()  # the tracker gets every line, of training and of evaluations
     assert whole.read_result() == {"step": 10, "count": 55.0}
     train = [(line["step"], line["steps"]) for line in whole.read_metrics() if line["split"] == "train"]
     assert train == [(4, 4), (8, 4), (10, 2)] and whole.data["bytes"] == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
 import pydoc
 import subprocess
 import sys
@@ -41,6 +42,21 @@ def test_help_shows_what_each_field_means(name):
 
 def test_help_has_the_words_of_the_source():
     assert "ramp: Soft edge of the mask, in steps (R)." in (expire_span.ExpireSpanConfig.__doc__ or "")
+
+
+def test_the_layer_names_its_options():
+    """At run time, for `help()`, and under TYPE_CHECKING, for editors: the same names and defaults, those of the settings."""
+    shown = inspect.signature(expire_span.ExpireSpan).parameters
+    assert list(shown)[:5] == ["dim", "heads", "kv_heads", "max_span", "ramp"] and shown["ramp"].default == 32
+    source = ast.parse(inspect.getsource(expire_span.ExpireSpan)).body[0]
+    guarded = next(
+        node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ).args
+    named = dict(zip((a.arg for a in guarded.kwonlyargs), guarded.kw_defaults))
+    assert [a.arg for a in guarded.args][1:] + list(named) == list(shown)
+    for name, default in named.items():
+        if isinstance(default, ast.Constant) and name in shown:
+            assert shown[name].default == default.value, name
 
 
 def test_type_checkers_see_the_module_that_a_name_is_loaded_from():

@@ -1,6 +1,7 @@
 """expire_attention: its definition, the agreement of implementations, and what it refuses."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from expire_span.ops.chunked import chunked_attention
 from expire_span.ops.live import live_queries, ramp_loss
 from expire_span.ops.reference import ages, expiry_mask, ramp_loss_dense
 
-from .error_budget import assert_all_within_budget, assert_within_budget
+from .error_budget import DOUBLE, assert_all_within_budget, assert_within_budget
 from .operator_cases import Case, as_dtype, assert_same
 
 CASES = {
@@ -155,6 +156,26 @@ def test_a_deleted_memory_changes_nothing():
     for impl in ("reference", "chunked"):
         y, z = (expire_attention(**inputs, ramp=7.0, impl=impl) for inputs in (x, kept))
         assert_within_budget(z, y, single)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_packed_documents_come_out_as_each_would_alone(impl):
+    """Forward and every gradient, with spans that reach across the borders and positions that go on over them."""
+    bounds, g = [0, 5, 6, 40], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 40, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3))
+    span = (torch.rand(2, 40, generator=g, dtype=torch.float64) * 60).requires_grad_()
+    pos = torch.arange(40)
+
+    def alone(a: int, b: int) -> torch.Tensor:
+        parts = (x[:, :, a:b] for x in (q, k, v))
+        return expire_attention(*parts, span[:, a:b], pos[a:b], pos[a:b], ramp=8, impl=impl)
+
+    packed = expire_attention(q, k, v, span, pos, pos, ramp=8, impl=impl, cu_seqlens=bounds)
+    apart = torch.cat([alone(a, b) for a, b in pairwise(bounds)], 2)
+    weight = torch.randn(packed.shape, generator=g, dtype=torch.float64)
+    results = [torch.autograd.grad((y * weight).sum(), (q, k, v, span)) for y in (packed, apart)]
+    for got, want in zip((packed, *results[0]), (apart, *results[1])):
+        torch.testing.assert_close(got, want, rtol=0, atol=DOUBLE)
 
 
 def test_a_query_with_no_living_memory_gets_zero():

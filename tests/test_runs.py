@@ -85,7 +85,11 @@ def test_truncate_drops_later_and_broken_lines(tmp_path):
 
 def test_atomic_write_keeps_the_old_file_on_failure(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
-    write_atomic(path, b"old")
+    write_atomic(path, b"older")
+    with open(path, "rb") as reader:  # who has begun to read goes on with what was there
+        write_atomic(path, b"old")
+        assert reader.read() == b"older" and path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
     def fail(fd):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -9,20 +9,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from expire_span import __all__ as public_names
+from tests import test_official, test_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-GUIDE = ("operator", "layer", "training", "kv_cache", "packed", "saving", "recipes", "tasks")
-"""Pages whose Python is run from top to bottom. The other pages' Python needs a model or a checkpoint, and is listed below."""
+GUIDE = (
+    "operator",
+    "layer",
+    "training",
+    "kv_cache",
+    "packed",
+    "saving",
+    "recipes",
+    "tasks",
+    "official",
+    "trace",
+    "view",
+)
+"""Pages whose Python is run from top to bottom; `prepare` makes the files that some of them open."""
 RUN_ELSEWHERE = {
     "hf.md": "tests/test_hf_docs.py, on a tiny model",
-    "serving.md": "tests/test_site.py, on a tiny model",
-    "official.md": "needs a checkpoint of the released code; its call is tested in tests/test_official.py",
-    "view.md": "needs a notebook; tests/test_page.py calls `show`",
-    "trace.md": "tests/test_trace.py",
+    "serving.md": "below, on a tiny model",
 }
 
 
@@ -30,9 +41,21 @@ def snippets(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def prepare(page: str, monkeypatch) -> None:
+    """Make the file that a page's code opens, in the current folder: a checkpoint of the released code, or a trace."""
+    if page == "official":
+        for name, value in dict(heads=4, block=256, layers=8).items():  # those of the page
+            monkeypatch.setitem(test_official.SETTINGS, name, value)
+        torch.save({"model": test_official.make_checkpoint(False, dim=16, inner=16)}, "checkpoint.pt")
+    if page in ("trace", "view"):
+        trace = test_trace.trace_of(test_trace.decoder_of(test_trace.SHARED), test_trace.tokens_of(20))
+        trace.save("file.jsonl")
+
+
 @pytest.mark.parametrize("page", GUIDE)
 def test_code_of_the_guide_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    prepare(page, monkeypatch)
     code = snippets(f"{page}.md")
     assert code
     names: dict[str, object] = {}

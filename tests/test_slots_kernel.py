@@ -74,7 +74,7 @@ def fused(layer: SlotStep, h: torch.Tensor, programs: int) -> torch.Tensor:
 )
 @torch.inference_mode()
 def test_the_fused_step_equals_the_plain_one(name, programs, tiles, monkeypatch):
-    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.Tiles(**tiles))
+    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.SlotTiles(**tiles))
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: False)
     stepper = advance(build(name).to(DEVICE), 2, FRESH + 40)
     layer = stepper.slot_layers[0]
@@ -96,7 +96,7 @@ def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
     """Heads of unequal capacity, growth, compaction, a row that comes later: all that a GPU does, but for recording it."""
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: True)
     # The interpreter takes its time for each program: the long head has two at the end, all others one.
-    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.Tiles(programs=6))
+    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.SlotTiles(programs=6))
     reach = HeadReach(learned=True, own_heads=1, spread=16.0)
     mixer = ExpireSpanConfig(max_span=400, ramp=6, initial_span=0.2, span_per="kv_head", reach=reach)
     decoder = build(DecoderConfig.modern(dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)).to(DEVICE)
@@ -119,7 +119,7 @@ def test_a_stream_on_the_kernels_equals_the_undeleted_computation(monkeypatch):
 
 
 def test_long_heads_are_read_by_more_programs_and_every_tile_by_one(monkeypatch):
-    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.Tiles(slots=64, programs=1056))
+    monkeypatch.setattr(slot_tiles, "_tiles", slot_tiles.SlotTiles(slots=64, programs=1056))
     count = slot_tiles.count_programs
     assert count([192] * 8, 1) == [3] * 8  # few rows: a tile for each program
     assert count([192] * 7 + [4000], 16) == [2] * 7 + [32]  # 16 x 84 tiles, two for each of at most 1,056 programs

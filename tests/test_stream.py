@@ -199,9 +199,13 @@ def test_breaking_off_loses_nothing():
     assert pieces == texts_of(streams[0], 30, sampling)[0]
 
 
-@pytest.mark.parametrize("name", ["spans per head", "cap"])
-def test_events_tell_who_was_born_and_who_died(name):
-    stream = Stream(build(name), 2)
+WHOLE_SPANS = DecoderConfig.modern(**SHAPE, mixer=SYSTEMS["transformer_xl"].settings(span=11))
+"""Memories whose lives end at exactly a step."""
+
+
+@pytest.mark.parametrize("case", ["spans per head", "cap", WHOLE_SPANS], ids=["spans per head", "cap", "whole spans"])
+def test_events_tell_who_was_born_and_who_died(case):
+    stream = Stream(build(case), 2)
     stream.read([b"a", b"b"])
     living = [{(r, h, -1) for r in range(2) for h in range(4)} for _ in range(2)]
     for n, step in enumerate(stream.generate(Sampling(), FRESH + 30, events=True)):

@@ -12,9 +12,11 @@ import torch
 from expire_span import checkpoint
 from expire_span.config import RecallTask, TrainConfig
 from expire_span.models.decoder import Decoder
+from expire_span.tasks.contract import Batch
 from expire_span.tasks.registry import build_task
-from expire_span.train.evaluate import evaluate
+from expire_span.train.evaluate import evaluate, evaluate_stream
 from expire_span.train.optimizers import build_optimizers, rate_factor
+from expire_span.train.scorer import Scorer
 from expire_span.train.supervised import NonFinite, SupervisedLearner, train
 from tests.error_budget import reordered
 from tests.tiny import noisy_config, tiny_config, write_text
@@ -118,14 +120,26 @@ def test_muon_takes_the_matrices_of_blocks_only(text):
     assert len(names) == len(taken) + sum(len(group["params"]) for group in adam.param_groups)
 
 
-def test_span_predictors_have_their_own_rate(text):
-    config = tiny_config(text, span_lr_scale=5.0, lr=1e-3)
+@pytest.mark.parametrize(("clip", "largest"), [(1e-3, 1e-3), (0.0, math.inf)])
+def test_gradients_are_clipped_before_the_update(text, clip, largest):
+    """The optimizer sees the clipped norm, the metrics the one before; 0 switches clipping off."""
+    learner, seen = SupervisedLearner(tiny_config(text, clip=clip)), []
+    grads = lambda: [p.grad for p in learner.parameters if p.grad is not None]  # noqa: E731
+    learner.optimizers[0].register_step_pre_hook(lambda *_: seen.append(float(torch.nn.utils.get_total_norm(grads()))))
+    learner.step(0)
+    before = learner.metrics()["grad_norm"]
+    assert before > 1e-2 and seen == [pytest.approx(min(before, largest), rel=1e-3)]
+
+
+def test_span_predictors_have_their_own_rate_and_only_matrices_decay(text):
+    config = tiny_config(text, span_lr_scale=5.0, lr=1e-3, weight_decay=0.1)
     decoder = Decoder(config.model)
     spans = {id(p) for name, p in decoder.named_parameters() if "span_predictor" in name}
     for group in build_optimizers(decoder, config.train)[0].param_groups:
         expected = 5e-3 if id(group["params"][0]) in spans else 1e-3
         assert group["peak"] == pytest.approx(expected)
         assert all((id(p) in spans) == (expected == 5e-3) for p in group["params"])
+        assert {p.dim() >= 2 and id(p) not in spans for p in group["params"]} == {group["weight_decay"] == 0.1}
 
 
 def test_rates():
@@ -171,7 +185,7 @@ def test_non_finite_loss_stops_with_step_place_and_advice(tmp_path, text, monkey
 
 
 def test_evaluation_equals_one_long_pass(tmp_path, text):
-    config = tiny_config(text)
+    config = tiny_config(text, {"dropout": 0.5})  # which evaluations switch off, and on again
     torch.manual_seed(0)
     decoder, task = Decoder(config.model), build_task(config.task)
     streamed = evaluate(decoder, task, "valid", batch=1, block=7)
@@ -192,6 +206,15 @@ def test_evaluation_counts_what_lives(tmp_path, text):
     assert result.live == pytest.approx([live] * 2, rel=1e-6)
     assert result.live_share == pytest.approx(live / ((length + 1) / 2), rel=1e-6)
     assert result.peak_bytes < result.full_bytes * 10 and max(result.peak_live) <= 36
+
+
+def test_rows_that_begin_again_have_seen_nothing(text):
+    """All memories of 20 tokens live, so that the share of those seen is 1, also where one row began again half way."""
+    config, (x, y) = tiny_config(text), torch.randint(256, (2, 2, 10))
+    blocks = [Batch(x, y, torch.ones(2, 10).bool(), torch.tensor(fresh)) for fresh in ((True, True), (True, False))]
+    task = build_task(config.task)
+    result = evaluate_stream(Scorer(Decoder(config.model), "fp32"), config.model, task, "valid", blocks)
+    assert result.live_share == pytest.approx(1) and result.live == pytest.approx([(5.5 + 10.5) / 2] * 2)
 
 
 def test_result_file_is_plain_json(tmp_path, text):

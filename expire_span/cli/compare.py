@@ -100,7 +100,6 @@ def run_compare(args: list[str]) -> int:
         comparison = Comparison.open(path).join(comparison)
     for name in comparison.runs:
         comparison.run_of(name)  # a folder of another run is refused before anything is trained
-    comparison.write()
     return _compare(comparison)
 
 
@@ -143,6 +142,7 @@ def _compare(comparison: Comparison) -> int:
         numbers = measure(run, comparison.parameters[name])
         return f"{comparison.score['name']} {numbers['score']:.4f}, {show_count(numbers['live'])} memories alive"
 
+    comparison.write()
     print(describe_plan(comparison), flush=True)
     failed = conduct(comparison, describe)
     rows = collect_rows(comparison)

@@ -108,7 +108,7 @@ def config_of(system: System, base: RunConfig) -> RunConfig:
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreEntry:
     """The task's score as compare.json has it."""
 
     name: str
@@ -160,7 +160,7 @@ class Comparison:
         }
         for name in runs:
             check_name(name)
-        seconds, score = told["train_seconds"], from_dict(Score, told["score"])
+        seconds, score = told["train_seconds"], from_dict(ScoreEntry, told["score"])
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"train_seconds must be greater than 0, got {seconds!r}")
         parameters = {name: int(count) for name, count in told["parameters"].items()}

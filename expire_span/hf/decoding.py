@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expire_span.models.slot_step import Clock, SlotRules
+from expire_span.models.slot_step import SlotRules, StreamPosition
 from expire_span.sampling import Sampling
 from expire_span.stream.engines import SteadyEngine
 
@@ -45,7 +45,7 @@ class RetrofitStepper:
             raise ValueError(f"decoding over slots needs a model with rotary positions of any length, got {kind}")
         self.handle, self.model = handle, handle.model
         like = next(handle.model.parameters())
-        self.clock = Clock(like.device, None, like.dtype)
+        self.clock = StreamPosition(like.device, None, like.dtype)
         self.slot_layers: list[LayerSlots] = []
         for x in handle.layers:
             rules = self._rules(x)

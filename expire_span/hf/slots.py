@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from expire_span.models.lifetimes import LifetimeRule
-from expire_span.models.slot_step import Clock, Memories, SlotRules, SlotStep
+from expire_span.models.slot_step import Memories, SlotRules, SlotStep, StreamPosition
 from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import NEVER, ExpiringMemory
 from expire_span.store.slots import FRESH, Slots
@@ -29,7 +29,7 @@ class LayerSlots(SlotStep):
     """The slots of one attention layer; unlike in `SlotStep`, the model itself computes projections and rotary positions."""
 
     def __init__(
-        self, layer: AttentionLayer, rules: SlotRules, clock: Clock, frequencies: Tensor | None, like: Tensor
+        self, layer: AttentionLayer, rules: SlotRules, clock: StreamPosition, frequencies: Tensor | None, like: Tensor
     ) -> None:
         self.rules, self.clock, self.like = rules, clock, like
         self.frequencies = None if frequencies is None else frequencies.to(like.device)

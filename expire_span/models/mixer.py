@@ -7,9 +7,10 @@ tensors with the batch in dimension 0, plain values and stores; `state.py` detac
 from __future__ import annotations
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -99,9 +100,16 @@ class Mixer(nn.Module, ABC):
     """
 
     settings_class: ClassVar[type]
+    __signature__: ClassVar[inspect.Signature]
     fixed_state: ClassVar[bool] = False
     """Whether the state for decoding is a dict of tensors of fixed shapes, so that a step can overwrite it in place."""
     out: nn.Linear
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give the class the signature that `help()` and editors show at run time: its options by name."""
+        super().__init_subclass__(**options)
+        if is_dataclass(getattr(cls, "settings_class", None)):
+            cls.__signature__ = _name_options(cls.settings_class)
 
     def __init__(
         self,
@@ -164,6 +172,18 @@ class Mixer(nn.Module, ABC):
 
     def steadiness(self) -> Steadiness:
         return Steadiness()
+
+
+def _name_options(settings: type) -> inspect.Signature:
+    """The signature of a layer: dim, heads and kv_heads, then by keyword the fields of its settings and of `LayerShape`."""
+    dim, *others = inspect.signature(LayerShape).parameters.values()
+    heads, kv_heads, *more = others
+    shape = [dim.replace(default=inspect.Parameter.empty), heads.replace(default=1), kv_heads]
+    own = [p for p in inspect.signature(settings).parameters.values() if p.name != "kind"]
+    defaults = {f.name: f.default_factory() for f in fields(settings) if f.default_factory is not MISSING}
+    named = [p.replace(kind=p.KEYWORD_ONLY, default=defaults.get(p.name, p.default)) for p in (*own, *more)]
+    built = inspect.signature(Mixer.__init__).parameters
+    return inspect.Signature([*shape, *named, built["settings"], built["relative_keys"]])
 
 
 def _mix_nothing(x: Tensor, state: Any) -> MixerOutput:

@@ -38,7 +38,7 @@ class Memories(NamedTuple):
     now: int
 
 
-class Clock:
+class StreamPosition:
     """The position of the next token, common to all rows of a stream, and the rotary angles for it.
 
     The position is `epoch` (that of the last compaction) plus `column` (the next fresh slot); both exist on the host and on the
@@ -120,7 +120,7 @@ class SlotStep:
 
     _division: tuple[Any, Any] = (None, None)
 
-    def __init__(self, mixer: AttentionMixer, rules: SlotRules, clock: Clock, norm: nn.Module) -> None:
+    def __init__(self, mixer: AttentionMixer, rules: SlotRules, clock: StreamPosition, norm: nn.Module) -> None:
         self.mixer, self.rules, self.clock, self.norm = mixer, rules, clock, norm
         shape, weight = mixer.shape, mixer.query.weight
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.num_kv_heads, shape.head_dim

@@ -20,7 +20,7 @@ from expire_span.models.backbone import Block
 from expire_span.models.decoder import Decoder
 from expire_span.models.kit.attention import AttentionMixer
 from expire_span.models.mixer import Mixer
-from expire_span.models.slot_step import Clock, SlotStep, add_linear, folds, norm_linear, slot_rules
+from expire_span.models.slot_step import SlotStep, StreamPosition, add_linear, folds, norm_linear, slot_rules
 
 
 class StateStep:
@@ -47,7 +47,7 @@ class StateStep:
 class BlockStep:
     """The step of one block: memory system and feed-forward part."""
 
-    def __init__(self, block: Block, clock: Clock) -> None:
+    def __init__(self, block: Block, clock: StreamPosition) -> None:
         rules = slot_rules(block.mixer)
         assert rules is not None or block.mixer.fixed_state
         self.block, self.pre_norm = block, block.pre_norm
@@ -100,7 +100,7 @@ class Stepper:
         self.decoder, self.rows = decoder, rows
         config, weight = decoder.config, decoder.embed.weight
         rotary = (config.head_dim, config.rotary_base) if config.positions == "rotary" else None
-        self.clock = Clock(weight.device, rotary, weight.dtype)
+        self.clock = StreamPosition(weight.device, rotary, weight.dtype)
         self.blocks = [BlockStep(block, self.clock) for block in decoder.layers()]
         for step in self.blocks:
             step.memory.allocate(rows)

@@ -35,10 +35,10 @@ def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -
 
 
 def relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
-    """q . p_age for ages 1..M and zero elsewhere. q [B, H, T, D], relative_keys [M, D], age [B, H|1, T, S]."""
+    """q . p_age for ages 1..M and zero elsewhere. q [.., T, D], age [.., T, S], relative_keys [M, D] -> [.., T, S]."""
     window = relative_keys.shape[0]
-    table = q @ relative_keys.to(q.dtype).transpose(-1, -2)  # [B, H, T, M]
-    index = age.clamp(1, window).sub(1).expand(*table.shape[:3], -1)
+    table = q @ relative_keys.to(q.dtype).transpose(-1, -2)  # [.., T, M]
+    index = age.clamp(1, window).sub(1).expand(*table.shape[:-1], -1)
     return torch.where((age >= 1) & (age <= window), table.gather(-1, index), 0)
 
 

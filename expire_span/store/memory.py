@@ -20,7 +20,7 @@ from expire_span.ops.inputs import check_ramp, check_spans
 
 from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
-from .rule import NEVER, blank, exact_span, find_living, steps_left
+from .rule import NEVER, blank, find_living, steps_left
 from .segments import Segments
 
 
@@ -129,8 +129,8 @@ class ExpiringMemory(Store):
     def append(self, pos: Tensor, span: Tensor, *, check_values: bool = True, **fields: Tensor) -> ExpiringMemory:
         """Add memories born after all stored ones. pos [n] or [*rows, n], span [*rows, n], fields [*rows, n, ...].
 
-        A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Half-precision spans that rounding put
-        below it become -ramp.
+        A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Spans are stored in float32, as the
+        operator compares them; float64 spans stay float64 where all fields of floating-point numbers are float64 too.
         check_values: refuse decreasing positions, NaN spans and spans below -ramp. On a GPU the host must wait for the device
         to read the values; switch the check off where they are known to be valid.
         """
@@ -147,8 +147,7 @@ class ExpiringMemory(Store):
             raise ValueError(f"pos must have shape {(count,)} or {(*self.rows, count)}, got {tuple(pos.shape)}")
         if check_values:
             check_spans(span, self.ramp)
-        exact = exact_span(span) if span.dtype in (torch.float32, torch.float64) else span.float().clamp_min(-self.ramp)
-        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": exact, **fields}
+        new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": self._comparable(span, fields), **fields}
         self._check_shapes(new, count)
         if check_values:
             self._check_rising(new["pos"])
@@ -180,8 +179,11 @@ class ExpiringMemory(Store):
 
     def forget_rows(self, rows: Tensor) -> ExpiringMemory:
         """Empty the batch rows marked in `rows` [B] (bool)."""
-        layout = self.layout.as_rectangle()
-        gone = torch.as_tensor(rows).to(layout.buffers["pos"].device)
+        layout, gone = self.layout.as_rectangle(), torch.as_tensor(rows)
+        if gone.dtype != torch.bool or tuple(gone.shape) != self.rows[:1]:
+            wanted, got = f"one mark for each of the {self.rows[0]} rows", f"{gone.dtype} of shape {tuple(gone.shape)}"
+            raise ValueError(f"the rows to forget must be a tensor of bool, {wanted}, got {got}")
+        gone = gone.to(layout.buffers["pos"].device)
         buffers = {}
         for name, x in layout.buffers.items():
             buffers[name] = x.masked_fill(gone.reshape(-1, *(1,) * (x.dim() - 1)), blank(name))
@@ -194,12 +196,17 @@ class ExpiringMemory(Store):
 
     def rebase(self, offset: int) -> ExpiringMemory:
         """Subtract `offset` from all positions, so that they stay small in a stream without end."""
+        if not isinstance(offset, int):
+            raise ValueError(f"offset must be a whole number of steps, got {offset!r}; give int(offset)")
         pos = self.slots["pos"]
         buffers = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
         return replace(self, layout=replace(self.layout, buffers=buffers), now=self.now - offset)
 
     def replace_field(self, name: str, x: Tensor) -> ExpiringMemory:
         """The store with another buffer for one field, of the same shape as `slots[name]`."""
+        held = {key: tuple(buffer.shape) for key, buffer in self.slots.items()}
+        if held.get(name) != tuple(x.shape):
+            raise ValueError(f"{name} must be one of the fields {held}, with its shape, got {tuple(x.shape)}")
         return replace(self, layout=replace(self.layout, buffers=self.slots | {name: x}))
 
     def fork(self) -> ExpiringMemory:
@@ -209,6 +216,10 @@ class ExpiringMemory(Store):
     def select(self, rows: Tensor) -> ExpiringMemory:
         """The batch rows with these indices, kept, repeated or reordered."""
         rows = torch.as_tensor(rows)
+        if rows.device.type == "cpu" and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows[0]:
+            raise ValueError(
+                f"the rows to select must lie in 0..{self.rows[0] - 1}, got {int(rows.min())} to {int(rows.max())}"
+            )
         layout = self.layout.as_rectangle().map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
         evicted = None if self.evicted is None else self.evicted.index_select(0, rows.to(self.evicted.device))
         return replace(self, layout=replace(layout, rows=(len(rows), *self.rows[1:])), evicted=evicted)
@@ -248,6 +259,13 @@ class ExpiringMemory(Store):
         return cls(layout=layout, block=state.get("block", 0), **given)
 
     # Inside
+
+    def _comparable(self, span: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        """Spans in the dtype in which the operator compares them with ages, so that both call the same memories dead."""
+        narrow = any(x.is_floating_point() and x.dtype != torch.float64 for x in fields.values())
+        if span.dtype == torch.float32 or (span.dtype == torch.float64 and not narrow):
+            return span
+        return span.float().clamp_min(-self.ramp)  # rounding may put a span below -ramp
 
     def _check_shapes(self, new: dict[str, Tensor], count: int) -> None:
         if self.used and set(new) != set(self.slots):

@@ -42,7 +42,7 @@ from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .replay import Window, replay
-from .rollout import Episodes, Player
+from .rollout import EpisodeSums, Player
 from .trackers import check_tracker
 from .weight_average import WeightAverage
 
@@ -143,7 +143,7 @@ class AgentLearner:
         self.budget = self._build_budget()
         self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
         self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
-        self.episodes, self.played, self.rate = Episodes(), 0, 0.0
+        self.episodes, self.played, self.rate = EpisodeSums(), 0, 0.0
         self.average = WeightAverage(config.train.averaging)
         self.best: dict[str, Any] | None = None  # score, rank and weights of the best evaluation
 
@@ -210,7 +210,7 @@ class AgentLearner:
             optimizer.zero_grad(set_to_none=True)
         return {**parts, "grad_norm": torch.as_tensor(norm, device=loss.device)}
 
-    def _update_budget(self, live: Tensor, episodes: Episodes) -> None:
+    def _update_budget(self, live: Tensor, episodes: EpisodeSums) -> None:
         """Update the weight of the span loss; the controller gets the share of failed episodes as the task's loss."""
         if self.budget is None:
             return
@@ -234,7 +234,7 @@ class AgentLearner:
         return line
 
     def _episode_means(self) -> dict[str, Any]:
-        done, self.episodes = self.episodes, Episodes()
+        done, self.episodes = self.episodes, EpisodeSums()
         mean = lambda x: x / done.count if done.count else None  # noqa: E731
         score = done.success if done.judged else mean(done.returns)
         return {"score": score, "return": mean(done.returns), "episode_steps": mean(done.steps), "episodes": done.count}
@@ -333,7 +333,11 @@ class AgentLearner:
         self.player.load_state_dict(worker["player"], to_device)
         self.average.weights = to_device(worker.get("average", {}))
         self.failure, self.rows = to_device(worker["failure"]), to_device(worker["rows"])
-        self.episodes, self.best, self.played = Episodes(**worker["episodes"]), worker["best"], snapshot.state["played"]
+        self.episodes, self.best, self.played = (
+            EpisodeSums(**worker["episodes"]),
+            worker["best"],
+            snapshot.state["played"],
+        )
         randomness.load_host_state(snapshot.state["random"])
         randomness.load_torch_state(worker["random"])
 

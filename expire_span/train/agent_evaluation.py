@@ -29,7 +29,7 @@ BAND = 10
 
 
 @dataclass(frozen=True)
-class Band:
+class DifficultyBand:
     """Episodes of about the same difficulty."""
 
     first: int | None
@@ -69,7 +69,7 @@ class AgentResult:
     peak_bytes: int = 0
     steps_over_oracle: float | None = None
     """Steps of all episodes divided by those that the expert would need; None where the environment does not report them."""
-    bands: list[Band] = field(default_factory=list)
+    bands: list[DifficultyBand] = field(default_factory=list)
     retention: Retention | None = None
     """How well the kept memories match the needed ones; None where the environment does not report needs or nothing expires."""
 
@@ -227,7 +227,7 @@ def _over_oracle(episodes: list[_Episode]) -> float | None:
     return sum(e.steps for e in known) / sum(e.oracle or 0 for e in known) if known else None
 
 
-def _bands(episodes: list[_Episode]) -> list[Band]:
+def _bands(episodes: list[_Episode]) -> list[DifficultyBand]:
     groups: dict[int, list[_Episode]] = defaultdict(list)
     for episode in episodes:
         if episode.oracle is not None:
@@ -235,11 +235,11 @@ def _bands(episodes: list[_Episode]) -> list[Band]:
     return [_summarise(groups[n], n) for n in sorted(groups)]
 
 
-def _summarise(episodes: list[_Episode], band: int | None) -> Band:
+def _summarise(episodes: list[_Episode], band: int | None) -> DifficultyBand:
     judged = [e.success for e in episodes if not math.isnan(e.success)]
     low, high = wilson(sum(judged), len(judged)) if judged else (None, None)
     first, last = (None, None) if band is None else (band * BAND + 1, (band + 1) * BAND)
-    return Band(
+    return DifficultyBand(
         first=first,
         last=last,
         episodes=len(episodes),

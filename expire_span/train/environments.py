@@ -22,7 +22,7 @@ PREVIOUS = "previous_action"
 
 
 @dataclass
-class Frame:
+class EnvironmentStep:
     """What one step of B environments returns; each tensor is [B]."""
 
     reward: Tensor
@@ -64,7 +64,7 @@ class Environments(ABC):
         self._begin_all(seed)
         self.observation = self._show(self._observe(), None, None)
 
-    def step(self, actions: Tensor) -> Frame:
+    def step(self, actions: Tensor) -> EnvironmentStep:
         """Take the actions [B, K]; rows whose episode ends begin the next one."""
         reward, terminated, truncated, success = self._advance(actions)
         ended = terminated | truncated
@@ -72,7 +72,7 @@ class Environments(ABC):
         if bool(ended.any()):
             self._begin_rows(ended)
         self.observation = self._show(self._observe(), actions, ended)
-        return Frame(reward, terminated, truncated, success, final)
+        return EnvironmentStep(reward, terminated, truncated, success, final)
 
     def _show(self, seen: dict[str, Tensor], actions: Tensor | None, ended: Tensor | None) -> dict[str, Tensor]:
         if not self.task.previous_action:

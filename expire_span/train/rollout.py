@@ -13,12 +13,12 @@ from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
 from expire_span.store import NEVER, SteadyMemory, trim_states
 
-from .environments import Environments, Frame
+from .environments import Environments, EnvironmentStep
 from .replay import Window
 
 
 @dataclass
-class Episodes:
+class EpisodeSums:
     """Sums over the episodes that ended, as plain numbers."""
 
     count: int = 0
@@ -28,7 +28,7 @@ class Episodes:
     """Number of episodes whose success is known."""
     successes: float = 0.0
 
-    def add(self, other: Episodes) -> None:
+    def add(self, other: EpisodeSums) -> None:
         for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -42,7 +42,7 @@ class Played:
     """A window of steps, and statistics of playing it."""
 
     window: Window
-    episodes: Episodes
+    episodes: EpisodeSums
     live: Tensor
     """Mean living memories per step and row, one number per layer."""
     bytes_held: int
@@ -66,7 +66,7 @@ class Player:
         expert_rows: the expert's action is recorded in all rows, and taken in the first `expert_rows` of them. None: no expert.
         """
         self.policy.eval()
-        start, episodes, seen = trim_states(self.state), Episodes(), _Columns()
+        start, episodes, seen = trim_states(self.state), EpisodeSums(), _Columns()
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
@@ -90,7 +90,7 @@ class Player:
         self.begins = ended
         self.state = self.policy.reset_rows(state, ended) if bool(ended.any()) else state
 
-    def _value_beyond(self, frame: Frame, state: list[Any]) -> Tensor | float:
+    def _value_beyond(self, frame: EnvironmentStep, state: list[Any]) -> Tensor | float:
         """The value of the final state of truncated episodes, 0 elsewhere."""
         if frame.final is None:
             return 0.0
@@ -104,15 +104,15 @@ class Player:
             raise ValueError(f"imitation needs an expert, and {self.task.env} has none: {told}; set --train.imitate 0")
         return facts["optimal_action"].long()
 
-    def _note(self, frame: Frame) -> Episodes:
+    def _note(self, frame: EnvironmentStep) -> EpisodeSums:
         """Count the episodes that have just ended."""
         self.returns, self.steps, ended = self.returns + frame.reward, self.steps + 1, frame.ended
         count = int(ended.sum())
         if not count:
-            return Episodes()
+            return EpisodeSums()
         success = judge(frame.success, self.returns, self.task)[ended]
         judged = ~success.isnan()
-        told = Episodes(count, float(self.returns[ended].sum()), float(self.steps[ended].sum()))
+        told = EpisodeSums(count, float(self.returns[ended].sum()), float(self.steps[ended].sum()))
         told.judged, told.successes = int(judged.sum()), float(success[judged].sum())
         self.returns, self.steps = self.returns.masked_fill(ended, 0), self.steps.masked_fill(ended, 0)
         return told

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.models.mixer import Mixer, Steadiness
+from expire_span.ops.reference import relative_scores
 
 from .rotary import rotary_angles, rotate
 
@@ -87,12 +88,9 @@ def share_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def relative_scores(q: Tensor, relative_keys: Tensor, age: Tensor) -> Tensor:
-    """q . relative_keys[age - 1] / sqrt(D) where 1 <= age <= M, else 0. q [.., T, D], age [.., T, S]."""
-    scores = q @ relative_keys.to(q.dtype).T * q.shape[-1] ** -0.5  # [.., T, M]
-    count = relative_keys.shape[0]
-    index = (age - 1).clamp(0, count - 1).expand(*scores.shape[:-1], age.shape[-1])
-    return torch.where((age >= 1) & (age <= count), scores.gather(-1, index), 0)
+def scaled_relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
+    """The operator's scores of learned distances over sqrt(D), for attention that scales its scores before it adds them."""
+    return relative_scores(q, age, relative_keys) * q.shape[-1] ** -0.5
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_keys: Tensor | None) -> Tensor:
@@ -102,7 +100,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, relative_
     """
     mask = seen
     if relative_keys is not None:
-        mask = relative_scores(q, relative_keys, age).masked_fill(~seen, -torch.inf)
+        mask = scaled_relative_scores(q, age, relative_keys).masked_fill(~seen, -torch.inf)
     return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
 
 

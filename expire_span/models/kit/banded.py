@@ -31,7 +31,7 @@ class Extra(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockCut:
     """How a sequence is cut into N blocks of `block` queries. Each block reads `older` entries before it, and its own."""
 
     count: int
@@ -117,14 +117,14 @@ def banded_attention(
     return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)[:, :, : cut.count]
 
 
-def _plan_cut(q, k, v, pos, window: int, chunks: bool) -> tuple[Cut, Tensor, Tensor, Tensor]:
+def _plan_cut(q, k, v, pos, window: int, chunks: bool) -> tuple[BlockCut, Tensor, Tensor, Tensor]:
     """Choose the cut; k, v and pos are padded in front to a whole window of older entries where there are several blocks."""
     count, older = q.shape[2], k.shape[2] - q.shape[2]
     block = window if chunks else min(count, max(window, LEAST_BLOCK))
     if older < window and (chunks or count > block):
         k, v = (F.pad(x, (0, 0, window - older, 0)) for x in (k, v))
         pos, older = F.pad(pos, (window - older, 0), value=NEVER), window
-    return Cut(count, block, older), k, v, pos
+    return BlockCut(count, block, older), k, v, pos
 
 
 def _in_band(distance: Tensor, window: int, chunks: bool) -> Tensor:

@@ -84,7 +84,10 @@ def load_plugins() -> None:
         try:
             importlib.import_module(name.strip())
         except ImportError as error:
-            raise ValueError(f"{PLUGINS} names the module {name!r}, which cannot be imported: {error}") from error
+            advice = "its folder must be in PYTHONPATH"
+            raise ValueError(
+                f"{PLUGINS} names the module {name!r}, which cannot be imported: {error}; {advice}"
+            ) from error
 
 
 for _system in (

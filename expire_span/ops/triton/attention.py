@@ -1,4 +1,5 @@
-"""The fused operator as two PyTorch ops with known shapes and a gradient, so that torch.compile keeps one graph around them."""
+"""The fused operator for training and inference: two PyTorch ops with known shapes and a gradient, so that torch.compile keeps one
+graph around them."""
 
 # No `from __future__ import annotations` here: torch.library reads the signatures' real types.
 from collections.abc import Callable
@@ -18,6 +19,51 @@ from .tuning import choose, dot_precision
 MaybeTensor = Optional[Tensor]  # noqa: UP045
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    *,
+    ramp: float,
+    include_self: bool = True,
+    scale: float,
+    relative_keys: MaybeTensor = None,
+    normalizer_eps: float = 0.0,
+    documents: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span and relative_keys.
+
+    documents: document ids of queries [B, T] and memories [B, S], never decreasing along a row. deterministic: gradients that
+    are bitwise equal from run to run.
+
+    relative_keys [M, D]: their scores are computed before the kernels, as a table [B, T, Hq, M] that the kernels index by age.
+    The table's gradient has one entry for each query and age. Two memories at one position that are alive at the same time
+    would both write that entry, and the gradient of one of them would be lost.
+    """
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        return torch.zeros_like(q)
+    q, scale = _positive_scale(q, scale)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
+    q_doc, k_doc = (x.contiguous() for x in documents) if documents is not None else (None, None)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    has_relative = relative_keys is not None and relative_keys.shape[0] > 0
+    relative_keys = relative_keys.to(q.dtype) if has_relative else None
+    options = (ramp, include_self, scale, normalizer_eps, deterministic)
+    return _apply(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *options)
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and a positive scale with the same product. The kernels take the maximum of scores before they scale them."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -164,7 +210,7 @@ class EagerAttention(torch.autograd.Function):
         return _differentiate(ctx, *grads, run=_attention_backward)
 
 
-def attend(*inputs) -> Tensor:
+def _apply(*inputs) -> Tensor:
     """y. Calls the registered op where torch.compile, a dispatch mode or a tensor subclass needs it, else `EagerAttention`, which costs
     less host time."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _PLAIN.issuperset(map(type, inputs[:4])):

@@ -87,8 +87,8 @@ class Backward:
         dtable = torch.zeros_like(self.table) if self.table is not None else dq.new_empty(0)
         run_kernel(
             by_query.query_gradient, (-(-queries // launch.block_m), batch * q_heads),
-            *self._rows(launch), self.y, self.lse, delta, *self._sorted(tuning.block_n), plan.words,
-            self._table, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(), 1 / self.ramp,
+            *self._rows(launch), self.y, self.lse, *self._sorted(tuning.block_n), plan.words, self._table,
+            delta, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(), 1 / self.ramp,
             PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
         )  # fmt: skip
         return dq, delta, dtable

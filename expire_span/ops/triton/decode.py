@@ -23,12 +23,16 @@ from .tuning import dot_precision
 
 @triton.jit
 def _decode(
-    q, k, v, span, q_pos, k_pos, table, starts, counts, parts, peaks, totals, T, S, added, kv_heads, group, per_split,
-    heads, q_b, q_h, q_t,
-    k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b, scale, ramp, inv_ramp,
+    q, k, v, span, q_pos, k_pos, table, starts, counts,  # read: queries, memories, scores of distances, where rows lie
+    parts, peaks, totals,  # written
+    T, S, added, kv_heads, group, per_split, heads,  # sizes
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b,  # strides
+    scale, ramp, inv_ramp,
     MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
+    """One program: all queries of one key/value head over `per_split` of its memories. Writes the values summed by weight, the
+    largest score and the sum of weights, which `_join` combines."""
     split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // kv_heads, bh % kv_heads
     row_head = h % heads
@@ -55,13 +59,15 @@ def _decode(
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=held, other=0)
         born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=held, other=0.0).to(tl.float32)
-        life = (length + born.to(tl.float32)) + ramp
-        wanted = held & (life > 0) & (born <= last - MIN_AGE)
+        # Added in the order of store/rule.py: another one rounds differently, and would show memories that a store has deleted.
+        life = length + ramp
+        wanted = held & (life + born.to(tl.float32) > 0) & (born <= last - MIN_AGE)
         read = wanted[:, None] & (d[None, :] < D)
         rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
-        x = life[None, :] - since.to(tl.float32)[:, None]
-        alive = (x > 0) & wanted[None, :] & (since[:, None] - born[None, :] >= MIN_AGE)
+        age = since[:, None] - born[None, :]
+        x = life[None, :] - age.to(tl.float32)
+        alive = (x > 0) & wanted[None, :] & (age >= MIN_AGE)
         if WINDOW > 0:
             at, near = find_entries(r, 1, since, born, WINDOW)
             bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
@@ -88,6 +94,7 @@ def _decode(
 def _join(
     parts, peaks, totals, y, T, kv_heads, group, splits, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """The output of one query from the parts that the programs of `_decode` computed."""
     bh, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     acc = tl.zeros([D_PAD], tl.float32)
@@ -143,21 +150,9 @@ def triton_decode(
         BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     run_kernel(
-        _join,
-        (batch * kv_heads, group * queries),
-        parts,
-        peaks,
-        totals,
-        y,
-        queries,
-        kv_heads,
-        group,
-        splits,
-        D=dim,
-        D_PAD=padded,
-        BLOCK_M=block_m,
-        num_warps=1,
-    )
+        _join, (batch * kv_heads, group * queries), parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded,
+        BLOCK_M=block_m, num_warps=1,
+    )  # fmt: skip
     return y
 
 

@@ -210,7 +210,10 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_heads"])
 def _forward(
-    q, k, v, words, table, y, lse, T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, scale, inv_ramp,
+    q, k, v, words, table,  # read: queries, sorted memories, the plan, scores of distances
+    y, lse,  # written
+    T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t,  # sizes and strides
+    scale, inv_ramp,
     MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip

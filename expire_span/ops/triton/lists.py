@@ -215,8 +215,9 @@ def _scatter(
 
 @triton.jit(do_not_specialize=["kv_heads", "num_blocks", "steps"])
 def _gather(
-    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, S, T, slots, kv_heads, heads, row_words, num_blocks, steps,
-    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,
+    k, v, scratch, words, k_pos, span, q_pos, k_out, v_out,  # read, except for k_out, v_out and parts of `words`
+    S, T, slots, kv_heads, heads, row_words, num_blocks, steps,  # sizes
+    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,  # strides, and the ramp
     WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)

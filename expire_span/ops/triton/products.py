@@ -16,7 +16,7 @@ from torch import Tensor
 from .launch import run_kernel
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """Tile sizes of a program (rows, outputs, inputs), its warps, and its pipeline stages."""
 
     rows: int
@@ -26,21 +26,21 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FEW_ROWS = Tiles(16, 16, 128, 4, 4)
-MANY_ROWS = (Tiles(64, 64, 128, 4, 3), Tiles(64, 32, 128, 4, 3), Tiles(32, 32, 128, 4, 4))
+FEW_ROWS = ProductTiles(16, 16, 128, 4, 4)
+MANY_ROWS = (ProductTiles(64, 64, 128, 4, 3), ProductTiles(64, 32, 128, 4, 3), ProductTiles(32, 32, 128, 4, 4))
 """Tiles for many rows, the largest first, since they read least; smaller ones are used where larger ones leave the GPU partly idle."""
 MULTIPROCESSORS = 132
 """Number of multiprocessors of a large GPU (H100, H200)."""
-_override: Tiles | None = None
+_override: ProductTiles | None = None
 
 
-def override(tiles: Tiles | None) -> None:
+def override(tiles: ProductTiles | None) -> None:
     """Use other tiles (benchmarks); None goes back to the usual ones."""
     global _override
     _override = tiles
 
 
-def choose_tiles(rows: int, outputs: int) -> Tiles:
+def choose_tiles(rows: int, outputs: int) -> ProductTiles:
     if _override is not None or rows <= 32:
         return _override or FEW_ROWS
     enough = (

@@ -66,8 +66,11 @@ def _walk_tiles(
 
 @triton.jit(do_not_specialize=["q_heads"])
 def query_gradient(
-    q, dy, y, lse, delta, k, v, words, table, dtable, dq, T, slots, q_heads, group, heads, row_words, q_b, q_h,
-    q_t, dy_b, dy_h, dy_t, scale, log_scale, inv_ramp, PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
+    q, dy, y, lse, k, v, words, table,  # read: queries, outputs and their gradients, sorted memories, the plan
+    delta, dtable, dq,  # written
+    T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, dy_b, dy_h, dy_t,  # sizes and strides
+    scale, log_scale, inv_ramp,
+    PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip

@@ -18,7 +18,7 @@ MOST_PROGRAMS = 64
 """Programs of one head of one row, at most: the second kernel reads all of their sums at once."""
 
 
-class Tiles(NamedTuple):
+class SlotTiles(NamedTuple):
     """How a step is cut into programs."""
 
     slots: int = 32
@@ -36,15 +36,15 @@ class Tiles(NamedTuple):
     tile."""
 
 
-_tiles = Tiles()
+_tiles = SlotTiles()
 
 
-def tiles() -> Tiles:
+def tiles() -> SlotTiles:
     """The tiles in use."""
     return _tiles
 
 
-def override(tiles: Tiles) -> None:
+def override(tiles: SlotTiles) -> None:
     """Use other tiles (benchmarks)."""
     global _tiles
     _tiles = tiles

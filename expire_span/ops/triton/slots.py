@@ -134,8 +134,12 @@ def _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS: 
 
 @triton.jit
 def _step(
-    proj, hidden, weight, bias, low, room, cos, sin, relative, k, v, pos, edge, counts, bounds, column, y, programs, parts, peaks,
-    totals, width, slots, kv_heads, group, proj_b, hidden_b, scale, ramp, inv_ramp, norm_eps, hidden_eps,
+    proj, hidden, weight, bias, low, room, cos, sin, relative,  # read: q, k, v of the token, its span's predictor, positions
+    k, v, pos, edge,  # read and written: the slots
+    counts, bounds, column, programs,  # read: how full and where the heads' slots are, the time, the division of the work
+    y, parts, peaks, totals,  # written
+    width, slots, kv_heads, group, proj_b, hidden_b,  # sizes and strides
+    scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
@@ -243,7 +247,7 @@ def triton_step(
     relative = fields.k if relative_keys is None else relative_keys
     run_kernel(
         _step, (batch, programs),
-        proj, hidden, *form, cos, sin, relative, *fields, column, y, division.programs, parts, peaks, totals, width,
+        proj, hidden, *form, cos, sin, relative, *fields, column, division.programs, y, parts, peaks, totals, width,
         fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp,
         torch.finfo(torch.float32).eps, hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None,
         ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,

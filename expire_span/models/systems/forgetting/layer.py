@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from expire_span.models.kit.attention import AttentionMixer, relative_scores, share_heads
+from expire_span.models.kit.attention import AttentionMixer, scaled_relative_scores, share_heads
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.kit.fla_kernels import forgetting_kernel
 from expire_span.models.kit.precision import split_digits
@@ -167,6 +167,6 @@ def _key_columns(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _score(q, k, v, sums, k_sums, pos, k_pos, relative_keys) -> Tensor:
     age = pos.unsqueeze(1) - k_pos[:, None, None, :]  # [B, 1, T, S]
-    bias = (sums.unsqueeze(3) - k_sums.unsqueeze(2)).to(q.dtype) + relative_scores(q, relative_keys, age)
+    bias = (sums.unsqueeze(3) - k_sums.unsqueeze(2)).to(q.dtype) + scaled_relative_scores(q, age, relative_keys)
     seen = (age >= 0) & (k_pos != NEVER)[:, None, None, :]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~seen, -torch.inf))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.models.kit.attention import AttentionMixer, empty_rows, relative_scores, share_heads
+from expire_span.models.kit.attention import AttentionMixer, empty_rows, scaled_relative_scores, share_heads
 from expire_span.models.kit.grouped import empty_slots, grouped_attention
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.state import bytes_of
@@ -36,7 +36,7 @@ def attend_with_weight(
     in the last column."""
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
     if relative_keys is not None:
-        scores = scores + relative_scores(q, relative_keys, age)
+        scores = scores + scaled_relative_scores(q, age, relative_keys)
     scores = scores.masked_fill(age == 0, ALONE).masked_fill(~seen, -torch.inf)
     y = scores.softmax(-1).to(v.dtype) @ v
     return torch.cat([y.to(scores.dtype), scores.logsumexp(-1, keepdim=True)], -1)
