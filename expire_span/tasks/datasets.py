@@ -113,9 +113,7 @@ def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[s
         for item in page.get("items", []):
             if item["name"].endswith(".txt") and (limit is None or count < limit):
                 count += 1
-                if Path(item["name"]).parent != Path(
-                    split
-                ):  # the list comes from outside: nothing is written elsewhere
+                if Path(item["name"]).parent != Path(split):  # the list comes from outside, and names where we write
                     raise ValueError(f"a book of {split} is called {item['name']}")
                 digest = base64.b64decode(item["md5Hash"]).hex()
                 yield item["name"], item["mediaLink"], Check(length=int(item["size"]), md5=digest)
