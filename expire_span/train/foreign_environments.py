@@ -42,9 +42,16 @@ def _sentence(error: BaseException, env: str, doing: str, options: str) -> str:
             return f"the module of environment {env!r} cannot be imported: {words.split('. Env')[0]}; {advice}"
         if isinstance(error, TypeError) and options:
             return f"task.options {options} do not fit {env}: {words}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
     name = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return f"environment {env} failed in {doing} with {name} ({Path(last.filename).name}, line {last.lineno})"
+    return f"environment {env} failed in {doing} with {name}{_place_of(error)}"
+
+
+def _place_of(error: BaseException) -> str:
+    """The line that raised, if it lies in the environment's code; one in a library that called it would tell nothing."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if {"gymnasium", "numpy", "expire_span"} & set(Path(last.filename).parts) or last.filename.startswith("<"):
+        return ""
+    return f" ({Path(last.filename).name}, line {last.lineno})"
 
 
 def check_values(env: str, name: str, values: Any, field: ObservationField | None = None) -> None:
