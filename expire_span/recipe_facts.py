@@ -28,12 +28,13 @@ class RecipeFacts:
 
 FACTS: dict[str, RecipeFacts] = {
     "recall": RecipeFacts("tiny", CPU, "1 min", "100% correct, 4.8 alive"),
-    "entrances": RecipeFacts("tiny", CPU, "1 min", "see docs/results.md"),
-    "words": RecipeFacts("tiny", CPU, "3 min", "see docs/results.md"),
+    "entrances": RecipeFacts("tiny", CPU, "1 min", "99.9% correct, 4.5 / 6.4 alive"),
+    "words": RecipeFacts("tiny", CPU, "1 min", "perplexity 1.74 on the built-in tales (test)"),
     "text": RecipeFacts("small", GPU, "10 min", NOT_RUN),
     "text_small": RecipeFacts("tiny", CPU, "15 min", "depends on the file"),
     "enwik8": RecipeFacts("small", GPU, "7 min", "1.052 bits a byte (test)"),
     "enwik8_long": RecipeFacts("small", GPU, "25 min", "1.0145 bits a byte (test)"),
+    "shipped": RecipeFacts("small", GPU, "6 min", "1.355 bits a byte (test), with --train.seconds 350"),
     "enwik8_small": RecipeFacts("paper", GPU, "2 h", NOT_RUN),
     "enwik8_12l": RecipeFacts("paper", "8 GPUs", "days", NOT_RUN),
     "copy_lesson": RecipeFacts("tiny", CPU, "1 min", "100% of 512 episodes; copy starts from it"),
@@ -79,4 +80,4 @@ FACTS: dict[str, RecipeFacts] = {
     "agent_repeat_previous": RecipeFacts("tiny", CPU, "2 min", "return 0.999, 3.9 alive"),
     "agent_repeat_previous_medium": RecipeFacts("small", CPU, "15 min", "return 1.000 and 0.989"),
 }
-"""By name of the recipe; recipes without an entry show that nothing is known."""
+"""By name of the recipe; a test checks that each has an entry."""

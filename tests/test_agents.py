@@ -335,6 +335,28 @@ def test_no_two_splits_share_their_episodes():
     assert len(set(seeds)) == 60
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("make", r"Tiny/Broken-v0 failed in its making with KeyError: 'nothing there' \(tiny_agents.py, line \d+\)"),
+        ("empty", r"observation value must hold at least one number, got the shape \(0,\)"),
+        ("reset", r"Tiny/Broken-v0 failed in reset with RuntimeError: no reset today \(tiny_agents.py, line \d+\)"),
+        ("step", r"Tiny/Broken-v0 failed in step with SystemExit: 3 \(tiny_agents.py, line \d+\)"),
+        ("nan", "the observation clock of environment Tiny/Broken-v0 must be finite, got nan"),
+        ("range", "the observation number of environment Tiny/Broken-v0 must lie in 1..4, got 9"),
+        ("reward", "the reward of environment Tiny/Broken-v0 must be finite, got inf"),
+        ("never", "no episode of Tiny/Broken-v0 has ended after 50 steps .*max_episode_steps"),
+    ],
+)
+def test_what_environments_do_wrong_is_one_sentence(monkeypatch, wrong, words):
+    monkeypatch.setattr("expire_span.train.agent_evaluation.MOST_STEPS", 50)
+    config = tiny_agent("Tiny/Broken-v0", {"options": json.dumps({"wrong": wrong})}, steps=1)
+    with pytest.raises(UserError, match=words):
+        learner = AgentLearner(config)
+        learner.step(0)
+        learner.evaluate()
+
+
 def test_imitation_needs_an_expert():
     config = tiny_agent("CartPole-v1", imitate=1)
     with pytest.raises(ValueError, match="imitation needs an expert, and CartPole-v1 has none"):

@@ -11,8 +11,10 @@ import torch
 from expire_span.analyse.analysis import analyse, choose_word, cut_spans, rank_layer, replace_word
 from expire_span.analyse.classes import CLASSES, classify
 from expire_span.analyse.intervals import class_means, mean_of
+from expire_span.analyse.pictures import draw_classes
 from expire_span.analyse.reading import Reading, TextModel
 from expire_span.cli import main
+from expire_span.cli.analyse import show
 from expire_span.models.systems import mixer_config
 from expire_span.runs import RunFolder, UserError
 from expire_span.train.supervised import train
@@ -116,6 +118,12 @@ def test_the_command_writes_answers_and_pictures(run, capsys):
     assert told["tokens"] == 250 and [cut["limit"] for cut in told["cut"]] == [8, 2]
     for name in ("classes", "cut", "replaced"):
         assert (run.path / f"analysis_{name}.png").read_bytes().startswith(b"\x89PNG")
+    for layer in (*told["layers"], *told["cut"]):
+        layer["classes"][1] |= {"count": 0, "mean": 0.0}
+    show(told)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[3][2] == rows[-1][2] == "-" and rows[3][1] != "-"  # a class without letters has no mean
+    assert [text.get_text() for text in draw_classes(told["layers"]).axes[0].texts][1] == "none"
     for bad, words in (("a", "like 1024,256"), ("-3", "0 or more"), ("inf", "finite")):
         assert main([*args[:-1], bad]) == 2 and words in capsys.readouterr().err
 

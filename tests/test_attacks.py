@@ -42,7 +42,7 @@ REFUSED = [
     ("data books --to runs/d --from runs", "runs holds no .txt file"),
     ("data enwik8 --to runs/d --from text.txt", "text.txt is not enwik8: it has 3000 bytes instead of 100000000"),
     ("eval broken", "no checkpoint of run runs/broken is intact (1 tried; of step-00000002, model.safetensors does not"),
-    ("data collision --to runs/c --frames 999999999999999", "--frames 999,999,999,999,999 need 9,000,000.0 GB and "),
+    ("data collision --to runs/c --frames 999999999999999", "--frames 999,999,999,999,999 need 9000 TB, and "),
 ]  # fmt: skip
 TAKEN = [
     f"trace reader --tokens 3 --max-span {10**39}",

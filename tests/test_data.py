@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import bz2
+import gzip
 import hashlib
 import http.server
 import io
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tarfile
@@ -22,6 +25,7 @@ from expire_span.cli import main
 from expire_span.runs import RunError, UserError
 from expire_span.task_configs import CollisionTask, TextTask
 from expire_span.tasks import datasets
+from expire_span.tasks.books import find_books
 from expire_span.tasks.collision import Collision
 from expire_span.tasks.download import Check, fetch
 from expire_span.tasks.text import Text
@@ -58,7 +62,7 @@ def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.seen = {"a.bin": CONTENT}, []  # type: ignore[attr-defined]
     server.url = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -111,7 +115,7 @@ def test_a_wrong_file_at_the_target_is_replaced(server, tmp_path):
 def test_missing_files_and_dead_servers_are_one_sentence(server, tmp_path):
     with pytest.raises(RunError, match=r"answered 404 .*--from"):
         fetch(f"{server.url}/all/none", tmp_path / "a", GOOD)
-    with pytest.raises(RunError, match="stopped after 0 bytes"):
+    with pytest.raises(RunError, match=r"x cannot be downloaded \(Connection refused\); try again"):
         fetch("http://127.0.0.1:9/x", tmp_path / "a", GOOD)
 
 
@@ -135,7 +139,8 @@ def packed(kind: str) -> bytes:
         with zipfile.ZipFile(out, "w") as archive:
             archive.writestr("enwik8", CONTENT)
         return out.getvalue()
-    return lzma.compress(CONTENT) if kind == "xz" else CONTENT
+    pack = {"xz": lzma.compress, "gz": gzip.compress, "bz2": bz2.compress}
+    return pack[kind](CONTENT) if kind in pack else CONTENT
 
 
 @pytest.mark.parametrize("kind", ["zip", "xz", "raw"])
@@ -147,7 +152,63 @@ def test_enwik8_is_unpacked_and_checked(server, tmp_path, kind, remote):
     source = f"{server.url}/all/{name}" if remote else str(tmp_path / name)
     path = datasets.make_enwik8(tmp_path / "data" / "enwik8", source, lambda *_: None, check=GOOD)
     assert path.read_bytes() == CONTENT and (tmp_path / name).exists()
-    assert sorted(p.name for p in path.parent.iterdir()) == ["enwik8"] or remote
+    assert [p.name for p in path.parent.iterdir()] == ["enwik8"]
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def changed(content: bytes) -> bytes:
+    return content[:50_000] + bytes([content[50_000] ^ 255]) + content[50_001:]
+
+
+@pytest.mark.parametrize("damage", [cut_short, changed])
+@pytest.mark.parametrize("kind", ["zip", "xz", "gz", "bz2"])
+def test_a_damaged_archive_is_one_sentence_and_is_downloaded_again(server, tmp_path, kind, damage):
+    """The URL ends like the target, which once made the download wait for its own lock."""
+    server.files["enwik8"] = damage(packed(kind))
+    target, url = tmp_path / "data" / "enwik8", f"{server.url}/all/enwik8"
+    with pytest.raises(UserError, match=r"all/enwik8 cannot be unpacked \(.+\); give the file itself"):
+        datasets.make_enwik8(target, url, lambda *_: None, check=GOOD)
+    assert not list(target.parent.iterdir())
+    server.files["enwik8"] = packed(kind)
+    assert datasets.make_enwik8(target, f"{url}?raw=1", lambda *_: None, check=GOOD).read_bytes() == CONTENT
+
+
+def test_a_source_without_end_and_a_file_of_the_user_are_refused(tmp_path, capsys):
+    def run(*words: str) -> str:
+        assert main(["data", *words]) == 2
+        return capsys.readouterr().err
+
+    os.mkfifo(tmp_path / "pipe")
+    for source in ("/dev/zero", str(tmp_path / "pipe")):
+        for name in ("enwik8", "books"):
+            assert "it is not a plain file" in run(name, "--from", source, "--to", str(tmp_path / "a"))
+    (tmp_path / "bomb").write_bytes(gzip.compress(b"x" * 5_000_000))
+    with pytest.raises(UserError, match=r"it has 300001 bytes instead of 300000"):
+        datasets.make_enwik8(tmp_path / "a", str(tmp_path / "bomb"), lambda *_: None, check=GOOD)
+    (tmp_path / "mine").write_text("my work")
+    said = run("enwik8", "--from", str(tmp_path / "bomb"), "--to", str(tmp_path / "mine"))
+    assert "exists and is not enwik8: it has 7 bytes" in said and (tmp_path / "mine").read_text() == "my work"
+    assert "is a folder, not a file" in run("enwik8", "--from", str(tmp_path), "--to", str(tmp_path / "a"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bomb", "mine", "pipe"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["books", "--frames", "5"], "--frames is an option of collision, and books does not take it"),
+        (["enwik8", "--books", "5"], "--books is an option of books, and enwik8 does not take it"),
+        (["pg19", "--meet-prob", "0.5"], "--meet-prob is an option of collision"),
+        (["pg19", "--books", "5", "--from", "mine"], "--books limits the download of PG-19 and takes no --from"),
+        (["books", "--from", ""], "an empty name does not exist"),
+        (["enwik8", "--from", "http://[::1"], "http://[::1 is not a URL (Invalid IPv6 URL)"),
+    ],
+)
+def test_an_option_that_a_data_set_does_not_use_is_refused(tmp_path, capsys, words, said):
+    assert main(["data", *words, "--to", str(tmp_path / "a")]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_the_verb_refuses_another_file_as_enwik8(tmp_path, capsys):
@@ -174,12 +235,13 @@ def test_books_come_from_a_folder_or_an_archive(tmp_path, capsys):
     folder.mkdir(parents=True)
     (folder / "1.txt").write_text("one")
     (folder / "notes.md").write_text("no book")
+    (folder / "folder.txt").mkdir()
     with tarfile.open(tmp_path / "b.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "mine", "mine")
     for number, source in enumerate((tmp_path / "mine", tmp_path / "b.tar.xz")):
         target = tmp_path / f"out{number}"
         assert main(["data", "books", "--from", str(source), "--to", str(target)]) == 0
-        assert [p.name for p in target.rglob("*") if p.is_file()] == ["1.txt"]
+        assert [str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()] == ["train/1.txt"]
     assert main(["data", "books", "--from", str(tmp_path / "mine"), "--to", str(target)]) == 2
     assert "already exists and is not empty" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -188,7 +250,23 @@ def test_books_come_from_a_folder_or_an_archive(tmp_path, capsys):
     (tmp_path / "bad.tar").write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match="cannot be unpacked"):
         datasets.make_books(tmp_path / "out3", str(tmp_path / "bad.tar"), lambda *_: None)
-    assert not (tmp_path / "out3").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "b.tar.xz", "out0", "out1", "empty", "bad.tar"}
+    with pytest.raises(ValueError, match=r"has the folder train but not validation, test; .*: expire-span data books"):
+        find_books(str(target))
+
+
+def test_books_from_a_url_leave_only_the_books(server, tmp_path):
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("1.txt"))
+    target, url = tmp_path / "data" / "books", f"{server.url}/all/books"
+    server.files["books"] = b"<html>no archive</html>"
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"all/books cannot be unpacked \(it is no tar archive\); give a folder"):
+            datasets.make_books(target, url, lambda *_: None)
+        assert not list(target.parent.iterdir())
+    server.files["books"] = (tmp_path / "b.tar").read_bytes()
+    datasets.make_books(target, url, lambda *_: None)
+    assert [path.name for path in target.parent.rglob("*")] == ["books", "1.txt"]
 
 
 def test_pg19_is_fetched_book_by_book_from_its_listing(server, tmp_path):
@@ -225,6 +303,12 @@ def test_pg19_is_fetched_book_by_book_from_its_listing(server, tmp_path):
         make(None)
     with pytest.raises(RunError, match=r"list of PG-19 books at .* cannot be read"):
         datasets.make_books(tmp_path / "pg2", None, lambda *_: None, listing=f"{server.url}/all/none")
+    outside = {"name": "train/../../x.txt", "mediaLink": f"{server.url}/all/train/1.txt", "size": "1", "md5Hash": ""}
+    for odd in (b"<html>", b"[]", b'{"items": [{}]}', json.dumps({"items": [outside]}).encode()):
+        server.files["odd"] = odd
+        with pytest.raises(RunError, match=r"list of PG-19 books at .* cannot be read \(.+\); try again"):
+            datasets.make_books(tmp_path / "pg2" / "in", None, lambda *_: None, listing=f"{server.url}/all/odd")
+    assert not (tmp_path / "pg2").exists()
 
 
 # Collision

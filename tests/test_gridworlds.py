@@ -358,6 +358,11 @@ def test_held_out_pairs_never_occur_in_training():
         (lambda: build_engine(CorridorTask(), 0), "num_envs must be at least 1, got 0"),
         (lambda: build_engine(CorridorTask(), 2).step([0, 7]), r"corridor lies in 0..3, got 7"),
         (lambda: build_engine(CorridorTask(), 2).step([0]), r"shape \(2,\), got \(1,\)"),
+        (lambda: build_engine(CorridorTask(), 2).step([0.5, 1]), "must be integers, got numbers of type float64"),
+        (
+            lambda: build_engine(CorridorTask(), 1, backend="torch").step([float("nan")]),
+            "integers, got .* torch.float32",
+        ),
     ],
 )
 def test_impossible_worlds_are_refused_in_one_sentence(build, words):

@@ -292,6 +292,7 @@ def test_lifetimes_follow_the_mask():
 def test_lifelines_show_a_survivor_longer_than_the_rest():
     lifetimes = np.array([40] + [3] * 39)
     figure = draw_lifelines(lifetimes, kinds=["cue"] + ["wall"] * 39, marks={0: "cue red"}, title="t", unit="step")
+    assert "var(--card" in to_svg(figure, "x")  # around the words, so that no bar crosses them
     cue, wall = figure.axes[0].collections
     length = lambda bars: [float(x[1, 0] - x[0, 0]) for x in bars.get_segments()]  # noqa: E731
     assert length(cue) == [40.0] and max(length(wall)) == 3.0

@@ -353,6 +353,8 @@ def test_ages_at_which_memories_die():
     assert [text.get_text() for text in axes.get_legend().get_texts()][1:] == ["layer 2, 1 deleted", "needed: 3"]
     with pytest.raises(ValueError, match="gru gives tokens no spans"):
         draw_ages(Trace(header | {"system": "gru"}, [step | {"spans": None} for step in steps]))
+    with pytest.raises(ValueError, match="no memory was deleted within the 4 steps that were read; take a run that"):
+        draw_ages(Trace(header, steps[:4]))
 
 
 def test_figures_that_compare(run, tmp_path, monkeypatch):

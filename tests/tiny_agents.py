@@ -54,8 +54,39 @@ class Torque(gymnasium.Env):
     action_space = spaces.Box(-1, 1, (1,), np.float32)
 
 
+class Broken(Echo):
+    """Goes wrong in the way that it is asked for; see the test of what environments do wrong."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.wrong = wrong
+        if wrong == "make":
+            raise KeyError("nothing there")
+        if wrong == "empty":
+            self.observation_space = spaces.Box(-1, 1, (0,), np.float32)
+
+    def reset(self, **given: Any) -> Any:
+        if self.wrong == "reset":
+            raise RuntimeError("no reset\ntoday")
+        return super().reset(**given)
+
+    def step(self, action: Any) -> Any:
+        seen, reward, terminated, truncated, info = super().step(action)
+        if self.wrong == "step":
+            raise SystemExit(3)
+        if self.wrong == "nan":
+            seen["clock"][1] = np.nan
+        if self.wrong == "range":
+            seen["number"] = np.int64(9)
+        if self.wrong == "reward":
+            reward = float("inf")
+        never = self.wrong == "never"
+        return seen, reward, terminated and not never, truncated and not never, info
+
+
 def register() -> None:
-    for name, kind in (("Echo", Echo), ("Torque", Torque)):
+    kinds: dict[str, Any] = {"Echo": Echo, "Torque": Torque, "Broken": Broken}
+    for name, kind in kinds.items():
         if f"Tiny/{name}-v0" not in gymnasium.registry:
             gymnasium.register(f"Tiny/{name}-v0", entry_point=kind)
 

@@ -21,9 +21,13 @@ def draw_all(found: dict[str, Any]) -> dict[str, bytes]:
     return {name: to_png(figure) for name, figure in figures.items()}
 
 
+def tell_passages(count: int) -> str:
+    return f"{count} passage" if count == 1 else f"{count} passages"
+
+
 def draw_classes(layers: list[dict[str, Any]]) -> Figure:
     """Mean span of each class relative to that of all tokens, as colour, one row per layer; the numbers are the mean spans."""
-    spans = np.array([[row["mean"] for row in layer["classes"]] for layer in layers])
+    spans = np.array([[row["mean"] if row["count"] else np.nan for row in layer["classes"]] for layer in layers])
     means = np.array([max(layer["mean"], 1e-9) for layer in layers])
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 1.2 + 0.36 * len(layers)))
@@ -33,7 +37,15 @@ def draw_classes(layers: list[dict[str, Any]]) -> Figure:
         axes.set_xticks(range(len(CLASSES)), CLASSES)
         axes.set_yticks(range(len(layers)), [str(layer["layer"]) for layer in layers])
         for (row, column), value in np.ndenumerate(spans):
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="black")
+            axes.text(
+                column,
+                row,
+                "none" if np.isnan(value) else f"{value:.0f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="black",
+            )
         bar = figure.colorbar(image, ax=axes, ticks=[-3, 0, 3])
         bar.ax.set_yticklabels(["1/8", "mean", "8x"])
     return figure
@@ -43,12 +55,12 @@ def draw_replaced(replaced: dict[str, Any]) -> Figure:
     """Spans of the word's letters in every layer, before and after it is replaced, with intervals over passages."""
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.9))
-        title = f"Span of “{replaced['word']}” and of what takes its place ({replaced['passages']} passages)"
+        title = f"Span of “{replaced['word']}” and of what takes its place ({tell_passages(replaced['passages'])})"
         axes = figure.add_subplot(title=title, xlabel="layer", ylabel="mean span (steps)")
         for n, variant in enumerate(replaced["words"]):
             _bars(axes, variant["layers"], n, len(replaced["words"]), variant["word"])
         axes.set_xticks(*_ticks([str(layer["layer"]) for layer in replaced["words"][0]["layers"]]))
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the bars, which leave no room
     return figure
 
 
@@ -61,7 +73,7 @@ def draw_cuts(cuts: list[dict[str, Any]]) -> Figure:
             _bars(axes, cut["classes"], n, len(cuts), f"spans cut to {cut['limit']:g}")
         axes.set_xticks(*_ticks(list(CLASSES)))
         axes.axhline(0, color="gray", lw=0.8)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the bars, which leave no room
     return figure
 
 

@@ -80,16 +80,23 @@ def show(found: dict[str, Any]) -> None:
     print(f"layer  {heading}")
     print("count  " + "".join(f"{row['count']:>10,}" for row in classes))
     for layer in found["layers"]:
-        means = "".join(f"{row['mean']:>10.1f}" for row in layer["classes"])
+        means = "".join(_cell(row, ".1f") for row in layer["classes"])
         print(f"{layer['layer']:<7}{means}{layer['mean']:>10.1f}")
     if found["replaced"] is not None:
         _show_replaced(found["replaced"])
     _show_cuts(found["cut"], heading)
 
 
+def _cell(row: dict[str, Any], form: str) -> str:
+    """The mean of a class; a dash where no letter belongs to it."""
+    return f"{format(row['mean'], form) if row['count'] else '-':>10}"
+
+
 def _show_replaced(replaced: dict[str, Any]) -> None:
+    from expire_span.analyse.pictures import tell_passages
+
     words = replaced["words"]
-    print(f"\nmean span where {words[0]['word']} stood, over {replaced['passages']} passages")
+    print(f"\nmean span where {words[0]['word']} stood, over {tell_passages(replaced['passages'])}")
     print("layer  " + "".join(f"{word['word']:>16}" for word in words))
     for rows in zip(*(word["layers"] for word in words)):
         print(f"{rows[0]['layer']:<7}" + "".join(f"{row['mean']:>16.1f}" for row in rows))
@@ -99,5 +106,5 @@ def _show_cuts(cuts: list[dict[str, Any]], heading: str) -> None:
     print("\nbits more a letter where spans are cut")
     print(f"limit  {heading}")
     for cut in cuts:
-        means = "".join(f"{row['mean']:>+10.4f}" for row in cut["classes"])
+        means = "".join(_cell(row, "+.4f") for row in cut["classes"])
         print(f"{cut['limit']:<7g}{means}{cut['bits_cut'] - cut['bits']:>+10.4f}")

@@ -27,16 +27,16 @@ class Data:
     """Download or generate a data set and check it; after an interruption, the same command continues."""
 
     source: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE|URL")] = None
-    """Local file, folder or URL to use instead of the public source."""
+    """enwik8, books: local file, folder or URL to use instead of the public source."""
     to: Path | None = None
     """Where to put it; data/NAME by default, where the recipes look for it."""
     frames: int = 1_200_000
     """collision: number of frames to save, over all splits."""
     meet_prob: tuple[float, ...] = (0.0,)
-    """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons. Several
-    values divide the split into as many equal parts, so that easy and hard rows are learned side by side."""
+    """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons; several
+    divide the split into as many equal parts, so that easy and hard rows are learned side by side."""
     books: int | None = None
-    """books: number of books of each split; None downloads all."""
+    """books: number of books of PG-19 to download for each split; None downloads all."""
 
 
 def run_data(args: list[str]) -> int:
@@ -58,8 +58,15 @@ def run_data(args: list[str]) -> int:
 
 
 def _check(name: str, command: Data) -> None:
+    """Refuse what a data set cannot use; an option that is ignored would leave the user with other data than asked for."""
     if name == "collision" and command.source is not None:
         raise UserError(f"collision is simulated and takes no --from, got {command.source}")
+    usual = Data()
+    for option, owner in (("frames", "collision"), ("meet_prob", "collision"), ("books", "books")):
+        if getattr(command, option) != getattr(usual, option) and owner != {"pg19": "books"}.get(name, name):
+            raise UserError(f"--{option.replace('_', '-')} is an option of {owner}, and {name} does not take it")
+    if command.books is not None and command.source is not None:
+        raise UserError(f"--books limits the download of PG-19 and takes no --from, got {command.source}")
     if command.books is not None and command.books < 1:
         raise UserError(f"--books must be at least 1, got {command.books}")
 

@@ -20,6 +20,21 @@ from expire_span.field_docs import without_fields
 from .short_help import show_usual
 
 PROGRAM = "expire-span"
+_PLAIN_WORDS = (
+    (r"(--\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be a whole number, got \2"),
+    (r"(--\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
+    (
+        r"(--\S+): no type matching \{None\}\|INT could be .* from \[(.*?)\]\..*",
+        r"\1 must be a whole number or None, got \2",
+    ),
+    (
+        r"(--\S+): no type matching \{None\}\|FLOAT could be .* from \[(.*?)\]\..*",
+        r"\1 must be a number or None, got \2",
+    ),
+    (r"invalid choice (.*) for argument '(--\S+)'\. Expected one of \((.*?),?\)", r"\2 must be one of \3, got \1"),
+    (r"Missing value for argument '(--\S+)'\. Expected .*", r"\1 needs a value"),
+)
+"""Messages of tyro about a wrong value, and what we say instead: the option, what it must be, and what was given."""
 
 
 def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Sequence[str] = ()) -> Any:
@@ -54,7 +69,8 @@ def spell_out(args: list[str], flag: str = "--json") -> list[str]:
 
 
 def one_sentence(said: str, prog: str) -> str:
-    """The message inside tyro's box, without its frame (drawn, or in ASCII under a title) and the help below it."""
+    """The message inside tyro's box, without colours, its frame (drawn, or in ASCII under a title) and the help below it."""
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     drawn = "╭" in said
     lines = [line.strip("│ ") for line in said.splitlines() if not line.startswith(("╭", "╰"))]
     parts = re.split(r"\n[─-]{4,}\n", "\n".join(lines))[0 if drawn else 1 :]
@@ -62,7 +78,10 @@ def one_sentence(said: str, prog: str) -> str:
     message = re.sub(r"^Error parsing [\w.]*: ", "", message)
     unknown = re.match(r"Unrecognized options: ([^\s,]+)", message)
     if not unknown:
-        return f"{message.removesuffix('.')}; see {prog} --help"
+        message = message.removesuffix(".")
+        for theirs, ours in _PLAIN_WORDS:
+            message = re.sub(f"^{theirs}$", ours, message)
+        return f"{message}; see {prog} --help"
     near = re.search(r"--(?!help)\S+", " ".join(parts[1:])) if unknown[1].startswith("--") else None
     return f"unknown option {unknown[1]}; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help")
 

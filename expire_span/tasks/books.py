@@ -7,6 +7,7 @@ Characters that are rare in the training books share one token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,15 @@ def find_books(path: str) -> dict[Split, list[Path]]:
     if not path or not place.is_dir():
         raise ValueError(f"{path or 'an empty path'} is not a folder of books; {advice}")
     found: dict[Split, list[Path]]
-    if all((place / folder).is_dir() for folder in FOLDERS.values()):
-        found = {split: sorted((place / FOLDERS[split]).glob("*.txt")) for split in SPLITS}
+    parts = {folder: (place / folder).is_dir() for folder in FOLDERS.values()}
+    if all(parts.values()):
+        found = {split: _texts((place / FOLDERS[split]).glob("*.txt")) for split in SPLITS}
+    elif any(parts.values()):  # splitting the training books anew would be a silent change of the task
+        have, lack = (", ".join(name for name in parts if parts[name] == wanted) for wanted in (True, False))
+        advice = "a download that was interrupted goes on with: expire-span data books"
+        raise ValueError(f"{path} has the folder {have} but not {lack}; give it all three or none of them; {advice}")
     else:
-        books = sorted(place.rglob("*.txt"))
+        books = _texts(place.rglob("*.txt"))
         found = {"valid": books[0::EVERY], "test": books[1::EVERY]}
         held = {*found["valid"], *found["test"]}
         found["train"] = [book for book in books if book not in held]
@@ -95,6 +101,10 @@ def find_books(path: str) -> dict[Split, list[Path]]:
             have = {name: len(books) for name, books in found.items()}
             raise ValueError(f"{path} has no book for {split} ({have}), each split needs at least 1; {advice}")
     return found
+
+
+def _texts(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if not path.is_dir())
 
 
 def read_codes(path: Path) -> np.ndarray:

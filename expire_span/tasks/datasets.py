@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import base64
-import bz2
-import gzip
+import http.client
 import json
-import lzma
 import os
 import shutil
-import tarfile
-import tempfile
 import urllib.parse
 import urllib.request
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import read_json, write_atomic
+from expire_span.errors import StorageError, UserError
+from expire_span.files import read_json, sweep, write_atomic
+from expire_span.sizes import show_bytes
 from expire_span.task_configs import CollisionTask
 
 from .collision import FRAME, Collision, Simulation
 from .contract import SPLITS
-from .download import CHUNK, TIMEOUT, Check, Report, fetch, hold_lock, open_source
+from .download import TIMEOUT, Check, Report, cause_of, fetch, hold_lock, open_source
 from .episodes import key_of
+from .unpacking import copy_books, unpack_books, unpack_file
 
 ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
 ENWIK8 = Check(length=100_000_000, sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
@@ -45,41 +41,25 @@ at most four times as many as are saved of it."""
 
 def make_enwik8(target: Path, source: str | None, report: Report, *, check: Check = ENWIK8) -> Path:
     """The first 10^8 bytes of English Wikipedia as one file."""
+    given = source if source is not None else ENWIK8_URL
     with hold_lock(target):
-        if target.exists() and check.fault_of(target) is None:
-            return target
-        given = source or ENWIK8_URL
-        packed = open_source(given, target.parent, Check(), report)
+        if target.exists():
+            fault = check.fault_of(target)
+            if fault is None:
+                return target
+            raise UserError(f"{target} exists and is not enwik8: {fault}; remove it, or give another place with --to")
         part = target.with_name(target.name + ".unpacked")
-        with unpack(packed) as stream, part.open("wb") as out:
-            shutil.copyfileobj(stream, out, CHUNK)
-        fault = check.fault_of(part)
-        if fault is not None:
-            part.unlink()
-            if "://" in given:
-                packed.unlink()
-            raise UserError(f"{given} is not enwik8: {fault}; give another source with --from")
-        os.replace(part, target)
-        if "://" in given:
-            packed.unlink()
+        try:
+            with open_source(given, target, report) as packed:
+                with part.open("wb") as out:
+                    unpack_file(packed, given, out, None if check.length is None else check.length + 1)
+                fault = check.fault_of(part)
+                if fault is not None:
+                    raise UserError(f"{given} is not enwik8: {fault}; give another source with --from")
+                os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
     return target
-
-
-def unpack(path: Path) -> IO[bytes]:
-    """The bytes of a file, or of the only file inside a compressed one."""
-    try:
-        if path.suffix == ".zip":
-            archive = zipfile.ZipFile(path)
-            names = [name for name in archive.namelist() if not name.endswith("/")]
-            if len(names) != 1:
-                raise UserError(f"{path} holds {len(names)} files, expected 1; unpack it and give the file with --from")
-            return archive.open(names[0])  # type: ignore[return-value]
-        openers = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-        return openers[path.suffix](path, "rb") if path.suffix in openers else path.open("rb")  # type: ignore[return-value]
-    except (zipfile.BadZipFile, IsADirectoryError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); give the file itself or a .zip, .xz, .gz or .bz2 of it"
-        ) from error
 
 
 # Books
@@ -91,45 +71,36 @@ def make_books(
     """PG-19 from its public bucket, or a folder or archive of .txt files from elsewhere."""
     if source is None:
         return _fetch_pg19(target, listing, report, limit)
-    if target.exists() and any(target.iterdir()):
-        raise UserError(f"{target} already exists and is not empty; remove it, or name another folder with --to")
     with hold_lock(target):
-        given = open_source(source, target.parent, Check(), report)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            fresh = Path(folder) / "books"
-            if given.is_dir():
-                _copy_books(given, fresh)
-            else:
-                _unpack_books(given, fresh)
-            if not any(fresh.rglob("*.txt")):
-                raise UserError(f"{source} holds no .txt file; give a folder or an archive of books")
-            if target.exists():
-                target.rmdir()
-            os.replace(fresh, target)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{target} already exists and is not empty; remove it, or name another folder with --to")
+        sweep(target.parent, f".{target.name}.*.tmp")
+        fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with open_source(source, target, report) as given:
+                _gather_books(given, source, fresh / "books")
+                if target.exists():
+                    target.rmdir()
+                os.replace(_inside(fresh / "books"), target)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     return target
 
 
-def _copy_books(folder: Path, target: Path) -> None:
-    for book in sorted(folder.rglob("*.txt")):
-        place = target / book.relative_to(folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.copyfile(book, place)
-        except OSError as error:  # a full disk names the source, and only the file that is made is lost
-            raise StorageError(f"cannot copy {book} into {target.parent.parent}: {describe(error)}") from error
+def _gather_books(given: Path, source: str, target: Path) -> None:
+    if given.is_dir():
+        copy_books(given, target)
+    else:
+        unpack_books(given, source, target)
+    if not any(target.rglob("*.txt")):
+        raise UserError(f"{source} holds no .txt file; give a folder or an archive of books")
 
 
-def _unpack_books(archive: Path, target: Path) -> None:
-    """Only regular .txt files are unpacked, and none outside the target."""
-    target.mkdir(parents=True)
-    try:
-        with tarfile.open(archive) as files:
-            members = [m for m in files if m.isfile() and m.name.endswith(".txt")]
-            files.extractall(target, members, filter="data")
-    except (tarfile.TarError, EOFError, lzma.LZMAError, OSError) as error:
-        raise UserError(
-            f"{archive} cannot be unpacked ({error}); give a folder or a .tar, .tar.gz or .tar.xz"
-        ) from error
+def _inside(folder: Path) -> Path:
+    """The folder itself, or the one that has train, validation and test, if it lies alone in others, as in an archive."""
+    while len(inner := list(folder.iterdir())) == 1 and inner[0].is_dir() and inner[0].name not in PG19_SPLITS:
+        folder = inner[0]
+    return folder
 
 
 def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[str, str, Check]]:
@@ -142,6 +113,8 @@ def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[s
         for item in page.get("items", []):
             if item["name"].endswith(".txt") and (limit is None or count < limit):
                 count += 1
+                if Path(item["name"]).parent != Path(split):  # the list comes from outside, and names where we write
+                    raise ValueError(f"a book of {split} is called {item['name']}")
                 digest = base64.b64decode(item["md5Hash"]).hex()
                 yield item["name"], item["mediaLink"], Check(length=int(item["size"]), md5=digest)
         token = page.get("nextPageToken")
@@ -152,10 +125,10 @@ def list_bucket(listing: str, split: str, limit: int | None) -> Iterator[tuple[s
 def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -> Path:
     try:
         books = [book for split in PG19_SPLITS for book in list_bucket(listing, split, limit)]
-    except OSError as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         advice = "give a folder or an archive of .txt books with --from"
         raise StorageError(
-            f"the list of PG-19 books at {listing} cannot be read ({error}); try again, or {advice}"
+            f"the list of PG-19 books at {listing} cannot be read ({cause_of(error)}); try again, or {advice}"
         ) from error
     for number, (name, link, check) in enumerate(books, 1):
         fetch(link, target / name, check)
@@ -182,7 +155,8 @@ def make_collision(
         raise UserError("--meet-prob needs at least one probability, got none; 0 is the published game")
     task = Collision(CollisionTask(meet_probs=tuple(meet_probs)))
     target.mkdir(parents=True, exist_ok=True)
-    _check_game(target, list(meet_probs))
+    with hold_lock(target / "game.json"):
+        _check_game(target, list(meet_probs))
     done = 0
     for split in SPLITS:
         count = frames * SHARES[split] // least
@@ -204,7 +178,7 @@ def _check_room(target: Path, frames: int) -> None:
     need, free = frames * (FRAME + 1), shutil.disk_usage(place).free
     if need > free:
         raise UserError(
-            f"--frames {frames:,} need {need / 1e9:,.1f} GB and {place} has {free / 1e9:,.1f} GB free; give fewer frames"
+            f"--frames {frames:,} need {show_bytes(need)}, and {place} has {show_bytes(free)} free; give fewer frames"
         )
 
 

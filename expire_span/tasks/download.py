@@ -6,17 +6,19 @@ for the first and then finds the finished file. An interrupted download continue
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from expire_span.errors import StorageError, UserError
-from expire_span.files import hash_file
+from expire_span.errors import StorageError, UserError, describe
+from expire_span.files import check_plain, hash_file
 
 CHUNK = 1 << 20
 TIMEOUT = 60
@@ -94,13 +96,13 @@ def fetch(url: str, target: Path, check: Check, report: Report = lambda done, to
 def _download(url: str, part: Path, report: Report) -> None:
     """Download the bytes after those that are already there."""
     have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             resumed = answer.status == 206
             have = have if resumed else 0  # a server that ignores the range sends everything again
-            left = answer.headers.get("Content-Length")
-            total = have + int(left) if left is not None else None
+            left = answer.headers.get("Content-Length", "")
+            total = have + int(left) if left.isdecimal() else None
             _copy(answer, part, have, total, url, report)
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: there are no bytes after those already downloaded; the check then decides
@@ -109,10 +111,20 @@ def _download(url: str, part: Path, report: Report) -> None:
             ) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         kept = part.stat().st_size if part.exists() else 0
-        reason = getattr(error, "reason", error)
+        if not kept:
+            advice = "try again, or give another URL or a local file with --from"
+            raise StorageError(f"{url} cannot be downloaded ({cause_of(error)}); {advice}") from error
         raise StorageError(
-            f"the download of {url} stopped after {kept} bytes ({reason}); the same command goes on from there"
+            f"the download of {url} stopped after {kept} bytes ({cause_of(error)}); the same command goes on from there"
         ) from error
+
+
+def cause_of(error: Exception) -> str:
+    """Why a server did not answer, or a download stopped, in words."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, OSError) and reason.errno is not None:
+        return describe(reason)
+    return str(reason) or type(error).__name__
 
 
 def _copy(answer: http.client.HTTPResponse, part: Path, have: int, total: int | None, url: str, report: Report) -> None:
@@ -128,13 +140,36 @@ def _copy(answer: http.client.HTTPResponse, part: Path, have: int, total: int | 
         )
 
 
-def open_source(source: str, folder: Path, check: Check, report: Report) -> Path:
-    """A local file as it is, or a URL downloaded into a folder."""
+@contextmanager
+def open_source(source: str, target: Path, report: Report) -> Iterator[Path]:
+    """A local file or folder as it is, or a URL downloaded beside the target.
+
+    The download has a name of its own for every URL, so that no other is taken for it. It is deleted when it has been used or
+    was found to be wrong; after any other failure, such as a full disk, it stays for the next attempt.
+    """
     if "://" not in source:
-        path = Path(source)
-        if not path.exists():
-            raise UserError(f"{source} does not exist; give an existing file or folder, or a URL, with --from")
-        return path
+        yield _local(source)
+        return
     if not source.startswith(("http://", "https://")):
         raise UserError(f"{source} is neither a local file nor an http(s) URL")
-    return fetch(source, folder / source.rstrip("/").rsplit("/", 1)[-1], check, report)
+    try:
+        urllib.parse.urlsplit(source)
+    except ValueError as error:
+        raise UserError(f"{source} is not a URL ({error}); correct it, or give a local file") from error
+    number = hashlib.sha256(source.encode(errors="replace")).hexdigest()[:8]
+    path = fetch(source, target.with_name(f"{target.name}.{number}.download"), Check(), report)
+    try:
+        yield path
+    except UserError:
+        path.unlink()
+        raise
+    path.unlink()
+
+
+def _local(source: str) -> Path:
+    path = Path(source)
+    if not source or not path.exists():
+        named = source or "an empty name"
+        raise UserError(f"{named} does not exist; give an existing file or folder, or a URL, with --from")
+    check_plain(path)
+    return path

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from expire_span.agent_configs import EnvTask
+from expire_span.errors import UserError
 from expire_span.models.policy import Policy
 
 from .build_environments import build_environments
@@ -24,6 +25,8 @@ from .rollout import count_memories, judge
 
 LEAST_IN_BAND = 20
 """Bands with fewer episodes than this are not used to choose the best weights."""
+MOST_STEPS = 10_000
+"""Steps after which an evaluation gives up if the present episodes of all rows are still running."""
 BAND = 10
 """Width of a band of difficulty, in expert steps."""
 
@@ -131,9 +134,17 @@ def evaluate_agent(
             torch.manual_seed(seed)
             while not evaluation.done:
                 evaluation.step()
+                _check_ends(task, int(evaluation.steps.min()))
     finally:
         envs.close()
     return evaluation.result()
+
+
+def _check_ends(task: EnvTask, steps: int) -> None:
+    """Refuse an environment without an end, whose evaluation would not have one either."""
+    if steps >= MOST_STEPS:
+        advice = """end them with --task.options '{"max_episode_steps": 1000}', which Gymnasium understands"""
+        raise UserError(f"no episode of {task.env} has ended after {steps:,} steps in any environment; {advice}")
 
 
 class _Evaluation:

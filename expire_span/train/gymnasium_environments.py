@@ -6,8 +6,6 @@ checkpoint holds these, and resuming replays the actions, so that no environment
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,10 @@ import torch
 from torch import Tensor
 
 from expire_span.agent_configs import EnvTask, ObservationField
-from expire_span.errors import RunError, UserError
+from expire_span.errors import UserError
 
 from .environments import Environments, to_tensor
+from .foreign_environments import check_values, told
 
 MOST_WORDS = 4096
 """An integer Box with at most this many values is read as words, one with more as numbers."""
@@ -96,7 +95,7 @@ class GymnasiumEnvironments(Environments):
 
     def _reset(self, rows: np.ndarray) -> None:
         seeds = [episode_seed(self.seed, self.first + n, int(e)) for n, e in enumerate(self.episodes)]
-        with _told_if_killed(self.task.env):
+        with told(self.task.env, "reset"):
             seen, infos = self.vector.reset(seed=seeds, options={"reset_mask": rows})
         self._note(seen, infos, rows)
         self.history = [[] if begun else past for begun, past in zip(rows, self.history)]
@@ -104,6 +103,9 @@ class GymnasiumEnvironments(Environments):
     def _note(self, seen: Any, infos: dict[str, Any], rows: np.ndarray) -> None:
         """Store the observations of all rows, and the infos of the rows that were stepped or reset."""
         self.seen = flatten_observation(seen)
+        for field in self.fields:
+            if field.name in self.seen:
+                check_values(self.task.env, f"observation {field.name}", self.seen[field.name], field)
         for name, values in infos.items():
             if isinstance(values, np.ndarray) and values.dtype != object and values.shape[:1] == (self.count,):
                 old = self.infos.get(name, np.zeros_like(values))
@@ -112,9 +114,10 @@ class GymnasiumEnvironments(Environments):
     def _advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         chosen = actions.cpu().numpy()
         given = chosen + self.starts
-        with _told_if_killed(self.task.env):
+        with told(self.task.env, "step"):
             seen, reward, terminated, truncated, infos = self.vector.step(given[:, 0] if self.flat else given)
         self._note(seen, infos, np.ones(self.count, bool))
+        check_values(self.task.env, "reward", reward)
         for past, action in zip(self.history, chosen.tolist()):
             past.append(action)
         success = np.asarray(infos["success"], np.float32) if "success" in infos else np.full(self.count, np.nan)
@@ -124,18 +127,6 @@ class GymnasiumEnvironments(Environments):
 
     def _observe(self) -> dict[str, Tensor]:
         return {name: to_tensor(x, self.device) for name, x in self.seen.items()}
-
-
-@contextlib.contextmanager
-def _told_if_killed(env: str) -> Iterator[None]:
-    """Turn the error of a pipe that closed, because an environment's process was killed, into a `RunError`."""
-    try:
-        yield
-    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-        raise RunError(
-            f"a process of environment {env} was killed, as the system does when memory runs out; "
-            "fewer --train.envs need less of it"
-        ) from error
 
 
 def episode_seed(seed: int, row: int, episode: int) -> int:
@@ -150,20 +141,10 @@ def _make_vector(task: EnvTask, count: int) -> Any:
     except ImportError as error:
         raise UserError(f"{task.env} needs Gymnasium, which is not installed; pip install 'expire-span[rl]'") from error
     make = lambda: gymnasium.make(task.env, disable_env_checker=True, **task.arguments)  # noqa: E731
-    try:
+    with told(task.env, "its making", task.options):
         make().close()
-    except gymnasium.error.Error as error:
-        raise UserError(f"environment {task.env!r} cannot be made: {_first_sentence(error)}") from error
-    except ImportError as error:
-        raise UserError(f"the module of environment {task.env!r} cannot be imported: {error}") from error
-    except TypeError as error:
-        raise UserError(f"task.options {task.options} do not fit {task.env}: {error}") from error
     kind = AsyncVectorEnv if task.processes else SyncVectorEnv
     return kind([make] * count, autoreset_mode=AutoresetMode.DISABLED)
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 def space_of(vector: Any) -> Any:
@@ -190,6 +171,8 @@ def describe_observations(space: Any, name: str = "") -> tuple[ObservationField,
 
 def _describe_box(space: Any, label: str) -> ObservationField:
     shape = tuple(space.shape)
+    if 0 in shape:
+        raise UserError(f"observation {label} must hold at least one number, got the shape {shape}")
     if space.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3 and max(shape[:2]) <= LARGEST_GRID:
         return ObservationField(label, "grid", shape)
     if np.issubdtype(space.dtype, np.integer) and shape:

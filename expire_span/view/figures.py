@@ -119,9 +119,12 @@ def draw_ages(trace: Trace, needed: int | None = None) -> Figure:
 
     Only memories that die within the trace are counted. With several heads, each head's memory is one.
     """
+    ages = _last_ages(trace)
+    if not any(ages):
+        advice = "take a run that forgets sooner, or give a run of text a longer one with --text"
+        raise UserError(f"no memory was deleted within the {len(trace.steps)} steps that were read; {advice}")
     figure = Figure(figsize=(3.4, 2.3), layout="constrained")
     axes = figure.add_subplot(xlabel="last age at which a memory is read (steps)", ylabel="share of memories")
-    ages = _last_ages(trace)
     edges = np.arange(max((max(found, default=0) for found in ages), default=0) + 2) - 0.5
     for layer, found in enumerate(ages):
         share, _ = np.histogram(found, edges)

@@ -16,10 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 INK = "#123456"
 """Placeholder colour, replaced by `currentColor`."""
+PAPER = "#fefefd"
+"""Placeholder colour, replaced by the colour of the card on which the page shows a picture."""
+HALO = withStroke(linewidth=3, foreground=PAPER)
+"""Keeps a word readable where it crosses a bar."""
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#8b5e34", "#eab308", "#ec4899")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -52,7 +57,7 @@ def to_svg(figure: Figure, salt: str) -> str:
     svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%" role="img"', svg, count=1)
-    return svg.replace(INK, "currentColor")
+    return svg.replace(INK, "currentColor").replace(PAPER, "var(--card, #ffffff)")
 
 
 def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool = False) -> Figure:
@@ -193,7 +198,8 @@ def _mark_bars(axes: Axes, marks: dict[int, str], ends: np.ndarray) -> None:
         if place < len(ends):
             late = place > len(ends) / 2
             offset, side = ((-8, 0), "right") if late else ((4, 5), "left")
-            axes.annotate(name, (place, place), xytext=offset, textcoords="offset points", ha=side, weight="bold")
+            how: dict[str, Any] = {"textcoords": "offset points", "ha": side, "weight": "bold", "zorder": 4}
+            axes.annotate(name, (place, place), xytext=offset, path_effects=[HALO], **how)
 
 
 def _draw_alive(axes: Axes, births: np.ndarray, ends: np.ndarray, unit: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor, nn
 
 from expire_span.models.mixer import Mixer, build_mixer
@@ -77,6 +77,8 @@ def draw_system_growth(rows: list[dict[str, Any]]) -> Figure:
         axes.set_xticks(shown, [f"{length // 1024}k" if length >= 1024 else str(length) for length in shown])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # times lie close together, often within one power of ten
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(loc="outside right center", fontsize=6)
     return figure
 

@@ -41,10 +41,16 @@ class Arrays:
     def integers(self, values: Any) -> Array:
         """Actions or seeds of any integer kind, as int64 of this backend."""
         if self.is_numpy:
-            return np.asarray(values).astype(np.int64)
+            array = np.asarray(values)
+            if array.dtype.kind not in "iub":
+                raise ValueError(f"actions and seeds must be integers, got numbers of type {array.dtype}")
+            return array.astype(np.int64)
         import torch
 
-        return torch.as_tensor(values, device=self.device).to(torch.int64)
+        tensor = torch.as_tensor(values, device=self.device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"actions and seeds must be integers, got numbers of type {tensor.dtype}")
+        return tensor.to(torch.int64)
 
     def zeros(self, *shape: int, kind: Kind = "int64") -> Array:
         if self.is_numpy:

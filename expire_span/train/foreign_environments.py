@@ -1,0 +1,69 @@
+"""What environments of other packages do wrong, in one sentence: they raise, end the process, or return impossible values."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expire_span.agent_configs import ObservationField
+from expire_span.errors import RunError, UserError
+
+
+@contextmanager
+def told(env: str, doing: str, options: str = "") -> Iterator[None]:
+    """Turn whatever an environment raises into a sentence that names the environment, its error and the line that raised it.
+
+    Args:
+        doing: which of its parts runs: "reset", "step", or "its making", which takes the task's options.
+    """
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise RunError(
+            f"a process of environment {env} was killed, as the system does when memory runs out; "
+            "fewer --train.envs need less of it"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise UserError(_sentence(error, env, doing, options)) from error
+
+
+def _sentence(error: BaseException, env: str, doing: str, options: str) -> str:
+    words = " ".join(str(error).split()).rstrip(".")
+    if doing == "its making":
+        if type(error).__module__ == "gymnasium.error":
+            return f"environment {env!r} cannot be made: {words}"
+        if isinstance(error, ImportError):
+            advice = "a module of the current folder is found with PYTHONPATH=. before the command"
+            return f"the module of environment {env!r} cannot be imported: {words.split('. Env')[0]}; {advice}"
+        if isinstance(error, TypeError) and options:
+            return f"task.options {options} do not fit {env}: {words}"
+    name = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return f"environment {env} failed in {doing} with {name}{_place_of(error)}"
+
+
+def _place_of(error: BaseException) -> str:
+    """The line that raised, if it lies in the environment's code; one in a library that called it would tell nothing."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if {"gymnasium", "numpy", "expire_span"} & set(Path(last.filename).parts) or last.filename.startswith("<"):
+        return ""
+    return f" ({Path(last.filename).name}, line {last.lineno})"
+
+
+def check_values(env: str, name: str, values: Any, field: ObservationField | None = None) -> None:
+    """Refuse numbers that are not finite, and choices or words outside of their range: a policy cannot read them."""
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise UserError(f"the {name} of environment {env} must be finite, got {array[~np.isfinite(array)][0]}")
+    if field is not None and field.form in ("choices", "words"):
+        given, low = array.reshape(len(array), -1), np.asarray(field.lows or 0)
+        wrong = (given < low) | (given >= low + np.asarray(field.sizes))
+        if wrong.any():
+            row, place = (int(x) for x in np.argwhere(wrong)[0])
+            first = int(np.broadcast_to(low, len(field.sizes))[place])
+            last = first + field.sizes[place] - 1
+            raise UserError(f"the {name} of environment {env} must lie in {first}..{last}, got {given[row, place]}")
