@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from expire_span import __version__
 from expire_span.config import to_dict
 from expire_span.runs import write_atomic
 from expire_span.train.progress import show_bytes
+from expire_span.view.assets import environment
 from expire_span.view.efficiency import Row, show_count, show_score
 from expire_span.view.pictures import Points, draw_curves, draw_trade, to_png, to_svg
 from expire_span.view.report import flatten, series_of, show_values
@@ -33,11 +32,9 @@ def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
     page["curves"] = draw_learning(comparison)
     page["knobs"] = [(kind, describe_knob(kind)) for kind in dict.fromkeys(row.kind for row in rows)]
     page["tables"] = {name: show_values(table) for name, table in flatten(to_dict(comparison.config)).items()}
-    loader = PackageLoader("expire_span", "compare")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     path = comparison.path / "compare.html"
     write_atomic(comparison.path / "curve.png", to_png(draw_memory_curve(comparison, rows)))
-    write_atomic(path, environment.get_template("compare.html").render(page).encode())
+    write_atomic(path, environment("compare").get_template("compare.html").render(page).encode())
     return path
 
 

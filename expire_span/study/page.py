@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
 from expire_span import __version__
 from expire_span.runs import write_atomic
+from expire_span.view.assets import environment
 from expire_span.view.pictures import to_svg
 
 
@@ -27,9 +27,6 @@ class Section:
 
 def write_page(path: Path, *, title: str, lead: str, facts: list[tuple[str, str]], sections: list[Section]) -> Path:
     """Write the page as one file that refers to nothing outside it."""
-    environment = Environment(
-        loader=PackageLoader("expire_span", "view"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     drawn = [
         {
             "heading": section.heading,
@@ -40,5 +37,5 @@ def write_page(path: Path, *, title: str, lead: str, facts: list[tuple[str, str]
         for n, section in enumerate(sections)
     ]
     page = {"title": title, "lead": lead, "facts": facts, "sections": drawn, "version": __version__}
-    write_atomic(path, environment.get_template("study.html").render(page).encode())
+    write_atomic(path, environment().get_template("study.html").render(page).encode())
     return path

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import ChoiceLoader, Environment, PackageLoader
 
 from .trace import Trace, encode
 
@@ -21,8 +21,9 @@ FOLDER = Path(__file__).parent / "page"
 
 
 @cache
-def environment() -> Environment:
-    loader = PackageLoader("expire_span", "view")
+def environment(folder: str = "view") -> Environment:
+    """Templates of a folder of this package, which may include those of `view`: style.html, settings.html."""
+    loader = ChoiceLoader([PackageLoader("expire_span", place) for place in dict.fromkeys((folder, "view"))])
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
