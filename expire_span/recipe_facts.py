@@ -42,7 +42,7 @@ FACTS: dict[str, RecipeFacts] = {
     "copy_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
     "copy_paper": RecipeFacts("paper", GPU, "6 min", "100% at 131,072 tokens, nothing expired"),
     "corridor": RecipeFacts("tiny", CPU, "2 min", "100%, 8.9 alive"),
-    "corridor_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "corridor_small": RecipeFacts("small", CPU, "15 min", "100%, 10.4 / 9.0 alive, after 561 of its 2,000 steps"),
     "portal": RecipeFacts("tiny", CPU, "2 min", "100% of known doors"),
     "portal_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
     "instruction": RecipeFacts("tiny", CPU, "13 min", "100% of acts"),

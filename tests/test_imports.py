@@ -161,6 +161,13 @@ def test_importing_loads_nothing_heavy():
     )
 
 
+def test_the_core_alone_shows_help_and_names_the_extra_of_a_command():
+    code = "import sys; sys.modules['tyro'] = None; from expire_span.cli import main\n"
+    code += "print(main(['--version']), main(['eval', 'x']))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-2:] == ["0", "2"] and "pip install 'expire-span[train]'" in ran.stderr
+
+
 def test_public_names_resolve():
     import expire_span
 

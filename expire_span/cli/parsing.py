@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from expire_span.errors import UserError
 from expire_span.field_docs import without_fields
 
@@ -43,6 +41,8 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
     Args:
         usual: options that --help shows; --help-all then shows all. If it is empty, both show all.
     """
+    import tyro  # here, since --help and --version must work without it, in an installation of the core alone
+
     if usual and default is not None and ("-h" in args or "--help" in args):
         print(show_usual(prog, default, usual))
         raise SystemExit(0)
