@@ -37,7 +37,7 @@ GOOD = Check(len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves the files of `server.files`; /short/NAME breaks off, /slow/NAME rests after the first bytes, /plain/NAME ignores ranges."""
+    """Serves `server.files`; /short/NAME breaks off, /slow/NAME rests after its first bytes, /plain/NAME ignores ranges."""
 
     def do_GET(self):
         self.server.seen.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
