@@ -39,7 +39,10 @@ def test_agents_are_compared(tmp_path):
     write_table(comparison, rows)
     told = json.loads((tmp_path / "c" / "table.json").read_text())
     assert "2 updates of 4 x 6 steps each" in told["conditions"] and CORRIDOR in as_markdown(comparison, rows)
-    assert "success" in write_page(comparison, rows).read_text()
+    page = write_page(comparison, rows).read_text()
+    assert f"environment {CORRIDOR}" in page and "memory of the same agent, plays the same episodes" in page
+    assert "Loss of policy and value together" in page and "decoder" not in page and "nats" not in page
+    assert "no budget was given" in page and "budget controller" not in page
 
 
 @pytest.mark.parametrize("env", ["Tiny/Echo-v0", "ExpireSpan/Instruction-Easy-v0"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import bz2
+import contextlib
 import gzip
 import hashlib
 import http.server
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -35,7 +37,7 @@ GOOD = Check(len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves the files of `server.files`; /short/NAME breaks off, /plain/NAME ignores ranges."""
+    """Serves `server.files`; /short/NAME breaks off, /slow/NAME rests after its first bytes, /plain/NAME ignores ranges."""
 
     def do_GET(self):
         self.server.seen.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
@@ -51,7 +53,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
-        self.wfile.write(body[start : start + 100_000] if kind == "short" else body[start:])
+        self.wfile.write(body[start : start + 100_000])
+        if kind == "slow":
+            time.sleep(0.2)
+        if kind != "short":
+            with contextlib.suppress(OSError):  # a client that has gone
+                self.wfile.write(body[start + 100_000 :])
 
     def log_message(self, *_):
         pass
@@ -84,6 +91,18 @@ def test_a_broken_download_goes_on_where_it_stopped(server, tmp_path):
     assert not target.exists() and (tmp_path / "a.bin.part").stat().st_size == 100_000
     assert fetch(f"{server.url}/all/a.bin", target, GOOD).read_bytes() == CONTENT
     assert server.seen[-1][1] == "bytes=100000-" and not (tmp_path / "a.bin.part").exists()
+
+
+def test_a_stopped_download_keeps_what_has_arrived(server, tmp_path):
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(f"{server.url}/slow/a.bin", tmp_path / "a.bin", GOOD, stop)
+    kept = (tmp_path / "a.bin.part").stat().st_size
+    assert 0 < kept <= 100_000 and [path.name for path in tmp_path.iterdir()] == ["a.bin.part"]
+    assert fetch(f"{server.url}/all/a.bin", tmp_path / "a.bin", GOOD).read_bytes() == CONTENT
+    assert server.seen[-1][1] == f"bytes={kept}-"
 
 
 @pytest.mark.parametrize("kind", ["plain", "all"])

@@ -289,6 +289,17 @@ def test_lifetimes_follow_the_mask():
     assert sample.lifetimes(0).tolist() == slow
 
 
+def test_sentences_are_told_apart_by_what_they_are():
+    labels = [
+        "you are at the mill",
+        "when you reach the mill open the box",
+        "never mind the mill",
+        "Ada saw the box at the mill",
+    ]
+    sample = Sample(np.zeros(6), [*labels, "cue red", "corridor"], np.zeros((1, 6)), 1.0)
+    assert sample.kinds == ["where it is", "instruction", "change of one", "talk", "cue", "corridor"]
+
+
 def test_lifelines_show_a_survivor_longer_than_the_rest():
     lifetimes = np.array([40] + [3] * 39)
     figure = draw_lifelines(lifetimes, kinds=["cue"] + ["wall"] * 39, marks={0: "cue red"}, title="t", unit="step")

@@ -37,15 +37,8 @@ def draw_classes(layers: list[dict[str, Any]]) -> Figure:
         axes.set_xticks(range(len(CLASSES)), CLASSES)
         axes.set_yticks(range(len(layers)), [str(layer["layer"]) for layer in layers])
         for (row, column), value in np.ndenumerate(spans):
-            axes.text(
-                column,
-                row,
-                "none" if np.isnan(value) else f"{value:.0f}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="black",
-            )
+            shown = "none" if np.isnan(value) else f"{value:.0f}"
+            axes.text(column, row, shown, ha="center", va="center", fontsize=8, color="black")
         bar = figure.colorbar(image, ax=axes, ticks=[-3, 0, 3])
         bar.ax.set_yticklabels(["1/8", "mean", "8x"])
     return figure

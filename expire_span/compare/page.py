@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expire_span import __version__
+from expire_span.agent_configs import AgentRunConfig
 from expire_span.config import to_dict
 from expire_span.runs import write_atomic
 from expire_span.train.progress import show_bytes
@@ -15,7 +16,7 @@ from expire_span.view.efficiency import Row, show_count, show_score
 from expire_span.view.pictures import Points, draw_curves, draw_trade, to_png, to_svg
 from expire_span.view.report import flatten, series_of, show_values
 
-from .budgets import describe_knob
+from .budgets import describe_knob, learns_spans
 from .plan import Comparison
 from .table import columns_of, describe_front, how_measured
 
@@ -30,12 +31,21 @@ def write_page(comparison: Comparison, rows: Sequence[Row]) -> Path:
     trades = draw_trades(comparison, rows)
     page["trades"] = [(caption, to_svg(figure, f"trade{n}")) for n, (caption, figure) in enumerate(trades)]
     page["curves"] = draw_learning(comparison)
-    page["knobs"] = [(kind, describe_knob(kind)) for kind in dict.fromkeys(row.kind for row in rows)]
+    page["knobs"] = [(kind, _how_sized(comparison, kind)) for kind in dict.fromkeys(row.kind for row in rows)]
+    page["plays"] = isinstance(comparison.config, AgentRunConfig)
     page["tables"] = {name: show_values(table) for name, table in flatten(to_dict(comparison.config)).items()}
     path = comparison.path / "compare.html"
     write_atomic(comparison.path / "curve.png", to_png(draw_memory_curve(comparison, rows)))
     write_atomic(path, environment("compare").get_template("compare.html").render(page).encode())
     return path
+
+
+def _how_sized(comparison: Comparison, kind: str) -> str:
+    """What decided how much a system remembers. Without a budget nothing is held to a number of memories."""
+    budgets = [config.train.budget.active for system, config in comparison.runs.values() if system.kind == kind]
+    if learns_spans(kind) and not any(budgets):
+        return "no budget was given: spans are as long as training, with the recipe's span loss, left them"
+    return describe_knob(kind)
 
 
 def points_of(rows: Sequence[Row], memory: Callable[[Row], float]) -> dict[str, Points]:
@@ -74,9 +84,13 @@ def draw_learning(comparison: Comparison) -> list[tuple[str, str]]:
     loss = {label: series_of(metrics, "loss", "train") for label, metrics in seen.items()}
     live: dict[str, Points] = {label: _mean_layers(metrics, "live") for label, metrics in seen.items()}
     name = comparison.score["name"]
+    plays = isinstance(comparison.config, AgentRunConfig)
+    scored = f"{name} in episodes for validation." if plays else f"{name} on the valid split."
+    lost = "Loss of policy and value together." if plays else "Training loss, nats per scored token."
+    unit = "loss" if plays else "nats"
     drawn = [
-        (f"{name} on the valid split.", draw_curves(score, title=name, ylabel=name)),
-        ("Training loss, nats per scored token.", draw_curves(loss, title="Loss", ylabel="nats", log=True)),
+        (scored, draw_curves(score, title=name, ylabel=name)),
+        (lost, draw_curves(loss, title="Loss", ylabel=unit, log=True)),
         ("Memories alive in training.", draw_curves(live, title="Memories alive", ylabel="memories", log=True)),
     ]
     return [(caption, to_svg(figure, f"learn{n}")) for n, (caption, figure) in enumerate(drawn)]

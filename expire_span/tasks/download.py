@@ -130,7 +130,7 @@ def cause_of(error: Exception) -> str:
 def _copy(answer: http.client.HTTPResponse, part: Path, have: int, total: int | None, url: str, report: Report) -> None:
     with part.open("r+b" if have else "wb") as out:
         out.seek(have)
-        while chunk := answer.read(CHUNK):
+        while chunk := answer.read1(CHUNK):  # whatever has arrived, so that nothing is lost if we are stopped
             out.write(chunk)
             have += len(chunk)
             report(have, total)

@@ -14,6 +14,7 @@ from torch import Tensor
 from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.tasks.contract import Task
+from expire_span.tasks.gridworlds.sentences import kind_of
 
 from .trace import Trace
 from .tracer import Tracer
@@ -46,9 +47,11 @@ class Sample:
 
     @property
     def kinds(self) -> list[str]:
-        """What each token is: the first word of its label, where labels have several words."""
+        """What each token is: the kind of a sentence, or the first word of its label, where labels have several words."""
         several = any(" " in label for label in self.labels)
-        return [label.split()[0] for label in self.labels] if several else ["memory"] * len(self.labels)
+        if not several:
+            return ["memory"] * len(self.labels)
+        return [kind_of(label) or label.split()[0] for label in self.labels]
 
 
 def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:

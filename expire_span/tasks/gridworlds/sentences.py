@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 PLACES = (
@@ -70,6 +71,9 @@ TEMPLATES = (
 WHERE, INSTRUCT, CANCEL, REPLACE, PRAISE, BLAME, GO, FIRST_TALK = range(8)
 """Numbers of the templates; from FIRST_TALK on they are distracting talk."""
 
+_KINDS = ("where it is", "instruction", "change of one", "change of one", "verdict", "verdict", "go now")
+"""What the sentences of each template are, for pictures; those after these are talk."""
+
 PAIRS = tuple((verb, thing) for verb in range(len(VERBS)) for thing in range(len(OBJECTS)))
 HELD_OUT = tuple(pair for pair in PAIRS if (pair[0] + pair[1]) % 4 == 0)
 """Combinations of verb and object that training never sees; each verb and each object occurs in others."""
@@ -89,3 +93,11 @@ def encode_template(template: str) -> list[int]:
 def read_sentence(ids: Sequence[int]) -> str:
     """Word ids as text."""
     return " ".join(WORDS[n] for n in ids if n)
+
+
+def kind_of(sentence: str) -> str | None:
+    """What a sentence is (an instruction, talk, ...), or None if it is none of this world's."""
+    for number, template in enumerate(TEMPLATES):
+        if re.fullmatch(re.sub("[A-Z]{2,}", r"\\w+", template), sentence):
+            return _KINDS[number] if number < FIRST_TALK else "talk"
+    return None
