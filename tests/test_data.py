@@ -368,7 +368,7 @@ def test_a_folder_of_collisions_is_of_one_game(tmp_path, capsys):
     for damage in ("{", "[" * 100_000):
         (tmp_path / "c" / "game.json").write_text(damage)
         assert main(command) == 2 and "game.json is not valid JSON" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"expire-span data collision --meet-prob 0.3 --to \S*none"):
+    with pytest.raises(ValueError, match=r"expire-span data collision --meet-prob 0.3 --frames 16000000 --to \S*none"):
         Collision(CollisionTask(path=str(tmp_path / "none"), meet_prob=0.3)).stream("train", batch=1, block=8, seed=0)
 
 

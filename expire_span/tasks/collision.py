@@ -31,6 +31,8 @@ HINT = 5
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 ATTEMPTS = 8
 """Number of velocities drawn at once where one must be drawn again."""
+ENOUGH_FRAMES = 16_000_000
+"""Frames to save for a training of minutes; with much fewer, a model learns them by heart."""
 START, SPEED, COLOUR, ASK, MEET = range(5)
 """Purposes of draws."""
 
@@ -277,7 +279,7 @@ class SavedRows:
         if not path.is_file():
             shares = task.config.meet_probs or (task.config.meet_prob,)
             meetings = f" --meet-prob {' '.join(f'{share:g}' for share in shares)}" if any(shares) else ""
-            command = f"expire-span data collision{meetings} --to {task.config.path}"
+            command = f"expire-span data collision{meetings} --frames {ENOUGH_FRAMES} --to {task.config.path}"
             raise ValueError(f"{path} is missing; make it with: {command}")
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
         if len(data) < batch:
