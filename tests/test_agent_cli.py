@@ -33,7 +33,7 @@ def refused(answer: tuple[int, str, str], *words: str) -> None:
 
 def test_an_agent_from_training_to_report(call, tmp_path):
     code, out, err = call("train", "agent", *ENV, *SMALL, "--name", "mine")
-    assert code == 0 and "success" in out and "fresh episodes after 32 steps" in out, err
+    assert code == 0 and "success" in out and ", mean return " in out and "fresh episodes after 32 steps" in out, err
     refused(call("resume", "mine"), "is finished (2 steps)")
     code, out, _ = call("eval", "mine", "--episodes", "8", "--options", '{"min_length": 8, "max_length": 12}')
     result = json.loads(out)

@@ -123,6 +123,9 @@ BAD = {
     ),
     "ramp as text": (dict(ramp="8"), "ramp must be one number, got '8'"),
     "no ramp": (dict(ramp=None), "ramp must be one number, got None"),
+    "a switch as ramp": (dict(ramp=True), "ramp must be one number, got True"),
+    "causal as text": (dict(causal="no"), "causal must be True or False, got 'no'"),
+    "a number for a switch": (dict(include_self=1), "include_self must be True or False, got 1"),
     "two ramps": (dict(ramp=torch.ones(2)), r"ramp must be one number, got a tensor of shape \(2,\)"),
     "eps as text": (dict(normalizer_eps="0"), "normalizer_eps must be one number, got '0'"),
     "head dim 0": (

@@ -98,8 +98,9 @@ def _finish(run: RunFolder) -> int:
     if is_first_process():
         live = " ".join(f"{x:.1f}" for x in result["live"])
         interval = f" ({result['low']:.3f} to {result['high']:.3f})" if result["low"] is not None else ""
+        gained = f", mean return {result['mean_return']:.3f}" if result["score_name"] != "return" else ""
         print(
-            f"{run.name}: {result['score_name']} {result['score']:.4f}{interval} over {result['episodes']:,} fresh episodes "
-            f"after {result['env_steps']:,} steps, live memories {live}, run folder {run.path}"
+            f"{run.name}: {result['score_name']} {result['score']:.4f}{interval}{gained} over {result['episodes']:,} fresh "
+            f"episodes after {result['env_steps']:,} steps, live memories {live}, run folder {run.path}"
         )
     return 0

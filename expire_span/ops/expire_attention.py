@@ -72,6 +72,7 @@ def expire_attention(
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)
+    inputs.check_switches(causal=causal, include_self=include_self, deterministic=deterministic)
     transform = inputs.transformed(q, k, v, span, relative_keys)
     check = check_values if check_values is not None else transform is None and _cheap_to_check(q)
     if check:

@@ -136,9 +136,15 @@ def check_ramp(ramp: float) -> None:
         raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
 
 
+def check_switches(**switches: object) -> None:
+    for name, x in switches.items():
+        if not isinstance(x, bool):
+            raise ValueError(f"{name} must be True or False, got {x!r}")
+
+
 def _check_single(name: str, x: object) -> None:
     single = isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 or (isinstance(x, Tensor) and x.numel() == 1)
-    if not single:
+    if not single or isinstance(x, bool):
         got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
         raise ValueError(f"{name} must be one number, got {got}")
 
