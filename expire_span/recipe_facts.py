@@ -42,7 +42,9 @@ FACTS: dict[str, RecipeFacts] = {
     "copy_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
     "copy_paper": RecipeFacts("paper", GPU, "6 min", "100% at 131,072 tokens, nothing expired"),
     "corridor": RecipeFacts("tiny", CPU, "2 min", "100%, 8.9 alive"),
-    "corridor_small": RecipeFacts("small", CPU, "15 min", "100%, 10.4 / 9.0 alive, after 561 of its 2,000 steps"),
+    "corridor_small": RecipeFacts(
+        "small", CPU, "15 min", "100%, 10.4 / 9.0 alive, after 561 of its 2,000 steps, batches of 64"
+    ),
     "portal": RecipeFacts("tiny", CPU, "2 min", "100% of known doors"),
     "portal_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
     "instruction": RecipeFacts("tiny", CPU, "13 min", "100% of acts"),
@@ -54,7 +56,7 @@ FACTS: dict[str, RecipeFacts] = {
     "collision_small": RecipeFacts("small", GPU, "8 min", "37.9% error after the two lessons (published 52.2%)"),
     "collision_mixed": RecipeFacts("small", GPU, "1 min", "42.3% error (published 52.2%), 902 alive"),
     "collision_long": RecipeFacts(
-        "small", GPU, "9 min", "23.2% error, 29.9% with spans up to 32,768 (published 26.7, 36.7%)"
+        "small", GPU, "14 min", "23.2% error, 29.9% with spans up to 32,768 (published 26.7, 36.7%)"
     ),
     "collision_paper": RecipeFacts("paper", "8 GPUs", "a day", NOT_RUN),
     "books": RecipeFacts(

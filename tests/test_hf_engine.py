@@ -124,6 +124,15 @@ def test_a_step_that_fails_ends_its_answers_and_the_engine_goes_on(monkeypatch):
     asked.engine.close()
 
 
+def test_a_request_that_cannot_begin_does_not_stop_the_engine():
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    asked = Asked(handle, rows=1)
+    with pytest.raises(ValueError, match="str"):
+        text_of(asked.ask(["no token"], 4)[1])
+    assert text_of(asked.ask([5], 8)[1]) == alone(handle, [5], 8, SAMPLINGS[0])
+    asked.engine.close()
+
+
 def test_free_rows_hold_nothing_after_a_compaction():
     """On a GPU the number of rows is fixed, and free ones read something in every step."""
     engine, stream = RetrofitEngine(forgetful(tiny()), 3), Stream(forgetful(tiny()), slots=False)

@@ -54,11 +54,6 @@ class Answer:
         """Whether some of the prompt has not been read yet."""
         return bool(self._parts)
 
-    @property
-    def can_join(self) -> bool:
-        """Whether the first tokens, which are kept for ever, have been read: a step of many rows cannot mark them."""
-        return self.stream.read_tokens >= self.stream.handle.config.keep_first
-
     def read(self) -> None:
         """Read the next part of the prompt."""
         self.stream.read(self._parts.pop(0))

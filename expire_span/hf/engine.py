@@ -52,7 +52,11 @@ class Engine:
     def _run(self) -> None:
         while not self._stopping:
             self._admit()
-            self._take_turn()
+            try:
+                self._take_turn()
+            except Exception as error:  # of what all rows share, such as a lack of memory in their common step
+                self._fail_together(error)
+            self._active = [x for x in self._active if not x.done]
         left: list[Request | None] = [answer.request for answer in self._active]
         while not self._waiting.empty():
             left.append(self._waiting.get())
@@ -66,7 +70,10 @@ class Engine:
             request = self._waiting.get()
             if request is None:
                 return
-            self._active.append(Answer(self.handle, self.tokenizer, self.ends, request))
+            try:
+                self._active.append(Answer(self.handle, self.tokenizer, self.ends, request))
+            except Exception as error:  # raised where its text is read
+                request.deliver(error)
 
     def _take_turn(self) -> None:
         """Read one part of one prompt, so that a long prompt holds up the others by no more, then write a token of every
@@ -78,15 +85,11 @@ class Engine:
             self._try(answer, answer.read)
         for answer in [x for x in self._active if not (x.done or x.reading) and x.row is None]:
             self._try(answer, lambda answer=answer: self._write_alone(answer))
-        try:
-            self._write_together()
-        except Exception as error:  # of a step that all of them share, such as a lack of memory
-            self._fail_together(error)
-        self._active = [x for x in self._active if not x.done]
+        self._write_together()
 
     def _write_alone(self, answer: Answer) -> None:
         """Let an answer join the rows; if it cannot, or not yet, write its next token by a pass of its own."""
-        if self._together is not None and answer.can_join:
+        if self._together is not None and answer.stream.has_first_tokens:
             self._together.join(answer)
         elif not answer.write():
             self._finish(answer)
@@ -95,8 +98,9 @@ class Engine:
         rows = self._together
         if rows is None or not rows.answers:
             return
-        for answer, token in zip(rows.answers, rows.draw()):
-            self._try(answer, lambda answer=answer, token=token: answer.take(token) or self._finish(answer))
+        rows.draw()
+        for answer in rows.answers:
+            self._try(answer, lambda answer=answer: answer.take(answer.token) or self._finish(answer))
         rows.advance()
 
     def _fail_together(self, error: Exception) -> None:
@@ -118,6 +122,6 @@ class Engine:
         if answer.done:
             return
         answer.done = True
+        answer.request.deliver(error)
         if answer.row is not None and self._together is not None:
             self._together.leave(answer)
-        answer.request.deliver(error)

@@ -52,14 +52,13 @@ class Rows:
             answer.row = None
         self.answers, self._engine = [], None
 
-    def draw(self) -> list[int]:
-        """The next token of every answer, in their order. The host waits for the device."""
+    def draw(self) -> None:
+        """Draw the next `token` of every answer. The host waits for the device."""
         rows = [_row(answer) for answer in self.answers]
         samplings = [answer.request.sampling for answer in self.answers]
         drawn = draw_rows(self.engine.logits[rows], samplings, [answer.generator for answer in self.answers]).tolist()
         for answer, token in zip(self.answers, drawn):
             answer.token = token
-        return drawn
 
     def advance(self) -> None:
         """Let every answer read the token that it has drawn last, all in one step."""

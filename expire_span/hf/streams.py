@@ -44,6 +44,11 @@ class Stream:
         return next(self.model.parameters()).device
 
     @property
+    def has_first_tokens(self) -> bool:
+        """Whether the first tokens, which are kept for ever, have been read: a step over slots cannot mark them."""
+        return self.read_tokens >= self.handle.config.keep_first
+
+    @property
     def cache(self) -> ExpiringCache:
         """The stream's memories as an `ExpiringCache`. If they are in slots, this moves them back into a cache."""
         if self._cache is None:
@@ -88,7 +93,7 @@ class Stream:
         return self._generator[1]
 
     def _step(self, token: Tensor) -> None:
-        if not self._slots or self.read_tokens < self.handle.config.keep_first:
+        if not (self._slots and self.has_first_tokens):
             self.read(token.unsqueeze(1))
             return
         assert self.logits is not None

@@ -20,7 +20,7 @@ from .download import CHUNK
 
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError),
-    *(RuntimeError, NotImplementedError),  # a zip file with a password, or packed in a way that Python cannot unpack
+    RuntimeError,  # a zip file with a password, or packed in a way that Python cannot unpack
 )
 _OPENERS = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
