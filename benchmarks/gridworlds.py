@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from expire_span.tasks.gridworlds.engine import Engine
+from expire_span.tasks.gridworlds.engine import WorldEngine
 from expire_span.tasks.gridworlds.levels import LEVELS, build_engine
 
 from .record import save
@@ -26,7 +26,7 @@ AHEAD = 64
 """Number of steps whose actions are drawn beforehand; they are used again and again."""
 
 
-def measure(engine: Engine, seconds: float, *, info: bool) -> float:
+def measure(engine: WorldEngine, seconds: float, *, info: bool) -> float:
     """Environment steps per second, measured after a warm-up in which the rows' episodes get out of phase."""
     on_gpu = engine.arrays.device != "cpu"
     clock = time.perf_counter if on_gpu else time.process_time

@@ -25,7 +25,7 @@ from expire_span.runs import RunFolder, UserError
 
 from .classes import CLASSES, classify, find_names
 from .intervals import class_means, mean_of
-from .reading import Reading, TextModel
+from .reading import TextModel, TextReading
 
 FORMAT = 1
 FILE = "analysis.json"
@@ -74,7 +74,7 @@ def default_limits(run: RunFolder) -> list[float]:
     return sorted({max(1.0, longest // part) for part in CUTS}, reverse=True)
 
 
-def rank_layer(reading: Reading, layer: int, classes: np.ndarray) -> dict[str, Any]:
+def rank_layer(reading: TextReading, layer: int, classes: np.ndarray) -> dict[str, Any]:
     """Spans of one layer: the mean of each class, and the tokens that live longest."""
     spans = np.maximum(reading.spans[layer], 0)
     means = class_means(spans, classes, len(CLASSES))
@@ -128,7 +128,7 @@ def measure_word(model: TextModel, text: str, places: Sequence[int], word: str, 
     return {"word": other, "layers": layers}
 
 
-def cut_spans(model: TextModel, reading: Reading, limit: float, classes: np.ndarray) -> dict[str, Any]:
+def cut_spans(model: TextModel, reading: TextReading, limit: float, classes: np.ndarray) -> dict[str, Any]:
     """Additional bits per letter when no span exceeds `limit`, by class, and the places with the largest increase."""
     short = model.read(model.tokens, limit)
     worse = (short.bits - reading.bits)[1:]

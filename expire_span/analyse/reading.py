@@ -31,7 +31,7 @@ UNKNOWN = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """What the model did with each token of a text."""
 
     text: str
@@ -100,7 +100,7 @@ class TextModel:
         return torch.tensor([places[letter] for letter in text], dtype=torch.long)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, limit: float | None = None) -> Reading:
+    def read(self, tokens: Tensor, limit: float | None = None) -> TextReading:
         """Read tokens [T] from an empty memory. limit: clamp every span to this many steps; None does not."""
         device = next(self.decoder.parameters()).device
         spans: dict[int, list[Tensor]] = {}
@@ -116,7 +116,7 @@ class TextModel:
                         spans.setdefault(n, []).append(_longest(layer.span))
         text = "".join(self.letters[token] for token in tokens.tolist())
         found = {n: torch.cat(parts).cpu().double().numpy() for n, parts in spans.items()}
-        return Reading(text, found, torch.cat(costs).double().numpy())
+        return TextReading(text, found, torch.cat(costs).double().numpy())
 
 
 def _letter(shown: str) -> str:

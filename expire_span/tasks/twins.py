@@ -20,7 +20,7 @@ from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 from .contract import SPLITS, Batch, Score, Split, TaskSample, sample_episode
 from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of, mix
 from .gridworlds.corridor import Corridor
-from .gridworlds.engine import BALL, BOX, COLOURS, DOOR, LEFT, MOVES, WALL, Engine
+from .gridworlds.engine import BALL, BOX, COLOURS, DOOR, LEFT, MOVES, WALL, WorldEngine
 from .gridworlds.instruction import Instruction
 from .gridworlds.levels import build_engine
 from .gridworlds.portal import Portal
@@ -98,7 +98,7 @@ class Twin(ABC):
         """Prepare for episodes that are about to be played."""
 
 
-def demonstrate(twin: Twin, engine: Engine) -> Demonstration:
+def demonstrate(twin: Twin, engine: WorldEngine) -> Demonstration:
     """Play the running episodes of an engine to their ends and record them as tokens."""
     parts, targets, scored = [], [], []
     twin.start(engine)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expire_span.tasks.contract import SPLITS
 from expire_span.tasks.gridworlds import build_engine
-from expire_span.tasks.gridworlds.engine import BALL, COLOURS, DOOR, MOVES, Engine
+from expire_span.tasks.gridworlds.engine import BALL, COLOURS, DOOR, MOVES, WorldEngine
 from expire_span.tasks.gridworlds.render import render_rgb
 from expire_span.tasks.gridworlds.sentences import OBJECTS, VERBS, read_sentence
 from expire_span.tasks.twins import ROLL, TWINS, Twin, demonstrate
@@ -25,7 +25,7 @@ LEGENDS = {
 """How to read the picture of a world, by its name."""
 
 
-def picture_of(engine: Engine, row: int = 0) -> str:
+def picture_of(engine: WorldEngine, row: int = 0) -> str:
     """What the agent sees, as a PNG in base64."""
     return encode_png(render_rgb(engine, row))
 
@@ -39,7 +39,7 @@ def encode_png(image: np.ndarray) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def name_action(engine: Engine, action: int) -> str:
+def name_action(engine: WorldEngine, action: int) -> str:
     """An action in words."""
     if action < len(MOVES):
         return f"go {MOVES[action]}"
@@ -50,7 +50,7 @@ def name_action(engine: Engine, action: int) -> str:
 class Describer:
     """What an agent of a grid world sees, in the words of the world's supervised twin."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: WorldEngine) -> None:
         self.engine = engine
         try:
             self.twin: Twin | None = TWINS[engine.name](engine.config)  # type: ignore[arg-type]

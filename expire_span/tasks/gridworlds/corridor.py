@@ -14,14 +14,14 @@ from __future__ import annotations
 from expire_span.task_configs import CorridorTask
 
 from .arrays import Array, below, below_low, chance, mix, ranks
-from .engine import BALL, BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UP, WALL, Engine, cell
+from .engine import BALL, BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UP, WALL, WorldEngine, cell
 
 LENGTH, CUE, SHUFFLE, NICHE, RECUE, SECOND_CUE = range(6)
 """Purposes of draws."""
 STEP_COST = 0.005
 
 
-class Corridor(Engine):
+class Corridor(WorldEngine):
     name = "corridor"
     state = ("position",)
     num_actions = 4

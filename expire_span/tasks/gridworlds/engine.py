@@ -30,7 +30,7 @@ MOVES = ("left", "right", "up", "down")
 
 
 @dataclass
-class Step:
+class WorldStep:
     """What one step of every environment returns."""
 
     observation: dict[str, Array]
@@ -42,7 +42,7 @@ class Step:
     """[B], bool: the episode has run into its step limit."""
 
 
-class Engine(ABC):
+class WorldEngine(ABC):
     """`num_envs` environments side by side (B). One whose episode is over does not move, with reward 0, until `begin` or
     `reset`.
 
@@ -147,7 +147,7 @@ class Engine(ABC):
 
     # Steps
 
-    def step(self, actions: Any) -> Step:
+    def step(self, actions: Any) -> WorldStep:
         """Move every environment that is not over by one step."""
         arrays = self.arrays
         actions = arrays.integers(actions)
@@ -161,7 +161,7 @@ class Engine(ABC):
         self.success = self.success | (terminated & success)
         self.over = self.over | terminated | truncated
         reward = arrays.cast(arrays.where(running, reward, 0.0), "float32")
-        return Step(self.observe(), reward, terminated, truncated)
+        return WorldStep(self.observe(), reward, terminated, truncated)
 
     def _check(self, actions: Array) -> None:
         if tuple(actions.shape) != (self.num_envs,):

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from .engine import Engine
+from .engine import WorldEngine
 from .levels import build_engine, level_config
 from .render import render_ansi, render_rgb
 from .sentences import WORDS
@@ -23,7 +23,7 @@ from .sentences import WORDS
 MODES = ("ansi", "rgb_array")
 
 
-def observation_space(engine: Engine) -> spaces.Dict:
+def observation_space(engine: WorldEngine) -> spaces.Dict:
     """`image`: cells in MiniGrid's encoding; `text`: word ids, where the world has sentences."""
     parts: dict[str, gym.Space] = {"image": spaces.Box(0, 255, (engine.view, engine.view, 3), np.uint8)}
     if engine.text_length:

@@ -14,7 +14,7 @@ from expire_span.task_configs import InstructionTask
 
 from . import sentences
 from .arrays import Array, below, mix, ranks
-from .engine import COLOURS, DOWN, FLOOR, LEFT, RIGHT, UNSEEN, UP, Engine, cell
+from .engine import COLOURS, DOWN, FLOOR, LEFT, RIGHT, UNSEEN, UP, WorldEngine, cell
 from .sentences import BLAME, CANCEL, FIRST_TALK, GO, INSTRUCT, PRAISE, REPLACE, TEMPLATES, WHERE
 
 START, PLACE_ORDER, TIME, CHANGE_TIME, CHANGE, PAIR, SECOND_PAIR, TALK, FILL = range(9)
@@ -27,7 +27,7 @@ STAYS, CANCELLED, REPLACED = range(3)
 """What later happens to an instruction."""
 
 
-class Instruction(Engine):
+class Instruction(WorldEngine):
     name = "instruction"
     state = ("place", "feedback", "done")
     num_actions = 4 + len(sentences.PAIRS)

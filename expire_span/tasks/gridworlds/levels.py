@@ -9,11 +9,11 @@ from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 
 from .arrays import Backend
 from .corridor import Corridor
-from .engine import Engine
+from .engine import WorldEngine
 from .instruction import Instruction
 from .portal import Portal
 
-WORLDS: dict[str, type[Engine]] = {"corridor": Corridor, "portal": Portal, "instruction": Instruction}
+WORLDS: dict[str, type[WorldEngine]] = {"corridor": Corridor, "portal": Portal, "instruction": Instruction}
 
 _HARD_CORRIDOR = CorridorTask(max_length=200, colours=4, niche_prob=0.5, shuffled=True)
 LEVELS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 """Settings of every registered environment, by name and difficulty."""
 
 
-def build_engine(config: Any, num_envs: int, *, backend: Backend = "numpy", device: str = "cpu") -> Engine:
+def build_engine(config: Any, num_envs: int, *, backend: Backend = "numpy", device: str = "cpu") -> WorldEngine:
     """The engine that a grid world's config describes."""
     if config.kind not in WORLDS:
         raise ValueError(f"unknown grid world {config.kind!r}, known are: {', '.join(WORLDS)}")

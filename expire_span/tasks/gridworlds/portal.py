@@ -13,7 +13,7 @@ from __future__ import annotations
 from expire_span.task_configs import PortalTask
 
 from .arrays import Array, mix
-from .engine import BOX, CLOSED, COLOURS, DOOR, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, Engine, cell
+from .engine import BOX, CLOSED, COLOURS, DOOR, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, WorldEngine, cell
 
 RIGHT_COLOUR, LAYOUT = range(2)
 """Purposes of draws."""
@@ -22,7 +22,7 @@ DOOR_COLOURS = (0, 2)
 HEIGHT = 2
 
 
-class Portal(Engine):
+class Portal(WorldEngine):
     name = "portal"
     state = ("room", "lap", "farthest", "x", "y", "known")
     num_actions = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .engine import BALL, BOX, DOOR, EMPTY, FLOOR, UNSEEN, WALL, Engine
+from .engine import BALL, BOX, DOOR, EMPTY, FLOOR, UNSEEN, WALL, WorldEngine
 from .sentences import PLACES, read_sentence
 
 RGB = np.array(
@@ -26,7 +26,7 @@ TILE = 16
 
 
 def render_ansi(
-    engine: Engine, row: int = 0, *, colour: bool = True, debug: bool = False, memories: Sequence[int] = ()
+    engine: WorldEngine, row: int = 0, *, colour: bool = True, debug: bool = False, memories: Sequence[int] = ()
 ) -> str:
     """The view of one environment as text, the agent as @; with `debug` also hidden state and remembered steps."""
     observation = engine.observe()
@@ -53,7 +53,7 @@ def _draw_cell(image: np.ndarray, y: int, x: int, colour: bool) -> str:
     return sign + (_LETTERS[shade] if coloured else sign if kind == WALL else " ")
 
 
-def render_rgb(engine: Engine, row: int = 0) -> np.ndarray:
+def render_rgb(engine: WorldEngine, row: int = 0) -> np.ndarray:
     """The view of one environment as an image [V * TILE, V * TILE, 3], uint8."""
     image = engine.arrays.to_numpy(engine.observe()["image"][row])
     size = image.shape[0]
