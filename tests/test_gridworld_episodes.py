@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
-from expire_span.tasks.gridworlds.arrays import Arrays, below, mix
+from expire_span.tasks.gridworlds.arrays import Arrays, below
 from expire_span.tasks.gridworlds.levels import LEVELS, build_engine
+from expire_span.tasks.hashing import mix_signed
 
 CONFIGS = {
     **{f"{name}-{level}": config for name, levels in LEVELS.items() for level, config in levels.items()},
@@ -59,7 +60,7 @@ def digest(config, backend, *, rows=11, steps=75):
     engine.reset(seed=5)
     for t in range(steps):
         info = {name: to_numpy(x) for name, x in engine.info().items()}
-        draws = mix(np.arange(rows) + 1000 * t)
+        draws = mix_signed(np.arange(rows) + 1000 * t)
         actions = np.where(draws & 1, below(draws, engine.num_actions), info["optimal_action"])
         out = engine.step(actions)
         parts = {**{n: to_numpy(x) for n, x in out.observation.items()}, **info}

@@ -14,7 +14,8 @@ from expire_span.tasks import twins
 from expire_span.tasks.books import Books
 from expire_span.tasks.collision import ASK, COLOUR, MEET, SPEED, START, Collision, Simulation
 from expire_span.tasks.copying import Copy
-from expire_span.tasks.episodes import EVAL_EPISODES, key_of, mix
+from expire_span.tasks.episodes import EVAL_EPISODES, key_of
+from expire_span.tasks.hashing import mix
 from expire_span.tasks.registry import build_task
 from expire_span.tasks.twins import demonstrate, make_dataset
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from expire_span.task_configs import BooksTask
 
 from .contract import SPLITS, Batch, Score, Split, TaskSample, bits, sample_stretch
-from .episodes import key_of, mix
+from .episodes import key_of
+from .hashing import draws_of
 from .text import check_rows
 
 RARE = 0
@@ -143,7 +144,7 @@ class BookRows:
         if not self.endless:
             longest_first = sorted(range(len(self.books)), key=lambda n: -len(self.books[n]))
             return self.books[longest_first[place]] if lap == 0 else np.zeros(0, np.uint16)
-        draws = mix(mix(self.key + np.uint64(lap)) + np.arange(len(self.books), dtype=np.uint64))
+        draws = draws_of(self.key, lap, np.arange(len(self.books)))
         return self.books[int(np.argsort(draws)[place])]
 
     def __iter__(self) -> BookRows:

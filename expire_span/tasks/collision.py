@@ -21,7 +21,8 @@ from torch import Tensor
 from expire_span.task_configs import CollisionTask
 
 from .contract import Batch, Score, Split, TaskSample, sample_stretch
-from .episodes import below, chance, key_of, mix
+from .episodes import below, chance, key_of
+from .hashing import mix
 from .text import check_rows
 
 FRAME = 8

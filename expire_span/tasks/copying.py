@@ -15,7 +15,8 @@ from torch import Tensor
 from expire_span.task_configs import CopyTask
 
 from .contract import Batch, Score, Split, TaskSample, sample_episode
-from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, below, key_of, mix
+from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, below, key_of
+from .hashing import draws_of
 
 START, A, FIRST_FILLER = 0, 1, 2
 
@@ -94,4 +95,4 @@ class CopyEpisodes:
         return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
 
     def _draws(self, numbers: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        return mix(mix(self.key + np.asarray(numbers).astype(np.uint64)) + np.asarray(steps).astype(np.uint64))
+        return draws_of(self.key, numbers, steps)

@@ -18,7 +18,8 @@ from torch import Tensor
 from expire_span.task_configs import EntrancesTask
 
 from .contract import Batch, Score, Split, TaskSample, sample_episode
-from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of, mix
+from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of
+from .hashing import draws_of
 
 OUTER_UNITS = 2
 """Distance beyond either edge of [0, 1] that has levels of its own; all values further out share the outermost level."""
@@ -125,7 +126,7 @@ class Series:
         return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
 
     def _draws(self, numbers: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        return mix(mix(self.key + numbers.astype(np.uint64)) + np.asarray(steps).astype(np.uint64))
+        return draws_of(self.key, numbers, steps)
 
 
 def leave_margin(values: np.ndarray, margin: float) -> np.ndarray:

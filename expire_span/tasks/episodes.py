@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .contract import SPLITS, Batch, Split
+from .hashing import mix
 
 EVAL_EPISODES = 512
 """Episodes of the valid and of the test split."""
@@ -162,14 +163,6 @@ class PackedEpisodes:
             raise ValueError(f"the saved place has {saved} rows but the batch is {now}; resume with batch {saved}")
         self.numbers, self.steps = np.array(state["numbers"]), np.array(state["steps"])
         self.first = state["first"]
-
-
-def mix(x: np.ndarray | np.uint64) -> np.ndarray:
-    """Hash 64-bit numbers elementwise: a Weyl step and the finaliser of splitmix64."""
-    z = np.atleast_1d(np.asarray(x, np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def chance(draws: np.ndarray, share: float | np.ndarray) -> np.ndarray:

@@ -18,7 +18,8 @@ from torch import Tensor
 from expire_span.task_configs import RecallTask
 
 from .contract import Batch, Score, Split, TaskSample, sample_episode
-from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, chance, key_of, mix
+from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, chance, key_of
+from .hashing import draws_of
 
 COLOURS = ("red", "blue", "green", "yellow", "purple", "orange", "pink", "brown")
 
@@ -104,4 +105,4 @@ class Episodes:
         return Batch(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(mask), torch.from_numpy(fresh))
 
     def _draws(self, numbers: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        return mix(mix(self.key + numbers.astype(np.uint64)) + np.asarray(steps).astype(np.uint64))
+        return draws_of(self.key, numbers, steps)

@@ -18,13 +18,14 @@ from torch import Tensor
 from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
 
 from .contract import SPLITS, Batch, Score, Split, TaskSample, sample_episode
-from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of, mix
+from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of
 from .gridworlds.corridor import Corridor
 from .gridworlds.engine import BALL, BOX, COLOURS, DOOR, LEFT, MOVES, WALL, WorldEngine
 from .gridworlds.instruction import Instruction
 from .gridworlds.levels import build_engine
 from .gridworlds.portal import Portal
 from .gridworlds.sentences import LENGTH, OBJECTS, VERBS, WORDS
+from .hashing import mix
 
 ROLL = 256
 """Number of episodes that are played side by side: one group."""

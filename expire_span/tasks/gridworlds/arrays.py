@@ -15,8 +15,6 @@ Kind = Literal["bool", "uint8", "int32", "int64", "float32"]
 Array = Any
 """A numpy array or a torch tensor. The engines use only what both offer with the same meaning."""
 
-_WEYL, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
 
 class Arrays:
     """Array constructors of one backend; integers are int64."""
@@ -134,14 +132,6 @@ class Arrays:
 
     def to_numpy(self, array: Array) -> np.ndarray:
         return array if self.is_numpy else array.cpu().numpy()
-
-
-def mix(z: Array) -> Array:
-    """Scramble 64-bit integers: a Weyl step and the finaliser of splitmix64. Shifts are made logical by masking."""
-    z = z + _WEYL
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
-    return z ^ ((z >> 31) & (2**33 - 1))
 
 
 def below(draws: Array, limit: Array | int) -> Array:

@@ -12,8 +12,9 @@ cue half-way replaces the first.
 from __future__ import annotations
 
 from expire_span.task_configs import CorridorTask
+from expire_span.tasks.hashing import mix_signed
 
-from .arrays import Array, below, below_low, chance, mix, ranks
+from .arrays import Array, below, below_low, chance, ranks
 from .engine import BALL, BOX, CLOSED, COLOURS, DOOR, DOWN, EMPTY, GREY, LEFT, RIGHT, UP, WALL, WorldEngine, cell
 
 LENGTH, CUE, SHUFFLE, NICHE, RECUE, SECOND_CUE = range(6)
@@ -59,8 +60,8 @@ class Corridor(WorldEngine):
 
     def _draw_facts(self, keys: Array) -> dict[str, Array]:
         config, arrays = self.config, self.arrays
-        purposes = mix(keys + arrays.arange(6)[:, None])  # [6, n]
-        draws = mix(purposes)
+        purposes = mix_signed(keys + arrays.arange(6)[:, None])  # [6, n]
+        draws = mix_signed(purposes)
         length = config.min_length + below(draws[LENGTH], config.max_length - config.min_length + 1)
         middle = length // 2
         room = (middle > 0) & (middle < length - (config.colours + 1) // 2)
@@ -85,7 +86,7 @@ class Corridor(WorldEngine):
         slots = self.arrays.arange(self.config.colours)[None, :] + keys[:, None] * 0
         if not self.config.shuffled:
             return slots, slots
-        slot_of = ranks(mix(keys[:, None] + slots))
+        slot_of = ranks(mix_signed(keys[:, None] + slots))
         return slot_of, ((slot_of[:, None, :] == slots[:, :, None]) * slots[:, None, :]).sum(-1)
 
     def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
@@ -121,7 +122,7 @@ class Corridor(WorldEngine):
         places = 2 * self.position[:, None, None] + self.wall_offsets
         # Slots count from the end of the corridor backwards; negative ones are beyond its end.
         slots = 2 * (self.length - 1 - self.position)[:, None, None] + self.slot_offsets
-        draws = mix(self.niche_keys[:, None, None] + places)
+        draws = mix_signed(self.niche_keys[:, None, None] + places)
         # The first column, places 0 and 1, has no niche.
         niche = (places >= 2) & (slots >= 0) & chance(draws, config.niche_prob)
         cells = where(niche, cell(BOX, below_low(draws, config.colours)), cell(WALL, GREY))

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .arrays import Array, Arrays, Backend, mix
+from expire_span.tasks.hashing import mix_signed
+
+from .arrays import Array, Arrays, Backend
 
 UNSEEN, EMPTY, WALL, FLOOR, DOOR, KEY, BALL, BOX, GOAL = range(9)
 """Cell types of MiniGrid, by their numbers."""
@@ -88,7 +90,7 @@ class WorldEngine(ABC):
         numbers = self.rows if environments is None else self.arrays.integers(environments)
         given = self.arrays.integers([fold_seed(s) for s in seeds]) if seeds is not None else self.rows * 0
         base = given if seeds is not None else given + fold_seed(seed or 0)
-        self.keys = mix(mix(base) + numbers)
+        self.keys = mix_signed(mix_signed(base) + numbers)
         self.episodes = self.rows * 0 - 1
         self.begin(self.rows >= 0)
         return self.observe()
@@ -114,7 +116,7 @@ class WorldEngine(ABC):
         if self.arrays.positions(self.over) is not None:
             return self.begin(self.over)
         if self._ahead is None or self._ahead_age >= self.shortest:
-            self._ahead, self._ahead_age = self._draw_facts(mix(self.keys ^ mix(self.episodes + 1))), 0
+            self._ahead, self._ahead_age = self._draw_facts(mix_signed(self.keys ^ mix_signed(self.episodes + 1))), 0
         self.episodes = self.episodes + self.over
         self._begin(self.over, None, self._ahead)
 
@@ -131,7 +133,7 @@ class WorldEngine(ABC):
         keys, episodes = self.keys, self.episodes
         if positions is not None and len(positions) < self.num_envs:
             keys, episodes = keys[positions], episodes[positions]
-        return mix(keys ^ mix(episodes))
+        return mix_signed(keys ^ mix_signed(episodes))
 
     def snapshot(self) -> dict[str, Array]:
         """The arrays that `restore` needs."""

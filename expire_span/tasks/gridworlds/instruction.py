@@ -11,9 +11,10 @@ other act. The episode ends when everything that is still asked for has been don
 from __future__ import annotations
 
 from expire_span.task_configs import InstructionTask
+from expire_span.tasks.hashing import mix_signed
 
 from . import sentences
-from .arrays import Array, below, mix, ranks
+from .arrays import Array, below, ranks
 from .engine import COLOURS, DOWN, FLOOR, LEFT, RIGHT, UNSEEN, UP, WorldEngine, cell
 from .sentences import BLAME, CANCEL, FIRST_TALK, GO, INSTRUCT, PRAISE, REPLACE, TEMPLATES, WHERE
 
@@ -117,9 +118,9 @@ class Instruction(WorldEngine):
 
     def _draw_facts(self, keys: Array) -> dict[str, Array]:
         arrays, config, order = self.arrays, self.config, self.order
-        purposes = mix(keys + arrays.arange(9)[:, None])  # [9, n]
-        draws = mix(purposes[:, :, None] + order)  # [9, n, M]
-        rank = ranks(mix(purposes[PLACE_ORDER][:, None] + arrays.arange(config.size**2)))  # [n, P]
+        purposes = mix_signed(keys + arrays.arange(9)[:, None])  # [9, n]
+        draws = mix_signed(purposes[:, :, None] + order)  # [9, n, M]
+        rank = ranks(mix_signed(purposes[PLACE_ORDER][:, None] + arrays.arange(config.size**2)))  # [n, P]
         places = arrays.arange(config.size**2)[None, None, :]
         goal = ((rank[:, None, :] == order[:, :, None]) * places).sum(-1)  # [n, M]
         change = self._changes(draws[CHANGE])
@@ -241,8 +242,8 @@ class Instruction(WorldEngine):
 
     def sentence(self) -> Array:
         """[B, S]: word ids of the present step."""
-        draws = mix(self.talk_keys + self.steps[:, None])  # [B, 2]: what is talked about, and what fills it
-        more = mix(draws[:, :, None] + self.one_two).reshape(-1, 4)
+        draws = mix_signed(self.talk_keys + self.steps[:, None])  # [B, 2]: what is talked about, and what fills it
+        more = mix_signed(draws[:, :, None] + self.one_two).reshape(-1, 4)
         place, act, name, adjective = below(more, self.limits).T
         template, place, act = self._topic(draws[:, 0], place, act)
         words = [place * 0, place, act // NUM_OBJECTS, act % NUM_OBJECTS, name, adjective]

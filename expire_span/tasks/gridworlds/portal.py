@@ -11,8 +11,9 @@ passed several times. The expert tries red first where it does not know a room, 
 from __future__ import annotations
 
 from expire_span.task_configs import PortalTask
+from expire_span.tasks.hashing import mix_signed
 
-from .arrays import Array, mix
+from .arrays import Array
 from .engine import BOX, CLOSED, COLOURS, DOOR, EMPTY, GREY, LEFT, RIGHT, UNSEEN, UP, WALL, WorldEngine, cell
 
 RIGHT_COLOUR, LAYOUT = range(2)
@@ -52,8 +53,8 @@ class Portal(WorldEngine):
         self.views = self._draw_views()
 
     def _draw_facts(self, keys: Array) -> dict[str, Array]:
-        purposes = mix(keys + self.arrays.arange(2)[:, None])  # [2, n]
-        colours = (mix(purposes[:, :, None] + self.numbers) >> 40) & 1  # [2, n, N]
+        purposes = mix_signed(keys + self.arrays.arange(2)[:, None])  # [2, n]
+        colours = (mix_signed(purposes[:, :, None] + self.numbers) >> 40) & 1  # [2, n, N]
         return {"right": colours[RIGHT_COLOUR], "left_colour": colours[LAYOUT]}
 
     def _first_state(self, facts: dict[str, Array]) -> dict[str, Array]:
