@@ -12,7 +12,7 @@ from expire_span.analyse.analysis import analyse, choose_word, cut_spans, rank_l
 from expire_span.analyse.classes import CLASSES, classify
 from expire_span.analyse.intervals import class_means, mean_of
 from expire_span.analyse.pictures import draw_classes
-from expire_span.analyse.reading import Reading, TextModel
+from expire_span.analyse.reading import TextModel, TextReading
 from expire_span.cli import main
 from expire_span.cli.analyse import show
 from expire_span.models.systems import mixer_config
@@ -60,7 +60,7 @@ def test_intervals_hold_the_true_mean_and_shrink_with_data():
 def test_the_longest_lived_class_is_found():
     classes = classify(TEXT)
     spans = np.where(classes == CLASSES.index("digit"), 900.0, 5.0)
-    layer = rank_layer(Reading(TEXT, {4: spans}, np.zeros(len(TEXT))), 4, classes)
+    layer = rank_layer(TextReading(TEXT, {4: spans}, np.zeros(len(TEXT))), 4, classes)
     best = max(layer["classes"], key=lambda row: row["mean"])
     assert best["class"] == "digit" and best["count"] == 4 and best["mean"] == 900
     assert {entry["around"][1] for entry in layer["longest"][:4]} == set("1922")
