@@ -46,9 +46,9 @@ FACTS: dict[str, RecipeFacts] = {
         "small", CPU, "15 min", "100%, 10.4 / 9.0 alive, after 561 of its 2,000 steps, batches of 64"
     ),
     "portal": RecipeFacts("tiny", CPU, "2 min", "100% of known doors"),
-    "portal_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "portal_small": RecipeFacts("small", CPU, "10 min", "99.1% of known doors, 126 of 142 alive, batches of 16"),
     "instruction": RecipeFacts("tiny", CPU, "13 min", "100% of acts"),
-    "instruction_small": RecipeFacts("small", GPU, "10 min", NOT_RUN),
+    "instruction_small": RecipeFacts("small", GPU, "10 min", "31.6% of acts after 2,277 of 6,000 steps, batches of 16"),
     "instruction_paper": RecipeFacts("paper", GPU, "10 min", "99.97% of acts, nothing expired"),
     "collision": RecipeFacts("tiny", CPU, "5 min", "52.5% error (chance 75%); 224 / 130 / 88 alive"),
     "collision_dense": RecipeFacts("small", GPU, "1 min", "first of three lessons"),
