@@ -322,12 +322,26 @@ def test_bad_environments_are_refused():
         EnvTask(options="[1]")
 
 
-def test_the_expert_acts_in_its_rows_and_is_recorded_in_all():
-    learner = AgentLearner(tiny_agent(CORRIDOR, {"options": '{"max_length": 3}'}))
+@pytest.mark.parametrize(
+    ("env", "options"), [(CORRIDOR, '{"max_length": 3}'), ("Tiny/Echo-v0", "{}"), ("Tiny/Echo-v0", '{"multi": true}')]
+)
+def test_the_expert_acts_in_its_rows_and_is_recorded_in_all(env, options):
+    """Its action is one of the environment's space, which may begin at another number than 0 or have several choices."""
+    learner = AgentLearner(tiny_agent(env, {"options": options}))
     rows = learner.player.envs.count
-    window = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2).window
-    same = window.actions[..., 0] == window.expert  # [T, B]
+    played = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2)
+    same = (played.window.actions == played.window.expert).all(-1)  # [T, B]
     assert bool(same[:, : rows // 2].all()) and not bool(same[:, rows // 2 :].all())
+    learner = AgentLearner(tiny_agent(env, {"options": options}, imitate=2))
+    learner.step(0)
+    assert learner.metrics()["imitation_loss"] > 0
+
+
+def test_an_expert_outside_of_the_action_space():
+    learner = AgentLearner(tiny_agent(imitate=1))
+    learner.player.envs.infos["optimal_action"] += 3  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"optimal_action of environment Tiny/Echo-v0 must be an action of Discrete\(3"):
+        learner.step(0)
 
 
 def test_no_two_splits_share_their_episodes():
