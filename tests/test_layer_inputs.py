@@ -75,6 +75,25 @@ def test_a_layer_without_numbers():
         build().to("meta")(X.to("meta"))
 
 
+class Outputs(torch.nn.Module):
+    """Gives the layer's outputs alone, as programs to be recorded must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).y
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the recorder that is refused
+def test_recorders_of_fixed_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"torch\.export records fixed shapes, .*; export keep='nothing', got 'kv'"):
+        torch.export.export(Outputs(), (X,))
+    with pytest.raises(ValueError, match=r"torch\.jit\.trace cannot record a memory; give the model to torch\.compile"):
+        torch.jit.trace(Outputs(), X)
+
+
 def test_autocast_may_mix_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
         assert build()(X.bfloat16()).y.shape == X.shape
