@@ -359,6 +359,7 @@ def test_no_two_splits_share_their_episodes():
         ("nan", "the observation clock of environment Tiny/Broken-v0 must be finite, got nan"),
         ("range", "the observation number of environment Tiny/Broken-v0 must lie in 1..4, got 9"),
         ("reward", "the reward of environment Tiny/Broken-v0 must be finite, got inf"),
+        ("success", "Tiny/Broken-v0 failed in its report of success with ValueError: could not convert"),
         ("never", "no episode of Tiny/Broken-v0 has ended after 50 steps .*max_episode_steps"),
     ],
 )

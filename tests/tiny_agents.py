@@ -83,6 +83,8 @@ class Broken(Echo):
             seen["clock"][1] = np.nan
         if self.wrong == "range":
             seen["number"] = np.int64(9)
+        if self.wrong == "success":
+            info["success"] = "yes"
         if self.wrong == "reward":
             reward = float("inf")
         never = self.wrong == "never"

@@ -140,12 +140,9 @@ class GymnasiumEnvironments(Environments):
             past.append(action)
         self.reports_success |= "success" in infos
         silent = np.full(self.count, 0.0 if self.reports_success else np.nan)
-        parts = [
-            np.asarray(reward, np.float32),
-            terminated,
-            truncated,
-            np.asarray(infos.get("success", silent), np.float32),
-        ]
+        with told(self.task.env, "its report of success"):
+            success = np.asarray(infos.get("success", silent), np.float32)
+        parts = [np.asarray(reward, np.float32), terminated, truncated, success]
         reward, terminated, truncated, success = (to_tensor(x, self.device) for x in parts)
         return reward, terminated, truncated & ~terminated, success
 
