@@ -40,6 +40,7 @@ OPTIONS = {
     "no span": (dict(max_span=None), "max_span must be a whole number, got None"),
     "unknown word": (dict(span_per="head"), "span_per must be one of layer, kv_head, got 'head'"),
     "unknown positions": (dict(positions="alibi"), "positions must be one of rotary, relative, none, got 'alibi'"),
+    "a span in steps": (dict(initial_span=20), "initial_span must be a share of max_span above 0 and below 1, got 20"),
     "half a head": (dict(heads=2.0), "heads must be a whole number, got 2.0"),
 }
 INPUTS = {
