@@ -224,7 +224,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
 
 def test_environments_go_on_where_they_stood():
     """Rows at different steps of their episodes, restored by replaying their actions, continue exactly as before."""
-    task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20}', previous_action=True)
+    task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20, "tells": true}', previous_action=True)
     one, two = (build_environments(task, 5) for _ in range(2))
     one.begin(3)
     torch.manual_seed(0)
@@ -237,6 +237,7 @@ def test_environments_go_on_where_they_stood():
         actions = torch.randint(0, 3, (5, 1))
         a, b = one.step(actions), two.step(actions)
         assert torch.equal(a.reward, b.reward) and torch.equal(a.ended, b.ended)
+        assert torch.equal(a.success, b.success) and not bool(a.success.isnan().any())  # one was reported before
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch):
