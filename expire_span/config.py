@@ -149,5 +149,6 @@ def _pick_class(hint: Any, value: Any, where: str) -> Any:
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         known = ", ".join(sorted(str(k) for k in kinds))
-        raise ValueError(f"unknown kind {kind!r} of {where}, known are: {known}")
+        outside = "one of your own is known once EXPIRE_SPAN_PLUGINS names its module"
+        raise ValueError(f"unknown kind {kind!r} of {where}, known are: {known}; {outside}")
     return kinds[kind]

@@ -15,6 +15,7 @@ from expire_span.train.agent_evaluation import evaluate_agent, wilson
 from expire_span.train.build_environments import build_environments
 from expire_span.train.controls import Delete, choose_rows
 from expire_span.train.retention import RetentionCounter
+from tests import tiny_agents  # noqa: F401 (registers Tiny/Echo-v0)
 
 CORRIDOR = EnvTask(env="ExpireSpan/Corridor-Easy-v0", options='{"max_length": 14}')
 
@@ -55,8 +56,21 @@ def test_an_expert_scores_one_in_every_band(monkeypatch):
 def obey_expert(envs):
     """Environments in which the expert's action is taken, whatever the agent does."""
     step = envs.step
-    envs.step = lambda actions: step(envs.facts()["optimal_action"][:, None])
+    envs.step = lambda actions: step(envs.facts()["optimal_action"].view(len(actions), -1))
     return envs
+
+
+def test_an_episode_that_ends_without_success_has_failed():
+    """Where the environment says nothing at the end of a lost episode, nor of one that was cut off, it is lost all the same."""
+    task = EnvTask(env="Tiny/Echo-v0", options='{"tells": true}')
+    result = evaluate_agent(policy_of(task), task, 60, seed=1, rows=3)
+    assert result.score_name == "success" and result.score > 0
+    assert (
+        0 < result.mean_return - result.score < 0.06
+    )  # 1 for a success, and less than 0.01 for each of at most six steps
+    assert wilson(60 * result.score, 60) == pytest.approx((result.low, result.high))
+    silent = EnvTask(env="Tiny/Echo-v0")
+    assert evaluate_agent(policy_of(silent), silent, 6, seed=1, rows=3).score_name == "return"
 
 
 def test_retention_by_hand():

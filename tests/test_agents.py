@@ -224,7 +224,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
 
 def test_environments_go_on_where_they_stood():
     """Rows at different steps of their episodes, restored by replaying their actions, continue exactly as before."""
-    task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20}', previous_action=True)
+    task = EnvTask(env="Tiny/Echo-v0", options='{"longest": 30, "limit": 20, "tells": true}', previous_action=True)
     one, two = (build_environments(task, 5) for _ in range(2))
     one.begin(3)
     torch.manual_seed(0)
@@ -237,6 +237,7 @@ def test_environments_go_on_where_they_stood():
         actions = torch.randint(0, 3, (5, 1))
         a, b = one.step(actions), two.step(actions)
         assert torch.equal(a.reward, b.reward) and torch.equal(a.ended, b.ended)
+        assert torch.equal(a.success, b.success) and not bool(a.success.isnan().any())  # one was reported before
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch):
@@ -322,12 +323,26 @@ def test_bad_environments_are_refused():
         EnvTask(options="[1]")
 
 
-def test_the_expert_acts_in_its_rows_and_is_recorded_in_all():
-    learner = AgentLearner(tiny_agent(CORRIDOR, {"options": '{"max_length": 3}'}))
+@pytest.mark.parametrize(
+    ("env", "options"), [(CORRIDOR, '{"max_length": 3}'), ("Tiny/Echo-v0", "{}"), ("Tiny/Echo-v0", '{"multi": true}')]
+)
+def test_the_expert_acts_in_its_rows_and_is_recorded_in_all(env, options):
+    """Its action is one of the environment's space, which may begin at another number than 0 or have several choices."""
+    learner = AgentLearner(tiny_agent(env, {"options": options}))
     rows = learner.player.envs.count
-    window = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2).window
-    same = window.actions[..., 0] == window.expert  # [T, B]
+    played = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2)
+    same = (played.window.actions == played.window.expert).all(-1)  # [T, B]
     assert bool(same[:, : rows // 2].all()) and not bool(same[:, rows // 2 :].all())
+    learner = AgentLearner(tiny_agent(env, {"options": options}, imitate=2))
+    learner.step(0)
+    assert learner.metrics()["imitation_loss"] > 0
+
+
+def test_an_expert_outside_of_the_action_space():
+    learner = AgentLearner(tiny_agent(imitate=1))
+    learner.player.envs.infos["optimal_action"] += 3  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"optimal_action of environment Tiny/Echo-v0 must be an action of Discrete\(3"):
+        learner.step(0)
 
 
 def test_no_two_splits_share_their_episodes():
@@ -345,6 +360,7 @@ def test_no_two_splits_share_their_episodes():
         ("nan", "the observation clock of environment Tiny/Broken-v0 must be finite, got nan"),
         ("range", "the observation number of environment Tiny/Broken-v0 must lie in 1..4, got 9"),
         ("reward", "the reward of environment Tiny/Broken-v0 must be finite, got inf"),
+        ("success", "Tiny/Broken-v0 failed in its report of success with ValueError: could not convert"),
         ("never", "no episode of Tiny/Broken-v0 has ended after 50 steps .*max_episode_steps"),
     ],
 )

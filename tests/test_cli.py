@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -118,12 +119,23 @@ def test_empty_or_short_text(call, tmp_path, content):
     assert [p.name for p in tmp_path.iterdir()] == ["t.txt"]
 
 
+def test_compressed_text(call, tmp_path):
+    """Bytes of a packed file would be learned without a word, and nothing can be learned of them."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"plain " * 2000)
+    (tmp_path / "texts" / "b.txt.gz").write_bytes(gzip.compress(b"plain " * 2000))
+    for path in ("texts", "texts/b.txt.gz"):
+        words = "texts/b.txt.gz is compressed (gzip), and text is read as it is; unpack it first"
+        check_refused(call("train", "text_small", "--task.path", path), words)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_train_eval_generate_and_refusals_on_runs(call, tmp_path, options):
     code, out, _ = call("train", "text_small", "--name", "a", *options)
     assert code == 0 and "run folder" in out
     before = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     check_refused(call("train", "text_small", "--name", "a", *options), "runs/a already exists", "--name", "resume")
-    check_refused(call("resume", "a"), "is finished (4 steps)")
+    check_refused(call("resume", "a"), "is finished (4 steps); nothing to resume; train --init-from runs/a trains")
     check_refused(call("resume", "b"), "'b'", "known runs: a")
     check_refused(call("eval", "a", "--device", "cuda:9"), "cuda:9")
     check_refused(call("eval", "a", "--batch", "0"), "--batch must be at least 1, got 0")

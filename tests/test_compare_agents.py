@@ -11,7 +11,7 @@ pytest.importorskip("gymnasium")
 from expire_span.compare.page import write_page
 from expire_span.compare.plan import Comparison, list_systems
 from expire_span.compare.prepare import describe_plan, prepare
-from expire_span.compare.table import as_markdown, collect_rows, write_table
+from expire_span.compare.table import as_markdown, collect_rows, with_found_score, write_table
 from expire_span.compare.worker import run_system, with_steps_for
 from tests.tiny_agents import tiny_agent
 
@@ -43,6 +43,22 @@ def test_agents_are_compared(tmp_path):
     assert f"environment {CORRIDOR}" in page and "memory of the same agent, plays the same episodes" in page
     assert "Loss of policy and value together" in page and "decoder" not in page and "nats" not in page
     assert "no budget was given" in page and "budget controller" not in page
+
+
+def test_the_score_is_named_as_it_was_measured(tmp_path):
+    """Only playing shows that a foreign environment reports success; an agent none of whose episodes did so has none."""
+    base = tiny_agent(task={"options": '{"tells": true}'}, steps=1, eval_episodes=1, test_episodes=20)
+    planned = prepare(tmp_path / "c", "agent", base, list_systems(["expire_span", "gru"], [], [0]))
+    planned.write()
+    for name in planned.runs:
+        run_system(tmp_path / "c", name)
+    last = tmp_path / "c" / name / "result.json"
+    last.write_text(json.dumps(json.loads(last.read_text()) | {"score_name": "return", "score": 0.04}))
+    assert planned.score["name"] == "return"
+    found = with_found_score(planned)
+    success, none = collect_rows(found)
+    assert found.score["name"] == "success" and 0 < success.score < 1 and none.score == 0
+    assert "| success |" in as_markdown(found, [success, none])
 
 
 @pytest.mark.parametrize("env", ["Tiny/Echo-v0", "ExpireSpan/Instruction-Easy-v0"])

@@ -40,6 +40,7 @@ OPTIONS = {
     "no span": (dict(max_span=None), "max_span must be a whole number, got None"),
     "unknown word": (dict(span_per="head"), "span_per must be one of layer, kv_head, got 'head'"),
     "unknown positions": (dict(positions="alibi"), "positions must be one of rotary, relative, none, got 'alibi'"),
+    "a span in steps": (dict(initial_span=20), "initial_span must be a share of max_span above 0 and below 1, got 20"),
     "half a head": (dict(heads=2.0), "heads must be a whole number, got 2.0"),
 }
 INPUTS = {
@@ -73,6 +74,25 @@ def test_hidden_states(name):
 def test_a_layer_without_numbers():
     with pytest.raises(ValueError, match="x is on the device meta, which holds no numbers; give it on a CPU or a GPU"):
         build().to("meta")(X.to("meta"))
+
+
+class Outputs(torch.nn.Module):
+    """Gives the layer's outputs alone, as programs to be recorded must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).y
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the recorder that is refused
+def test_recorders_of_fixed_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"torch\.export records fixed shapes, .*; export keep='nothing', got 'kv'"):
+        torch.export.export(Outputs(), (X,))
+    with pytest.raises(ValueError, match=r"torch\.jit\.trace cannot record a memory; give the model to torch\.compile"):
+        torch.jit.trace(Outputs(), X)
 
 
 def test_autocast_may_mix_dtypes():

@@ -312,6 +312,10 @@ BAD = {
         "span must be a float tensor .*, got torch.int64",
     ),
     "ramp": (dict(ramp=0), "ramp must be greater than 0 and at most .*, got 0"),
+    "documents": (
+        dict(k_pos=torch.arange(63) % 40),
+        "k_pos must not decrease along a row, got 39 then 0 at index 39; packed documents are given by cu_seqlens or documents",
+    ),
     "order": (dict(k_pos=torch.arange(63).flip(0)), "k_pos must not decrease along a row, got 62 then 61 at index 0"),
     "float positions": (dict(q_pos=torch.zeros(63)), "q_pos must be an integer tensor, got torch.float32"),
     "heads": (dict(q=torch.ones(2, 3, 63, 16)), "the heads of k must divide those of q, got 2 and 3"),

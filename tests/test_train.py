@@ -36,7 +36,7 @@ def metrics(run, split="train"):
 
 def test_learns_and_fills_the_run_folder(tmp_path, text):
     config = tiny_config(text, steps=60, lr=1e-2, eval_every=30)
-    run = train(config, tmp_path / "a", recipe="text", shown=False)
+    run = train(config, str(tmp_path / "a"), recipe="text", shown=False)  # a path may be given as text
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(2, 61, 2))
     assert lines[-1]["loss"] < lines[0]["loss"] - 1

@@ -16,10 +16,13 @@ MIXER = ExpireSpanConfig(max_span=6, ramp=2, initial_span=0.5)
 
 
 class Echo(gymnasium.Env):
-    """Shows a number once; after a random number of steps the agent is to say it. Longer episodes are cut off."""
+    """Shows a number once; after a random number of steps the agent is to say it. Longer episodes are cut off.
 
-    def __init__(self, longest: int = 9, limit: int = 6, multi: bool = False) -> None:
-        self.longest, self.limit, self.multi = longest, limit, multi
+    tells: `info` has "success" where the agent is right, and only there, as some environments do.
+    """
+
+    def __init__(self, longest: int = 9, limit: int = 6, multi: bool = False, tells: bool = False) -> None:
+        self.longest, self.limit, self.multi, self.tells = longest, limit, multi, tells
         self.observation_space = spaces.Dict(
             {"number": spaces.Discrete(4, start=1), "clock": spaces.Box(0, 1, (2,), np.float32)}
         )
@@ -36,15 +39,17 @@ class Echo(gymnasium.Env):
         assert 0 <= first < 3
         self.time += 1
         terminated = self.time >= self.length
-        reward = float(terminated and first == self.number - 1) + 0.01 * float(self.np_random.random())
+        right = terminated and first == self.number - 1
+        reward = float(right) + 0.01 * float(self.np_random.random())
         seen = self._see(int(self.np_random.integers(1, 5)))
-        return seen, reward, terminated, self.time >= self.limit, self._info()
+        told = {"success": True} if right and self.tells else {}
+        return seen, reward, terminated, self.time >= self.limit, self._info() | told
 
     def _see(self, number: int) -> dict[str, Any]:
         return {"number": np.int64(number), "clock": np.array([self.time / 10, 0.5], np.float32)}
 
     def _info(self) -> dict[str, Any]:
-        return {"optimal_action": self.number - 1}
+        return {"optimal_action": np.array([self.number - 1, 1]) if self.multi else self.number - 1 + 5}
 
 
 class Torque(gymnasium.Env):
@@ -78,6 +83,8 @@ class Broken(Echo):
             seen["clock"][1] = np.nan
         if self.wrong == "range":
             seen["number"] = np.int64(9)
+        if self.wrong == "success":
+            info["success"] = "yes"
         if self.wrong == "reward":
             reward = float("inf")
         never = self.wrong == "never"

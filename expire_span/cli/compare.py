@@ -133,18 +133,20 @@ def _compare(comparison: Comparison) -> int:
     from expire_span.compare.conduct import conduct
     from expire_span.compare.page import write_page
     from expire_span.compare.prepare import describe_plan
-    from expire_span.compare.table import collect_rows, print_table, write_table
+    from expire_span.compare.table import collect_rows, print_table, score_name, with_found_score, write_table
     from expire_span.view.efficiency import measure, show_count
 
     def describe(name: str) -> str:
         run = comparison.run_of(name)
         assert run is not None
         numbers = measure(run, comparison.parameters[name])
-        return f"{comparison.score['name']} {numbers['score']:.4f}, {show_count(numbers['live'])} memories alive"
+        called = score_name(run) or comparison.score["name"]
+        return f"{called} {numbers['score']:.4f}, {show_count(numbers['live'])} memories alive"
 
     comparison.write()
     print(describe_plan(comparison), flush=True)
     failed = conduct(comparison, describe)
+    comparison = with_found_score(comparison)
     rows = collect_rows(comparison)
     write_table(comparison, rows)
     page = write_page(comparison, rows)

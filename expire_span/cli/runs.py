@@ -179,7 +179,10 @@ def run_resume(args: list[str]) -> int:
     command = parse(Resume, spell_out(args, "--allow-changed-data"), f"{PROGRAM} resume")
     run = find_run(command.run, command.runs_dir)
     if run.finished:
-        raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
+        more = (
+            "" if isinstance(run.config, RetrofitRunConfig) else f"; train --init-from {run.path} trains its weights on"
+        )
+        raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume{more}")
     if isinstance(run.config, AgentRunConfig):
         return resume_agent(run)
     if isinstance(run.config, RetrofitRunConfig):

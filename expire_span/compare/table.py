@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from expire_span.agent_configs import AgentRunConfig
-from expire_span.runs import to_json, write_atomic
+from expire_span.runs import RunFolder, to_json, write_atomic
 from expire_span.view.efficiency import TABLE, Column, Row, list_columns, measure
 
 from .plan import Comparison, System
+
+
+def with_found_score(comparison: Comparison) -> Comparison:
+    """The comparison with the name of the score that its agents were given: whether an environment reports success is known
+    only once it has been played."""
+    runs = [run for run in map(comparison.run_of, comparison.runs) if run is not None and run.finished]
+    found = isinstance(comparison.config, AgentRunConfig) and any(score_name(run) == "success" for run in runs)
+    return replace(comparison, score={**comparison.score, "name": "success"}) if found else comparison
+
+
+def score_name(run: RunFolder) -> str | None:
+    """The name of a finished run's score."""
+    return (run.read_result() or {}).get("score_name")
 
 
 def collect_rows(comparison: Comparison) -> list[Row]:
@@ -21,6 +34,8 @@ def collect_rows(comparison: Comparison) -> list[Row]:
         run = comparison.run_of(name)
         if run is not None and run.finished:
             numbers = measure(run, comparison.parameters[name])
+            if comparison.score["name"] == "success" and score_name(run) == "return":
+                numbers["score"] = 0.0  # not one of its episodes reported success
             groups.setdefault(system.label, []).append((system, numbers))
     return [_mean_row(label, runs) for label, runs in groups.items()]
 

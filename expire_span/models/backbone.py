@@ -117,7 +117,7 @@ class Block(nn.Module):
     @torch.no_grad()
     def _empty(self) -> Tensor:
         """What the mixer reads for a hidden state of zeros, [C]. It is not zero where the norm before it adds a bias."""
-        zero = self.ff.down.weight.new_zeros(self.ff.down.out_features)
+        zero = self.ff.down.weight.new_zeros(len(self.ff.down.weight))
         return self.norm1(zero) if self.pre_norm else zero
 
     def forward(

@@ -23,6 +23,7 @@ from expire_span.ops.slots import SpanForm
 
 from .kit.clamp import clamp_with_recovery
 from .kit.fused_logits import Logits, ValuesAndLogits
+from .kit.plain import are_plain
 from .kit.precision import storage_dtype
 
 LEAST_SHARE = 1e-5
@@ -107,19 +108,36 @@ class ConstantLifetimes(LifetimeRule):
         return SpanForm.constant(torch.full((self.kv_heads,), float(self.span)), dim)
 
 
-class Lifetimes(LifetimeRule, nn.Linear):
-    """Learned spans: max_span times the sigmoid of a linear map of the hidden state (from min_span up, where that is set)."""
+class Lifetimes(LifetimeRule):
+    """Learned spans: max_span times the sigmoid of a linear map of the hidden state (from min_span up, where that is set).
+
+    It is no `nn.Linear`: code that draws every linear map's weights anew or wraps it in an adapter, as many training loops do,
+    would replace the initial spans.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
+        super().__init__()
         check_count("dim", dim)
         check_count("kv_heads", kv_heads)
-        nn.Linear.__init__(self, dim, num_outputs(kv_heads, settings))
+        self._take(nn.Linear(dim, num_outputs(kv_heads, settings)))
         self._adopt(kv_heads, settings)
-        nn.init.zeros_(self.weight)
         floor = settings.min_span / settings.max_span
         with torch.no_grad():
             shares = [max(share, LEAST_SHARE + floor) for share in initial_shares(self.out_features, settings)]
             self.bias.copy_(torch.tensor([_logit((share - floor) / (1 - floor)) for share in shares]))
+
+    def _take(self, linear: nn.Linear) -> None:
+        """Take the parameters of a linear map, the weight set to zero. Drawing one keeps the meaning of a seed: models made
+        from it have had one here from the beginning."""
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(torch.zeros_like(linear.weight))
+        self.register_parameter("bias", linear.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _adopt(self, kv_heads: int, settings: ExpireSpanConfig) -> None:
         self.kv_heads, self.ramp, self.settings = kv_heads, settings.ramp, settings
@@ -139,7 +157,7 @@ class Lifetimes(LifetimeRule, nn.Linear):
 
     def with_values(self, h: Tensor, value: nn.Linear) -> tuple[Tensor, Tensor]:
         """In compiled code, the gradients of both to h are one matrix product, which saves a pass over the hidden states."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or not are_plain(value):
             return value(h), self(h)
         h = h.to(storage_dtype(h))
         with torch.autocast(h.device.type, enabled=False):
@@ -189,13 +207,13 @@ class ReachLifetimes(Lifetimes):
     """
 
     def __init__(self, dim: int, kv_heads: int, settings: ExpireSpanConfig) -> None:
+        LifetimeRule.__init__(self)
         own = num_own_heads(kv_heads, settings)
-        nn.Linear.__init__(self, dim, own, bias=False)
+        self._take(nn.Linear(dim, own, bias=False))
         self._adopt(kv_heads, settings)
         self.shortest_shared = settings.shortest_shared
         shortest = [self.min_span] * own + [self.shortest_shared] * (kv_heads - own)
         self.furthest = self._scale(self.max_span - min(shortest))
-        nn.init.zeros_(self.weight)
         starts = [self.max_span * share for share in initial_shares(kv_heads, settings)]
         self.reach = nn.Parameter(torch.tensor([self._scale(max(z - low, 0.0)) for z, low in zip(starts, shortest)]))
 

@@ -29,6 +29,8 @@ every block. "kv": keys and values, for serving; they are computed once. "nothin
 
 def check_start(batch: int, keep: str) -> None:
     """Raise ValueError unless these are a number of rows and a `Keep` that a state can begin with."""
+    if torch.jit.is_tracing():  # type: ignore[reportPrivateImportUsage]
+        raise ValueError("torch.jit.trace cannot record a memory; give the model to torch.compile, or to torch.export")
     if not isinstance(batch, int) or batch < 0:
         raise ValueError(f"a state needs a whole number of rows, 0 or more, got {batch!r}")
     if keep not in get_args(Keep):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from expire_span.models import systems
 from expire_span.models.kit.attention import AttentionMixer
 from expire_span.models.kit.expiring import ExpiringAttention
+from expire_span.models.kit.plain import are_plain
 from expire_span.models.kit.rotary import rotary_angles, rotate
 from expire_span.models.kit.window import WindowMixer
 from expire_span.models.mixer import Mixer
@@ -98,9 +99,11 @@ class SlotRules:
 
 
 def slot_rules(mixer: Mixer) -> SlotRules | None:
-    """The rules of a layer that can keep its memories in slots, else None."""
+    """The rules of a layer that can keep its memories in slots, else None. A step reads the weights of its projections."""
     field = systems.find(mixer.settings.kind).receptive_field(systems.StateSize(mixer.shape, mixer.settings))
-    if field is None:
+    if field is None or not isinstance(mixer, (ExpiringAttention, WindowMixer)):
+        return None
+    if not are_plain(mixer.query, mixer.key, mixer.value, mixer.out):
         return None
     if isinstance(mixer, ExpiringAttention):
         r, form = mixer.rules, mixer.span_predictor.span_form(mixer.shape.dim)
@@ -108,7 +111,7 @@ def slot_rules(mixer: Mixer) -> SlotRules | None:
             return None
         limit = min(field + 1, r.cap or field + 1)
         return SlotRules(mixer.span_predictor.ramp, r.cap, r.include_self, r.normalizer_eps, limit, r.impl, form)
-    if isinstance(mixer, WindowMixer) and not mixer.sinks and [band.dilation for band in mixer.bands] == [1]:
+    if not mixer.sinks and [band.dilation for band in mixer.bands] == [1]:
         window = mixer.bands[0].window  # a hard edge: with a ramp of 1, age `window` is the first that is dead
         form = SpanForm.constant(torch.full((mixer.shape.num_kv_heads,), window - 1.0), mixer.shape.dim)
         return SlotRules(1.0, None, True, 0.0, window, "auto", form)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from expire_span.models.backbone import Block
 from expire_span.models.decoder import Decoder
 from expire_span.models.kit.attention import AttentionMixer
+from expire_span.models.kit.plain import are_plain
 from expire_span.models.mixer import Mixer
 from expire_span.models.slot_step import SlotStep, StreamPosition, add_linear, folds, norm_linear, slot_rules
 
@@ -57,7 +58,7 @@ class BlockStep:
             assert isinstance(block.mixer, AttentionMixer)
             self.memory = SlotStep(block.mixer, rules, clock, norm)
         ff = block.ff
-        self.squares = self.pre_norm and ff.activation == "relu2" and isinstance(ff.up, nn.Linear)
+        self.squares = self.pre_norm and ff.activation == "relu2" and are_plain(ff.up, ff.down)
         self.down = ff.down.weight.detach()
         fused = isinstance(self.memory, SlotStep) and self.memory.fused
         self.folded = fused and folds(block.norm2, self.down)
@@ -111,7 +112,7 @@ class Stepper:
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
-        x = F.embedding(tokens, self.decoder.embed.weight)
+        x = self.decoder.embed(tokens)
         for step in self.blocks:
             x = step(x)
         return self.decoder.head(self.decoder.backbone.norm(x))

@@ -212,10 +212,10 @@ def _check_rising(name: str, pos: Tensor) -> None:
         return
     where = int(falls.reshape(-1, falls.shape[-1]).any(0).nonzero()[0, 0])
     row = pos.reshape(-1, pos.shape[-1])[falls.reshape(-1, falls.shape[-1])[:, where].nonzero()[0, 0]]
-    pair = f"{int(row[where])} then {int(row[where + 1])}"
-    raise ValueError(
-        f"{name} must not decrease along a row, got {pair} at index {where}; sort the memories by position"
-    )
+    pair, advice = f"{int(row[where])} then {int(row[where + 1])}", "sort the memories by position"
+    if row[where + 1] == row[0]:  # they begin anew, as in rows of packed documents
+        advice = "packed documents are given by cu_seqlens or documents, without positions"
+    raise ValueError(f"{name} must not decrease along a row, got {pair} at index {where}; {advice}")
 
 
 def check_distinct(q_pos: Tensor, k_pos: Tensor, window: int, ids: tuple[Tensor, Tensor] | None) -> None:

@@ -19,6 +19,10 @@ SAMPLE = 8192
 """Bytes or tokens of a sample."""
 
 
+PACKED = {"gzip": b"\x1f\x8b\x08", "zip": b"PK\3\4", "bzip2": b"BZh9", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd"}
+"""The first bytes of compressed files."""
+
+
 class Text:
     """A text whose bytes are split into training, validation and test from front to back.
 
@@ -108,8 +112,10 @@ def read_bytes(path: str) -> np.ndarray:
     place = Path(path)
     if place.is_dir():
         files = sorted(p for p in place.rglob("*") if p.is_file())
+        check_unpacked(*files)
         data = np.concatenate([np.zeros(0, np.uint8), *(np.fromfile(p, np.uint8) for p in files)])
     elif place.is_file():
+        check_unpacked(place)
         size = place.stat().st_size
         data = np.memmap(place, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
     else:
@@ -118,6 +124,16 @@ def read_bytes(path: str) -> np.ndarray:
     if not len(data):
         raise ValueError(f"{path} holds 0 bytes, but text needs at least 2; give a file or folder with text")
     return data
+
+
+def check_unpacked(*files: Path) -> None:
+    """Refuse compressed files: their bytes look random, and no model could learn anything from them."""
+    for path in files:
+        with path.open("rb") as file:
+            first = file.read(8)
+        kind = next((kind for kind, magic in PACKED.items() if first.startswith(magic)), None)
+        if kind is not None:
+            raise ValueError(f"{path} is compressed ({kind}), and text is read as it is; unpack it first")
 
 
 class TrainRows:

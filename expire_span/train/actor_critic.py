@@ -66,7 +66,12 @@ def split_seed(seed: int, split: int) -> int:
 
 
 def train(
-    config: AgentRunConfig, path: Path, *, recipe: str = "", init_from: RunFolder | None = None, shown: bool = True
+    config: AgentRunConfig,
+    path: Path | str,
+    *,
+    recipe: str = "",
+    init_from: RunFolder | None = None,
+    shown: bool = True,
 ) -> RunFolder:
     """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -211,6 +211,8 @@ class _Evaluation:
         self.state = self.policy.reset_rows(self.state, ended)
 
     def result(self) -> AgentResult:
+        if any(not math.isnan(e.success) for e in self.episodes):  # those that ended before the first report of success
+            self.episodes = [replace(e, success=0.0) if math.isnan(e.success) else e for e in self.episodes]
         whole, live = _summarise(self.episodes, None), self.live / self.looked
         peaks = self.peaks if self.peaks is not None else live
         known = whole.success is not None

@@ -31,7 +31,7 @@ class EnvironmentStep:
     truncated: Tensor
     """The episode was cut off by a limit, so that its final state still has a value."""
     success: Tensor
-    """For episodes that have just ended: 1, 0, or NaN where the environment does not report success."""
+    """For episodes that have just ended: 1, 0, or NaN while the environment has not reported success in any episode."""
     final: dict[str, Tensor] | None
     """The final observations of truncated episodes, to compute that value; None if no episode was truncated."""
 
@@ -83,8 +83,8 @@ class Environments(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Tensor]:
-        """Facts about the current observation that the agent does not see, [B] each: optimal_action, oracle_steps,
-        needed_until, fact. An environment may report any of them or none."""
+        """Facts about the current observation that the agent does not see: optimal_action [B] or [B, K], its choices counted
+        from 0; oracle_steps, needed_until and fact, [B] each. An environment may report any of them or none."""
 
     @abstractmethod
     def state_dict(self) -> Any:

@@ -38,18 +38,35 @@ class GymnasiumEnvironments(Environments):
         self.episodes = np.zeros(count, np.int64)
         self.history: list[list[list[int]]] = [[] for _ in range(count)]
         self.seed, self.seen, self.infos = 0, {}, {}
+        self.reports_success = (
+            False  # whether any step has reported success: an episode that ends without it has then failed
+        )
         self._finish_fields()
 
     def facts(self) -> dict[str, Tensor]:
         names = ("optimal_action", "oracle_steps", "needed_until", "fact")
-        found = {name: self.infos[name] for name in names if name in self.infos}
-        return {name: to_tensor(np.asarray(x, dtype=np.int64), self.device) for name, x in found.items()}
+        found = {name: np.asarray(self.infos[name], dtype=np.int64) for name in names if name in self.infos}
+        if "optimal_action" in found:
+            found["optimal_action"] = self._number_choices(found["optimal_action"])
+        return {name: to_tensor(x, self.device) for name, x in found.items()}
+
+    def _number_choices(self, actions: np.ndarray) -> np.ndarray:
+        """Actions of the environment's space [B] or [B, K] as the K choices of a policy, which count from 0: [B, K]."""
+        chosen = actions.reshape(self.count, -1) - self.starts
+        wrong = chosen.shape[1] != len(self.actions) or ((chosen < 0) | (chosen >= np.array(self.actions))).any()
+        if wrong:
+            space, given = self.vector.single_action_space, actions[0].tolist()
+            raise UserError(
+                f"the optimal_action of environment {self.task.env} must be an action of {space}, got {given}"
+            )
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "episodes": self.episodes.tolist(),
             "history": [[list(a) for a in h] for h in self.history],
+            "reports_success": self.reports_success,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,6 +87,7 @@ class GymnasiumEnvironments(Environments):
                 late = [time - (longest - len(actions)) for actions in history]  # place of each row in its own episode
                 self._replay([h[n] if n >= 0 else None for h, n in zip(history, late)])
         self.history = [[list(a) for a in actions] for actions in history]
+        self.reports_success = state.get("reports_success", False)
         last = torch.tensor([h[-1] if h else list(self.actions) for h in history], device=self.device)
         begun = torch.tensor([not h for h in history], device=self.device)
         self.observation = self._show(self._observe(), last, begun)
@@ -120,8 +138,11 @@ class GymnasiumEnvironments(Environments):
         check_values(self.task.env, "reward", reward)
         for past, action in zip(self.history, chosen.tolist()):
             past.append(action)
-        success = np.asarray(infos["success"], np.float32) if "success" in infos else np.full(self.count, np.nan)
-        parts = [np.asarray(reward, np.float32), terminated, truncated, np.asarray(success, np.float32)]
+        self.reports_success |= "success" in infos
+        silent = np.full(self.count, 0.0 if self.reports_success else np.nan)
+        with told(self.task.env, "its report of success"):
+            success = np.asarray(infos.get("success", silent), np.float32)
+        parts = [np.asarray(reward, np.float32), terminated, truncated, success]
         reward, terminated, truncated, success = (to_tensor(x, self.device) for x in parts)
         return reward, terminated, truncated & ~terminated, success
 

@@ -38,7 +38,7 @@ class Window:
     target: Tensor
     """Target of the value: advantage plus predicted value."""
     expert: Tensor | None = None
-    """The expert's actions [T, B] while the agent imitates it, else None."""
+    """The expert's actions [T, B, K] while the agent imitates it, else None."""
 
     @property
     def rows(self) -> int:
@@ -125,7 +125,7 @@ def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goe
     given = choices.log_prob(window.actions.flatten(0, 1)[places])[mask]
     expert = None
     if window.expert is not None:
-        expert = choices.log_prob(window.expert.flatten(0, 1)[places].unsqueeze(-1))[mask]
+        expert = choices.log_prob(window.expert.flatten(0, 1)[places])[mask]
     span = spans.mean(longest)
     span = torch.zeros_like(value) if span is None else span
     return Replayed(

@@ -75,7 +75,7 @@ class Player:
             if expert_rows is not None:
                 expert = self._ask_expert()
                 seen.add(expert=expert)
-                actions = torch.cat([expert[:expert_rows, None], actions[expert_rows:]])
+                actions = torch.cat([expert[:expert_rows], actions[expert_rows:]])
             frame = self.envs.step(actions)
             reward = frame.reward + gamma * self._value_beyond(frame, out.state)
             seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], reward=reward, ended=frame.ended)
@@ -102,7 +102,7 @@ class Player:
         if "optimal_action" not in facts:
             told = "its info has no optimal_action"
             raise ValueError(f"imitation needs an expert, and {self.task.env} has none: {told}; set --train.imitate 0")
-        return facts["optimal_action"].long()
+        return facts["optimal_action"].long().view(self.envs.count, -1)  # [B, K]
 
     def _note(self, frame: EnvironmentStep) -> EpisodeSums:
         """Count the episodes that have just ended."""

@@ -61,14 +61,14 @@ def _check_alike(run: RunFolder, model: Any) -> None:
 def begin(
     learner: Learner,
     config: RunConfig,
-    path: Path,
+    path: Path | str,
     *,
     recipe: str = "",
     origin: Origin | None = None,
     shown: bool = True,
 ) -> RunFolder:
     """Make a new run folder and train the learner in it to the end. Building the learner has checked all settings."""
-    accelerator = learner.accelerator
+    accelerator, path = learner.accelerator, Path(path)
     if accelerator.is_main_process:
         make_folder(learner, config, path, recipe=recipe, origin=origin)
     accelerator.wait_for_everyone()

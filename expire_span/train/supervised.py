@@ -55,7 +55,7 @@ _PREFIX = "decoder."
 
 def train(
     config: RunConfig,
-    path: Path,
+    path: Path | str,
     *,
     recipe: str = "",
     task: Task | None = None,

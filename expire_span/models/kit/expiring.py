@@ -78,6 +78,10 @@ class ExpiringAttention(AttentionMixer):
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
         """An empty memory, or one that holds `initial_memories` zero vectors; see `Mixer.initial_state`."""
         check_start(batch, keep)
+        if keep != "nothing" and torch.compiler.is_exporting():
+            raise ValueError(
+                f"torch.export records fixed shapes, and memories have none; export keep='nothing', got {keep!r}"
+            )
         count = self.rules.initial_memories
         if keep == "nothing" and not count:
             return {"memory": None, "position": 0}

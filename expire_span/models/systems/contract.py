@@ -151,7 +151,8 @@ class MemorySystem:
     operator: bool = False
     """Whether it runs on the expiring-attention operator."""
     example: dict[str, Any] = field(default_factory=dict)
-    """Settings for the shared tests, so small that the system forgets, compresses or routes within sixty tokens."""
+    """Settings for the shared tests, so small that the system forgets, compresses or routes within sixty tokens; two layers
+    of it must still read ten tokens back."""
     reach: InitVar[Callable[[StateSize], int | None] | None] = None
     """The former name of `receptive_field`, which 0.3.0 removes."""
 

@@ -93,7 +93,8 @@ class ExpireSpanConfig:
     def __post_init__(self) -> None:
         require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
         require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
-        require(0 < self.initial_span < 1, f"initial_span must lie between 0 and 1, got {self.initial_span}")
+        share = "a share of max_span above 0 and below 1"
+        require(0 < self.initial_span < 1, f"initial_span must be {share}, got {self.initial_span}")
         longest = self.initial_span * self.reach.spread**0.5
         require(longest < 1, f"initial_span x sqrt(reach.spread) must lie below 1, got {longest:g}")
         self._check_heads()
