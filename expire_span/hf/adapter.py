@@ -126,7 +126,7 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
 def base_hash(model: nn.Module) -> str:
     """The hash that identifies a model's weights; see the top of this file."""
     digest = hashlib.sha256()
-    own = {n.replace(".base_layer.", "."): x for n, x in model.state_dict().items() if "lora_" not in n}
+    own = {n.replace(".base_layer.", "."): x for n, x in _weights_of(model).items() if "lora_" not in n}
     for name, x in sorted(own.items()):
         flat = x.detach().flatten()
         places = torch.linspace(0, max(x.numel() - 1, 0), min(_SAMPLES, x.numel()), dtype=torch.float64).long()
@@ -134,6 +134,16 @@ def base_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(x.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights by name; those that a device map has offloaded are read from where they are."""
+    weights = model.state_dict()
+    if not any(x.is_meta for x in weights.values()):
+        return weights
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    return get_state_dict_offloaded_model(model)
 
 
 def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
