@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from expire_span.cli import main
 from expire_span.generate import Sampling
+from expire_span.hf import loading
 from expire_span.hf.loading import open_model
 from expire_span.runs import UserError
 from expire_span.view.limit import Cut
@@ -97,3 +99,28 @@ def test_commands_and_source(adapter, tmp_path, capsys):
     capsys.readouterr()
     assert main(["view", str(adapter), "--model", str(tmp_path / "nowhere")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["base", "base/model.gguf"])
+def test_an_adapter_finds_its_model_from_anywhere(tmp_path, monkeypatch, name):
+    """The model was named by a relative path, as a folder or as a file, and the adapter is used from another folder."""
+    monkeypatch.chdir(model_folder(tmp_path / "base").parent)
+    (tmp_path / name).parent.joinpath("model.gguf").touch()
+    for kind in (loading.AutoConfig, loading.AutoModelForCausalLM, loading.AutoTokenizer):
+        monkeypatch.setattr(kind, "from_pretrained", _without_file(kind.from_pretrained))
+    forgetful(open_model(name, device="cpu")[0]).save("adapter")
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    assert loading.open_base(tmp_path / "adapter", device="cpu")[0] == str(tmp_path / name)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(
+        UserError, match=r"no model .*base.*; this is where adapter .* was made: give its .* with --model"
+    ):
+        loading.open_base(tmp_path / "adapter")
+    now = str(tmp_path / "moved" / Path(name).relative_to("base"))
+    assert loading.open_base(tmp_path / "adapter", now, "cpu")[0] == now
+
+
+def _without_file(load):
+    """Loads a folder's safetensors whether or not a .gguf file was asked for, which needs the package gguf."""
+    return lambda name, gguf_file=None, **options: load(name, **options)

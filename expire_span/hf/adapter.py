@@ -35,7 +35,7 @@ def save_adapter(handle: Any, folder: Path) -> None:
     weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
     data = safetensors.torch.save(weights)
     model = handle.model
-    base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
+    base = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
     head["settings_sha256"] = _settings_sha256(head)
@@ -45,6 +45,12 @@ def save_adapter(handle: Any, folder: Path) -> None:
         raise StorageError(
             f"the adapter could not be saved to {folder}: {describe(error)}; save it elsewhere"
         ) from error
+
+
+def _place_of(model: Any) -> str:
+    """The model's hub name, or the absolute path of its folder or file, which is found from any working directory."""
+    name = getattr(model, "name_or_path", "") or ""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def read_head(folder: Path) -> dict[str, Any]:

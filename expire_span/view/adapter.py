@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.hf import Retrofit, load_adapter
-from expire_span.hf.adapter import read_head
 from expire_span.hf.attention import KEPT
-from expire_span.hf.loading import open_model
-from expire_span.runs import UserError
+from expire_span.hf.loading import open_base
 from expire_span.shipped import SAMPLE, SHIPPED
 
 from .memory_log import MemoryFacts, spans_by_head
@@ -95,11 +93,7 @@ class AdapterReader(TextReader):
     @classmethod
     def open(cls, folder: Path, model: str | None = None) -> AdapterReader:
         """model: the base model, if it is not where the adapter says; None takes the adapter's."""
-        base = read_head(folder)["base"]
-        name = model or base["name"]
-        if not name:
-            raise UserError(f"adapter {folder} does not say where its {base['class']} is; give it with --model")
-        opened, tokenizer = open_model(name, device="cpu")
+        name, opened, tokenizer = open_base(folder, model, "cpu")
         title = folder.parent.name if folder.name == "adapter" else folder.name
         return cls(load_adapter(opened, folder), tokenizer, f"{Path(name).name} with {title}")
 
