@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expire_span.hf import Retrofit, load_adapter
 from expire_span.hf.attention import KEPT
 from expire_span.hf.loading import open_base
+from expire_span.hf.writing import text_of
 from expire_span.shipped import SAMPLE, SHIPPED
 
 from .memory_log import MemoryFacts, spans_by_head
@@ -35,7 +36,7 @@ class AdapterTracer(TokenTracer):
         self.state = [{"memory": None} for _ in handle.layers]
 
     def _show(self, tokens: Tensor) -> list[str]:
-        return [self.tokenizer.decode([token]) for token in tokens.tolist()]
+        return [text_of(self.tokenizer, token) for token in tokens.tolist()]
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
         handle, found, start = self.handle, {}, self.cache.seen
