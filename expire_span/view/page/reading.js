@@ -37,7 +37,7 @@ async function read(path, body, text) {
 function showText(text) {
   const ours = text === EXAMPLE;
   if (info.text) find("text").value = text;
-  find("other").value = (ours ? EXAMPLE_CHANGED : text).slice(0, 20000);
+  if (info.text) find("other").value = ours ? EXAMPLE_CHANGED : text;
   find("hint").hidden = !ours;
 }
 
@@ -98,7 +98,7 @@ async function compare() {
   const text = find("other").value;
   if (!fits(text)) return;
   if (info.text && !text) return say("the box of the other text is empty; type something into it to compare with", true);
-  const before = compared.before || state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
+  const before = compared.before || state.trace, same = before && text === (state.text ?? wholeText(before));
   say("comparing …", true);
   try {
     const cut = { max_span: numberIn("limit"), live: numberIn("budget") }, sampled = !info.text || (same && info.vocabulary === "words");
@@ -171,7 +171,7 @@ function write() {
   writing = new Writing((line) => {
     if (line.kind === "header") { trace = new TraceData(line); return; }
     trace.push(line);
-    if (trace.size === 1) setTrace(trace);
+    if (trace.size === 1) { setTrace(trace); find("other").value = asked.text; find("hint").hidden = true; }
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
@@ -192,7 +192,7 @@ function stopWriting() {
 function keepWritten() {
   if (!state.trace) return;
   state.text = wholeText(state.trace);
-  find("other").value = state.text.slice(0, 20000);
+  find("other").value = state.text;
   find("hint").hidden = true;
 }
 
