@@ -15,9 +15,8 @@ from expire_span.runs import RunFolder
 from expire_span.shipped import SHIPPED
 from expire_span.train.supervised import train
 from expire_span.view.server import Source
-from expire_span.view.trace import encode
 from expire_span.view.tracer import Tracer
-from tests.browser import Watched, made_trace, serving, wait_until
+from tests.browser import Watched, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
 TEXT = "Egypt <script>alert(1)</script> is far, \U0001f600 é far away.\nEgypt again."
@@ -119,26 +118,6 @@ def test_what_if_a_word_or_the_limit_changes(tab):
     assert said in tab.text("status") and "the field holds 0" in tab.text("status")
 
 
-def test_a_long_text_is_compared_whole(tab):
-    """Its trace is a short one, which takes no time; what counts is the text that is asked for."""
-    text, asked = "Egypt is far away. " * 2000, []
-    made = b"".join(map(encode, made_trace(3).lines()))
-
-    def answer(route):
-        asked.append(route.request.post_data_json)
-        route.fulfill(body=made)
-
-    tab.page.route("**/api/trace", answer)
-    tab.page.fill("#es-text", text)
-    tab.press("read")
-    wait_until(lambda: tab.page.input_value("#es-other") == text)
-    tab.page.fill("#es-limit", "1")
-    tab.press("compare")
-    tab.page.wait_for_selector("#es-verdict:not([hidden])")
-    tab.page.unroute("**/api/trace")
-    assert [x["text"] == text for x in asked] == [True, True] and asked[1]["max_span"] == 1
-
-
 def test_our_example_and_the_change_to_try(tab, server):
     """The model that ships opens with it; any other model of text can read it."""
     assert tab.page.input_value("#es-text") == tab.page.input_value("#es-other") != "", "what was read, to be changed"
@@ -178,12 +157,8 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
-    written = tab.page.evaluate(
-        "new TextDecoder().decode(Uint8Array.from(document.getElementById('es-view').state.trace.token))"
-    )
-    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), (
-        "what a link and a comparison take"
-    )
+    written = tab.view("new TextDecoder().decode(Uint8Array.from(view.state.trace.token))")
+    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), "what a link takes"
     delays = tab.view("view.delays")
     assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
     shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"
@@ -281,8 +256,7 @@ def test_a_server_that_is_gone_is_said_in_the_page(tab):
     wait_until(lambda: "the server does not answer; is expire-span view still running?" in tab.text("status"))
     tab.page.unroute("**/api/trace")
     read(tab, "back again")
-    broken = "async () => { throw new TypeError('network error'); }"
-    tab.page.evaluate(f"() => {{ ReadableStreamDefaultReader.prototype.read = {broken}; }}")
+    tab.page.evaluate("() => { ReadableStreamDefaultReader.prototype.read = async () => { throw new TypeError(); }; }")
     tab.press("read")
     wait_until(lambda: "the server stopped before the end of its answer; is expire-span view" in tab.text("status"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ class AdapterTracer(TokenTracer):
 
     def _show(self, tokens: Tensor) -> list[str]:
         return [text_of(self.tokenizer, token) for token in tokens.tolist()]
+
+    def _advance(self, tokens: list[int], answers: dict[int, int]) -> Iterator[Line]:
+        for step in super()._advance(tokens, answers):
+            if step["i"] == 0:  # no space before the first word, so that the texts of all steps together are the text
+                step["text"] = self.tokenizer.decode([step["token"]])
+            yield step
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
         handle, found, start = self.handle, {}, self.cache.seen

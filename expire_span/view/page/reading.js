@@ -74,7 +74,10 @@ async function readFile() {
   const [file] = find("file").files;
   if (!file) return;
   if (file.size > info.most_text) sayTooLong(file.size);
-  else await read("api/trace", await file.arrayBuffer(), null);
+  else {
+    const data = await file.arrayBuffer();  // a trace of pieces does not give back characters that are spread over several
+    await read("api/trace", data, info.vocabulary === "pieces" ? new TextDecoder().decode(data) : null);
+  }
   find("file").value = "";
 }
 
@@ -169,7 +172,7 @@ function write() {
   say("");
   let trace = null;
   writing = new Writing((line) => {
-    if (line.kind === "header") { trace = new TraceData(line); return; }
+    if (line.kind === "header") { started.trace = trace = new TraceData(line); return; }
     trace.push(line);
     if (trace.size === 1) { setTrace(trace); find("other").value = asked.text; find("hint").hidden = true; }
     const atEnd = state.cursor >= trace.size - 2;
@@ -178,20 +181,23 @@ function write() {
     if (line.at) started.unseen.push(line.at);
     grow();
   }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
-  const started = writing;
+  const started = Object.assign(writing, { prompt: asked.text });
   started.start(asked);
   buttons();
 }
 
 function stopWriting() {
-  if (writing) { writing.abort.abort(); writing = null; keepWritten(); soon("all"); }
+  const { trace, prompt } = writing || {};
+  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  if (trace && trace === state.trace) keepWritten(trace, prompt);
   buttons();
 }
 
-// Makes the generated text the one that a link holds and that a comparison starts from.
-function keepWritten() {
-  if (!state.trace) return;
-  state.text = wholeText(state.trace);
+// Makes the generated text the one that a link holds and that a comparison starts from. Of pieces, the prompt is taken as it was typed:
+// a character that is spread over several of them cannot be put together again.
+function keepWritten(trace, prompt) {
+  const pieces = prompt && trace.header.vocabulary === "pieces";
+  state.text = pieces ? prompt + trace.lines.filter((line) => line.at).map((line) => line.text).join("") : wholeText(trace);
   find("other").value = state.text;
   find("hint").hidden = true;
 }
