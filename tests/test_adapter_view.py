@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from expire_span.hf import loading
 from expire_span.hf.loading import open_model
 from expire_span.runs import UserError
 from expire_span.view.adapter import AdapterTracer
+from expire_span.view.figures import FIGURES, draw_spans
 from expire_span.view.limit import Cut
 from expire_span.view.server import Source
 from expire_span.view.source import open_adapter
@@ -76,6 +78,12 @@ def test_first_tokens_that_are_kept_do_not_die_in_the_trace(tmp_path):
     living = (trace.spans + 8 + range(len(trace)) > len(trace)).sum(-1).mean(-1)
     assert living.tolist() == [float(x.float().mean()) for x in tracer.cache.live()] and living.min() > 3
     assert not {birth for step in trace.steps for _, _, birth, *_ in step["deaths"]} & {0, 1, 2}
+    trace.steps[5]["text"] = "\n"  # what is drawn of a trace stays on its line
+    for name, axes in ((name, draw(trace).axes[0]) for name, draw in FIGURES.items() if name in ("tokens", "layers")):
+        said = axes.get_title("left")
+        assert said.endswith("; tokens kept for good: 3") and re.search(r"to \d\d steps \(dark\)", said), name
+        assert axes.texts[5].get_text() == "⏎", name
+    assert draw_spans(trace).axes[0].get_xlim()[1] < 100, "their spans, which have no end, are not drawn"
 
 
 def test_the_texts_of_all_steps_are_the_text():
