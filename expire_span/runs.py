@@ -200,6 +200,11 @@ class RunFolder:
             raise UserError(f"no run at {path}: it has no config.json")
         head = read_json(file)
         version = head.get("format")
+        if version is None and "model_type" in head:
+            raise UserError(
+                f"{path} holds a Hugging Face model ({head['model_type']}) and no run; teach it to forget with: expire-span "
+                "retrofit, which writes a run and an adapter"
+            )
         if not isinstance(version, int) or not OLDEST <= version <= FORMAT_VERSION:
             raise UserError(
                 f"run folder {path} has format {version} (written by version {head.get('version')}), this version "

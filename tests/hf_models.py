@@ -72,6 +72,19 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
+def word_tokenizer():
+    """A token for each word of a few, marked where it begins, as SentencePiece does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "\u2581a", "\u2581fox", "\u2581named", "."]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], ignore_merges=True))
+    marks = pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([marks, pre_tokenizers.Split(".", "isolated")])
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
 def model_folder(path, family: str = "llama"):
     """A tiny model that reads bytes, saved with its tokenizer."""
     config = FAMILIES[family]()

@@ -1,11 +1,13 @@
 """Retrofitted models: exact with real deletion, whatever `generate` does; detaching restores the model bit for bit."""
 
+import copy
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from expire_span.hf import ExpiringCache, RetrofitConfig, retrofit  # noqa: E402
+from expire_span.hf import ExpiringCache, RetrofitConfig, load_adapter, retrofit  # noqa: E402
 from tests.error_budget import reordered  # noqa: E402
 
 from .hf_models import FAMILIES, forgetful, tiny, tokens  # noqa: E402
@@ -209,6 +211,29 @@ def test_detach_leaves_no_trace(family):
     )
     assert torch.equal(model(ids, use_cache=False).logits, base)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)  # with a cache of its own
+
+
+def test_a_deep_copy_has_predictors_of_its_own():
+    model, ids = tiny(), tokens(1, 60)
+    base = model(ids).logits
+    forgetful(model, max_span=20, ramp=4)
+    want, twin = model(ids).logits, copy.deepcopy(model)
+    assert torch.equal(twin(ids).logits, want)
+    for x in twin._expire_span_handle.predictors.parameters():
+        x.data.fill_(3.0)  # spans of nearly 20
+    assert not torch.equal(twin(ids).logits, want) and torch.equal(model(ids).logits, want)
+    twin._expire_span_handle.detach()
+    assert torch.equal(twin(ids).logits, base) and torch.equal(model(ids).logits, want)
+
+
+def test_a_model_whose_weights_are_offloaded(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    handle, ids = forgetful(tiny(), max_span=20, ramp=4), tokens(1, 60)
+    handle.save(tmp_path / "adapter")
+    offloaded = accelerate.cpu_offload(tiny(), execution_device="cpu")
+    assert next(offloaded.parameters()).is_meta
+    load_adapter(offloaded, tmp_path / "adapter")
+    assert torch.equal(offloaded(ids).logits, handle.model(ids).logits)
 
 
 def test_beams_and_rows_of_a_cache_can_be_chosen():

@@ -30,4 +30,4 @@ def test_examples_run_in_order(tmp_path, monkeypatch, capsys):
     assert len(commands) == 2
     for command in commands:
         assert main([*command.split(), "--device", "cpu"]) == 0
-        assert "adapter: intact, made for MODEL" in capsys.readouterr().out
+        assert f"adapter: intact, made for {tmp_path / 'MODEL'};" in capsys.readouterr().out

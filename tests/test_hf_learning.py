@@ -288,6 +288,11 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
     forgetful(tiny()).save(adapter)
     for words, said in (
         (
+            ["verify", str(bad["llama"])],
+            "holds a Hugging Face model (llama) and no run; teach it to forget with: expire-",
+        ),
+        (["verify", str(adapter)], "does not say where its LlamaForCausalLM is; give it with --model"),
+        (
             ["retrofit", str(bad["t5"]), *data],
             "needs a decoder-only model, got the encoder-decoder T5Config (t5); known",
         ),

@@ -99,6 +99,8 @@ def test_a_forgotten_cache_is_explained():
     retrofit(model)
     with pytest.raises(ValueError, match=r"got a DynamicCache; pass past_key_values=handle.new_cache\(\)"):
         model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"needs its own cache, got a StaticCache; pass past_key_values"):
+        model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0, cache_implementation="static")
     model(tokens(1, 5))  # a plain forward pass makes an empty cache of its own, and needs none
 
 
@@ -121,6 +123,45 @@ def test_a_cache_of_another_batch_or_device():
     cache.to("meta")
     with pytest.raises(ValueError, match="the cache is on meta but the model is on cpu"):
         model(tokens(2, 5), past_key_values=cache)
+
+
+def test_a_cache_of_another_retrofit():
+    """Its memories would be deleted by the ramp and cap of the one that made it."""
+    model, ids = tiny(), tokens(1, 5)
+    first = retrofit(model, RetrofitConfig(max_span=60, ramp=8))
+    old, other = first.new_cache(), retrofit(tiny("gemma3"), RetrofitConfig(max_span=60, ramp=8)).new_cache()
+    first.detach()
+    retrofit(model, RetrofitConfig(max_span=60, ramp=16, cap=40))
+    with pytest.raises(
+        ValueError, match=r"made by a retrofit with ramp 8 and cap None, .* one with ramp 16 and cap 40"
+    ):
+        model(ids, past_key_values=old)
+    with pytest.raises(ValueError, match="this cache has 3 layers, the model has 2; make one with new_cache"):
+        model(ids, past_key_values=other)
+
+
+@pytest.mark.parametrize("count", [2, 5, 7, 8])
+def test_a_second_prompt_without_the_first(count):
+    """Generate takes its input for all tokens so far, and drops as many as the cache has read."""
+    model, ids = tiny(), tokens(1, 5)
+    cache = retrofit(model).new_cache()
+    model.generate(ids, past_key_values=cache, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"no tokens beyond the 8 that the cache has read; give generate all tokens"):
+        model.generate(tokens(1, count), past_key_values=cache, max_new_tokens=4, pad_token_id=0)
+    assert cache.seen == 8
+
+
+def test_another_attention_implementation():
+    model, ids = tiny(), tokens(1, 50)
+    forgetful(model, max_span=20, ramp=4)
+    want = model(ids).logits
+    model.set_attn_implementation("eager")
+    with pytest.raises(
+        ValueError, match="implementation was set to 'eager', which forgets nothing; set it back to 'exp"
+    ):
+        model(ids)
+    model.set_attn_implementation("expire_span")
+    assert torch.equal(model(ids).logits, want)
 
 
 def test_masks_and_dropout_that_the_operator_does_not_have():

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from expire_span.hf import Sampling, Stream, retrofit, stream  # noqa: E402
 from expire_span.hf.loading import end_tokens, turn_tokens  # noqa: E402
 
-from .hf_models import byte_tokenizer, forgetful, model_folder, tiny, tokens  # noqa: E402
+from .hf_models import byte_tokenizer, forgetful, model_folder, tiny, tokens, word_tokenizer  # noqa: E402
 
 ROUNDING = 1e-5
 
@@ -187,6 +187,8 @@ def test_the_server_says_what_is_wrong(client):
         (dict(prompt=5), "prompt: Input should be a valid string, got 5"),
         (dict(stop=""), "stop must be text of at least one character, got ''"),
         (dict(logprobs=2), "this server does not have logprobs, got 2; leave it out"),
+        (dict(logprobs=0), "this server does not have logprobs, got 0; leave it out"),  # those of the drawn tokens
+        (dict(extra_body={"top_k": 5}), "this server does not have top_k, got 5; leave it out"),
         (dict(echo=True), "this server does not have echo, got True"),
         (dict(max_tokens=-1), "max_tokens must be a whole number of at least 1, got -1"),
         (dict(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
@@ -206,6 +208,10 @@ def test_the_server_says_what_is_wrong(client):
     with pytest.raises(openai.NotFoundError, match="this server has the model tiny, got other"):
         api.models.retrieve("other")
     assert api.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match=r"has GET /v1/models, .* got POST /v1/embeddings"):
+        api.embeddings.create(model="tiny", input="x")
+    form = api._client.post("completions", content=b"{}", headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert "not sent as JSON; give the header Content-Type: application/json" in form.json()["error"]["message"]
     half = api._client.post(
         "completions", content=b'{"prompt": "a\\ud800"}', headers={"Content-Type": "application/json"}
     )
@@ -268,6 +274,25 @@ def test_text_comes_in_whole_characters_and_without_stop_strings():
     writer = TextWriter(tokenizer, ("end.",))
     broken = [tokenizer.encode("é")[0]] * 16  # never a whole character
     assert "".join(map(writer.add, broken)) and not writer.add(tokenizer.encode("e")[0]) and writer.finish() == "e"
+
+
+def test_text_goes_on_after_its_prompt_with_a_space():
+    """Tokenizers of Llama and Gemma mark where words begin, and drop the mark of the first word that they decode."""
+    from expire_span.hf.asked import Chat, Completion
+    from expire_span.hf.writing import TextWriter, text_of
+
+    tokenizer = word_tokenizer()
+    prompt, (named, dot) = tokenizer.encode("a fox"), tokenizer.encode("named.")
+    assert [text_of(tokenizer, x) for x in (*prompt, named, dot)] == [" a", " fox", " named", "."]
+    writer = TextWriter(tokenizer, (), prompt)
+    assert [writer.add(named), writer.add(dot)] == [" named", "."]
+    assert TextWriter(tokenizer).add(named) == "named"
+    assert Completion.continues and not Chat.continues
+    bytes_of = byte_tokenizer()
+    half = bytes_of.encode("é")
+    assert (
+        TextWriter(bytes_of, (), half[:1]).add(bytes_of.encode("x")[0]) == "x"
+    )  # a prompt that ends within a character
 
 
 def test_counts_that_no_stream_can_have():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ from expire_span.runs import RunFolder, UserError
 from expire_span.train.supervised import train
 from expire_span.view.assets import SCRIPTS, parts, render_page
 from expire_span.view.frame import show
-from expire_span.view.server import Source, bind_port
+from expire_span.view.server import Source, bind_port, serve
 from tests.browser import made_trace, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
@@ -171,6 +172,21 @@ def test_a_closed_tab_ends_the_writing(server, paused):
     answer.close()
     connection.close()
     wait_until(lambda: not app.state.sessions.open)
+
+
+def test_a_server_that_is_stopped_cuts_answers_off_without_a_word(run, capfd):
+    sock, servers = bind_port(8900), []
+    thread = threading.Thread(target=serve, args=(Source(run), sock), kwargs={"ready": servers.append}, daemon=True)
+    thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", sock.getsockname()[1], timeout=30)
+    connection.request("POST", "/api/generate", json.dumps({"text": "abc", "paused": True}))
+    answer = connection.getresponse()
+    answer.readline()
+    servers[0].handle_exit(signal.SIGINT, None)  # as Ctrl-C does
+    thread.join(10)
+    answer.close()
+    connection.close()
+    assert not thread.is_alive() and capfd.readouterr().err == ""
 
 
 def test_too_many_writings_are_refused(server):

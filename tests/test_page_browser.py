@@ -143,6 +143,7 @@ def test_writing_live(tab, server):
     tab.press("write")
     assert tab.page.is_hidden("#es-status"), "what was wrong before is no longer said"
     tab.wait("Number(view.dataset.written) > 12")
+    assert tab.page.input_value("#es-other") == "one two ", "nothing is left of the text that was read before"
     tab.press("pause")
     wait_until(lambda: sessions.open and not next(iter(sessions.open.values())).running)
     tab.page.wait_for_timeout(150)
@@ -156,12 +157,8 @@ def test_writing_live(tab, server):
     tab.press("stop")
     wait_until(lambda: not sessions.open)
     assert tab.page.is_disabled("#es-stop") and int(tab.text("at")) >= size
-    written = tab.page.evaluate(
-        "new TextDecoder().decode(Uint8Array.from(document.getElementById('es-view').state.trace.token))"
-    )
-    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), (
-        "what a link and a comparison take"
-    )
+    written = tab.view("new TextDecoder().decode(Uint8Array.from(view.state.trace.token))")
+    assert written == tab.page.input_value("#es-other") == tab.view("view.state.text"), "what a link takes"
     delays = tab.view("view.delays")
     assert len(delays) == tab.view("view.state.trace.size") - len("one two ") and min(delays) > 0, "one of each token"
     shown = "nodes => nodes.map((x) => [x.textContent, x.dataset.i, x.dataset.end])"
@@ -259,6 +256,9 @@ def test_a_server_that_is_gone_is_said_in_the_page(tab):
     wait_until(lambda: "the server does not answer; is expire-span view still running?" in tab.text("status"))
     tab.page.unroute("**/api/trace")
     read(tab, "back again")
+    tab.page.evaluate("() => { ReadableStreamDefaultReader.prototype.read = async () => { throw new TypeError(); }; }")
+    tab.press("read")
+    wait_until(lambda: "the server stopped before the end of its answer; is expire-span view" in tab.text("status"))
 
 
 @pytest.fixture
@@ -318,6 +318,9 @@ def test_link_opens_the_same_view(tab, browser, server):
     other = Watched(browser)
     other.open(tab.page.url)
     assert other.view(values) == tab.view(values)
+    other.page.goto(f"{server[0]}#layer=1&text=another")  # in the same tab, where only the fragment differs
+    wait_until(lambda: other.page.input_value("#es-text") == "another")
+    other.page.wait_for_selector("#es-view[data-ready=yes]")
     other.close(server[0])
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -352,3 +353,17 @@ def test_template_is_in_the_package():
     import expire_span.view
 
     assert (Path(expire_span.view.__file__).parent / "report.html").is_file()
+
+
+def test_cues_are_named_where_there_is_room():
+    """An agent that stands before its cue for a long time sees it again and again."""
+    from types import SimpleNamespace
+
+    from expire_span.view.sample import Sample, marks_of
+
+    labels = ["cue red"] * 30 + ["corridor"] * 33 + ["which"]
+    spans = np.full((1, 64), 40.0)
+    spans[0, 7] = 50.0
+    config: Any = SimpleNamespace(task=SimpleNamespace(kind="env"))
+    found = marks_of(Sample(np.zeros(64), labels, spans, 8.0), config)
+    assert found[7] == "cue red" and found[63] == "which" and min(np.diff(list(found))) > 4 and len(found) < 8

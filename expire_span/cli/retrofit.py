@@ -95,17 +95,13 @@ def run_verify(args: list[str]) -> int:
     command = parse(VerifyCommand, args, f"{PROGRAM} verify")
     from expire_span.hf.adapter import read_head, read_weights
     from expire_span.hf.handle import load_adapter
-    from expire_span.hf.loading import open_model
+    from expire_span.hf.loading import open_base
     from expire_span.hf.verify import streamed_error
 
     if command.tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {command.tokens}")
-    head = read_head(command.adapter)
-    read_weights(command.adapter, head)
-    name = command.model or head["base"]["name"]
-    if not name:
-        raise UserError(f"adapter {command.adapter} does not say where its base model is; name it with --model")
-    model, _ = open_model(name, "fp32", command.device)
+    read_weights(command.adapter, read_head(command.adapter))
+    name, model, _ = open_base(command.adapter, command.model, command.device)
     error, kept = streamed_error(load_adapter(model, command.adapter), command.tokens)
     print(
         f"{command.adapter}: intact, made for {name}; {command.tokens} tokens streamed with deletion differ from the "

@@ -35,7 +35,7 @@ def save_adapter(handle: Any, folder: Path) -> None:
     weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
     data = safetensors.torch.save(weights)
     model = handle.model
-    base = {"class": type(model).__name__, "name": getattr(model, "name_or_path", "") or "", "hash": base_hash(model)}
+    base = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
     head["settings_sha256"] = _settings_sha256(head)
@@ -45,6 +45,12 @@ def save_adapter(handle: Any, folder: Path) -> None:
         raise StorageError(
             f"the adapter could not be saved to {folder}: {describe(error)}; save it elsewhere"
         ) from error
+
+
+def _place_of(model: Any) -> str:
+    """The model's hub name, or the absolute path of its folder or file, which is found from any working directory."""
+    name = getattr(model, "name_or_path", "") or ""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def read_head(folder: Path) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
 def base_hash(model: nn.Module) -> str:
     """The hash that identifies a model's weights; see the top of this file."""
     digest = hashlib.sha256()
-    own = {n.replace(".base_layer.", "."): x for n, x in model.state_dict().items() if "lora_" not in n}
+    own = {n.replace(".base_layer.", "."): x for n, x in _weights_of(model).items() if "lora_" not in n}
     for name, x in sorted(own.items()):
         flat = x.detach().flatten()
         places = torch.linspace(0, max(x.numel() - 1, 0), min(_SAMPLES, x.numel()), dtype=torch.float64).long()
@@ -134,6 +140,16 @@ def base_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(x.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights by name; those that a device map has offloaded are read from where they are."""
+    weights = model.state_dict()
+    if not any(x.is_meta for x in weights.values()):
+        return weights
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    return get_state_dict_offloaded_model(model)
 
 
 def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:

@@ -25,6 +25,8 @@ class Request:
     stop: tuple[str, ...]
     deliver: Callable[[str | Exception | None], None]
     """Called by the engine's thread with pieces of text; at last with None, or with the exception that ended the request."""
+    continues: bool = False
+    """Whether the text goes on within the prompt's text, as a completion does; the answer of a chat begins anew."""
     cancelled: bool = False
     """Set by the caller if nobody waits for the text any more."""
     written: int = 0
@@ -47,7 +49,7 @@ class Answer:
         """The token that was drawn last there."""
         self.done = False
         self._parts = list(torch.tensor([request.prompt]).split(CHUNK, dim=1))
-        self._writer = TextWriter(tokenizer, request.stop)
+        self._writer = TextWriter(tokenizer, request.stop, request.prompt if request.continues else ())
 
     @property
     def reading(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -30,13 +30,24 @@ REFUSED = {
     "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "web_search_options": (None,),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "stop_token_ids": (None, []),
+    "ignore_eos": (None, False),
 }
-"""Fields that would change the answer and that this server does not have, with the values that ask for nothing."""
+"""Fields of OpenAI's API and of other servers that would change the answer and that this server does not have, with the values
+that ask for nothing."""
 
 
 class Asked(BaseModel, extra="allow"):
     """The fields that completions and chat share."""
 
+    continues: ClassVar[bool] = False
+    """Whether the answer goes on within the prompt's text."""
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -77,13 +88,15 @@ class Asked(BaseModel, extra="allow"):
                 sampling = Sampling(
                     1.0 if self.temperature is None else self.temperature, None, self.top_p, seed + choice
                 )
-                made.append(Request(prompt, limit, sampling, self._stops(), receiver(len(made))))
+                give = receiver(len(made))
+                made.append(Request(prompt, limit, sampling, self._stops(), give, continues=self.continues))
         return made
 
     def _check(self) -> None:
         for name, neutral in REFUSED.items():
             value = (self.model_extra or {}).get(name)
-            require(value in neutral, f"this server does not have {name}, got {show(value)}; leave it out")
+            asks = not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral)
+            require(not asks, f"this server does not have {name}, got {show(value)}; leave it out")
         check_count("n", self.choices)
 
     def _stops(self) -> tuple[str, ...]:
@@ -93,6 +106,7 @@ class Asked(BaseModel, extra="allow"):
 
 
 class Completion(Asked):
+    continues = True
     prompt: str | list[int] | list[str] | list[list[int]] | None = ""
 
     def prompts(self, tokenizer: Any, vocab: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ their span, with a hard edge, and memories beyond it are deleted. `handle.detach
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +67,8 @@ class Retrofit:
     def __init__(self, model: nn.Module, layers: list[AttentionLayer], config: RetrofitConfig) -> None:
         self.model: Any = model
         self.layers, self.config = layers, config
-        device = next(model.parameters()).device
+        # Weights that accelerate has offloaded are on the meta device; a predictor moves to its layer's device when it is used.
+        device = next((x.device for x in model.parameters() if x.device.type != "meta"), torch.device("cpu"))
         self.predictors = nn.ModuleDict(
             {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
         ).to(device)
@@ -81,6 +83,7 @@ class Retrofit:
         self.configs = list(configs.values())
         self._frequencies = {x.index: inverse_frequencies(model, x.module) for x in layers}
         self._hooks: list[Any] = []
+        self._paused = False
         self._attach()
 
     # The handle
@@ -153,10 +156,12 @@ class Retrofit:
     def paused(self) -> Iterator[Any]:
         """A context in which the model runs as before the retrofit, with its own kind of cache."""
         self._restore()
+        self._paused = True
         try:
             with without_lora(self.model) if self.lora else contextlib.nullcontext():
                 yield self.model
         finally:
+            self._paused = False
             if self.attached:
                 self._take_over()
 
@@ -174,8 +179,9 @@ class Retrofit:
         try:
             self._hooks.append(self.model.register_forward_pre_hook(self._check_call, with_kwargs=True))
             for layer in self.layers:
-                hook = layer.module.register_forward_pre_hook(self._hook_of(layer), with_kwargs=True)
-                self._hooks.append(hook)
+                # A partial of a method, no closure, so that a deep copy of the model runs through a copy of the handle.
+                hook = functools.partial(self._before_layer, layer)
+                self._hooks.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
             self._take_over()
             # Set around nn.Module, so that the handle is no submodule and the model's state_dict and parameters do not change.
             object.__setattr__(self.model, "_expire_span_handle", self)
@@ -191,13 +197,18 @@ class Retrofit:
         for config, name in zip(self.configs, self._before):
             config._attn_implementation_internal = name
 
-    def _hook_of(self, layer: AttentionLayer) -> Any:
-        def prepare(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-            if module.config._attn_implementation != NAME:
-                return None  # paused
-            return args, {**kwargs, "expire_reading": self._prepare(layer, args, kwargs)}
-
-        return prepare
+    def _before_layer(
+        self, layer: AttentionLayer, module: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        if self._paused:
+            return None
+        name = module.config._attn_implementation
+        if name != NAME:
+            raise ValueError(
+                f"this model is retrofitted, but its attention implementation was set to {name!r}, which forgets nothing; "
+                f"set it back to {NAME!r}, or call detach() on the handle before changing it"
+            )
+        return args, {**kwargs, "expire_reading": self._prepare(layer, args, kwargs)}
 
     def _prepare(self, layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> Reading:
         """Predict the new tokens' spans and stage them with the cache."""
@@ -243,21 +254,38 @@ class Retrofit:
         return float(self.config.ramp) if layer.window is None else HARD_EDGE
 
     def _check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse, before anything is computed, a cache of a forward pass that failed, or tokens beyond a learned position
-        table."""
+        """Refuse, before anything is computed, a cache that does not fit or that a failed forward pass left, a call without new
+        tokens, and tokens beyond a learned position table."""
         past = kwargs.get("past_key_values")
+        given = (kwargs.get("input_ids"), args[0] if args else None, kwargs.get("inputs_embeds"))
+        new = next((x.shape[1] for x in given if x is not None), None)
         if isinstance(past, ExpiringCache):
             past.check_whole()
+            self._check_cache(past)
+            _check_new_tokens(past, new, kwargs)
         if self._length is None:
             return  # rotary positions have no limit, and asking a cache on a GPU for its length may wait for the device
-        new = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
-        tokens = (0 if past is None else int(past.get_seq_length())) + (0 if new is None else new.shape[1])
+        tokens = (0 if past is None else int(past.get_seq_length())) + (new or 0)
         if tokens > self._length:
             kind = type(self.model).__name__
             raise ValueError(
                 f"{kind} has a learned table of {self._length} positions, got a context of {tokens} tokens; "
                 "models with rotary positions can go on for ever"
             )
+
+    def _check_cache(self, cache: ExpiringCache) -> None:
+        """Refuse a cache that another retrofit made: its memories would be deleted by that one's ramp and cap."""
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(
+                f"this cache has {len(cache.layers)} layers, the model has {len(self.layers)}; make one with new_cache()"
+            )
+        for theirs, layer in zip(cache.layers, self.layers):
+            made, wanted = (theirs.ramp, theirs.cap), (self.ramp_of(layer), self.config.cap)
+            if made != wanted:
+                was, now = (f"ramp {ramp:g} and cap {cap}" for ramp, cap in (made, wanted))
+                raise ValueError(
+                    f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"
+                )
 
     def _real_tokens(self, mask: Any, start: int, count: int) -> Tensor | None:
         """The checked attention mask as booleans, of all tokens seen or of the new ones only, [B, tokens]; None if there is
@@ -306,16 +334,35 @@ class Retrofit:
 
 
 def _expiring(past: Any, layer: int) -> ExpiringCache | None:
-    """The cache if it is an `ExpiringCache`, else None. An empty cache of another kind, which transformers makes by itself for
-    a plain forward pass, is allowed; a filled one is refused."""
+    """The cache if it is an `ExpiringCache`, else None. An empty cache that grows, which transformers makes by itself for a
+    plain forward pass, is allowed; a filled one is refused, and so is one of a fixed size."""
     if past is None or isinstance(past, ExpiringCache):
         return past
-    if past.get_seq_length(layer) > 0:
+    if past.is_compileable or past.get_seq_length(layer) > 0:
         raise ValueError(
             f"a retrofitted model needs its own cache, got a {type(past).__name__}; "
             "pass past_key_values=handle.new_cache() to generate() or to the model"
         )
     return None
+
+
+def _check_new_tokens(cache: ExpiringCache, count: int | None, kwargs: dict[str, Any]) -> None:
+    """Refuse a call in which all tokens are placed where the cache has read already. `generate` makes one if it is given fewer
+    tokens than its cache has read: it takes them for all tokens from the beginning, and drops as many as were read."""
+    places = kwargs.get("position_ids")
+    if count == 0:
+        end = 0
+    elif cache.seen == 0 or places is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
+        return  # positions of padded rows count from their first real token
+    elif places.device.type != "cpu" and count == 1:
+        return  # a step of decoding does not wait for the device
+    else:
+        end = int(places.max()) + 1
+    if end <= cache.seen:
+        raise ValueError(
+            f"there are no tokens beyond the {cache.seen} that the cache has read; give generate all tokens from the "
+            "beginning, followed by the new ones, or a new cache"
+        )
 
 
 def _collects_attentions() -> bool:

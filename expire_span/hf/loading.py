@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from expire_span.errors import UserError
 
+from .adapter import read_head
 from .layouts import check_config
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -43,11 +44,29 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         options |= extra | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     model, found = loaded
-    if "gguf_file" not in extra:
+    if "gguf_file" in extra:
+        model.name_or_path = str(path)  # transformers names the file's folder, where nothing tells which file it was
+    else:
         _check_weights(name, found)
     with _explained(f"the model {name} has no tokenizer that can be read, save one in its folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
     return model.to(where).eval(), tokenizer
+
+
+def open_base(folder: Path, name: str | None = None, device: str = "auto") -> tuple[str, Any, Any]:
+    """The base model of an adapter folder, in float32: where it is, the model, its tokenizer. name: where it is now; None takes
+    the place that the adapter gives."""
+    base = read_head(folder)["base"]
+    where = name or base["name"]
+    if not where:
+        raise UserError(f"adapter {folder} does not say where its {base['class']} is; give it with --model")
+    try:
+        return where, *open_model(where, device=device)
+    except UserError as error:
+        if name is not None:
+            raise
+        told = str(error).rstrip(".")
+        raise UserError(f"{told}; this is where adapter {folder} was made: give its base model with --model") from error
 
 
 @contextlib.contextmanager

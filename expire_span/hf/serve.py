@@ -50,6 +50,11 @@ def build_app(engine: Engine, name: str, *, default_tokens: int = 256) -> FastAP
     async def chat(asked: Chat, http: fastapi.Request) -> Any:
         return await _answer(engine, asked, _Words("chat.completion", "chatcmpl", name), default_tokens, http)
 
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
+    async def anything_else(path: str, http: fastapi.Request) -> None:
+        has = "GET /v1/models, POST /v1/completions and POST /v1/chat/completions"
+        raise HTTPException(404, f"this server has {has}, got {http.method} /{path}")
+
     app.add_exception_handler(AnyHTTPException, _explain)
     app.add_exception_handler(RequestValidationError, _explain)
     return app
@@ -60,6 +65,9 @@ async def _explain(_: Any, error: Any) -> JSONResponse:
     if not isinstance(error, RequestValidationError):
         return JSONResponse(_problem(error.status_code, str(error.detail)), status_code=error.status_code)
     first = error.errors()[0]
+    if isinstance(first.get("input"), bytes):
+        message = "the body was not sent as JSON; give the header Content-Type: application/json"
+        return JSONResponse(_problem(400, message), status_code=400)
     place = next((part for part in first["loc"][1:] if isinstance(part, str)), "the body")
     message = f"{place}: {first['msg']}, got {show(first.get('input'))}"
     return JSONResponse(_problem(400, message), status_code=400)

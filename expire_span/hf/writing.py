@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 MOST_PARTS = 8
@@ -15,11 +16,15 @@ class TextWriter:
     until it is known not to be. Only the last few tokens are decoded again, so that an endless text does not get slower.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()) -> None:
+        """prompt: the tokens that the text goes on from, so that it begins with the space that its first token has; without
+        them, tokenizers that mark the beginnings of words drop that space."""
         self.tokenizer, self.stop = tokenizer, stop
         self.stopped = False
         """Whether a stop string has appeared."""
-        self._before: list[int] = []
+        self._before = list(prompt)[-MOST_PARTS:]
+        if tokenizer.decode(self._before, skip_special_tokens=True).endswith("\ufffd"):
+            self._before = []  # the prompt ends within a character
         self._new: list[int] = []
         self._held = ""
 
@@ -50,6 +55,12 @@ class TextWriter:
         keep = max((_overlap(text, word) for word in self.stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def text_of(tokenizer: Any, token: int) -> str:
+    """The text that a token adds to a text. Decoded alone, it would lose the space before a word in some tokenizers."""
+    once, twice = (tokenizer.decode([token] * times) for times in (1, 2))
+    return twice[len(once) :] if twice.startswith(once) else once
 
 
 def _overlap(text: str, word: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.hf import Retrofit, load_adapter
-from expire_span.hf.adapter import read_head
 from expire_span.hf.attention import KEPT
-from expire_span.hf.loading import open_model
-from expire_span.runs import UserError
+from expire_span.hf.loading import open_base
+from expire_span.hf.writing import text_of
 from expire_span.shipped import SAMPLE, SHIPPED
 
 from .memory_log import MemoryFacts, spans_by_head
@@ -37,7 +36,13 @@ class AdapterTracer(TokenTracer):
         self.state = [{"memory": None} for _ in handle.layers]
 
     def _show(self, tokens: Tensor) -> list[str]:
-        return [self.tokenizer.decode([token]) for token in tokens.tolist()]
+        return [text_of(self.tokenizer, token) for token in tokens.tolist()]
+
+    def _advance(self, tokens: list[int], answers: dict[int, int]) -> Iterator[Line]:
+        for step in super()._advance(tokens, answers):
+            if step["i"] == 0:  # no space before the first word, so that the texts of all steps together are the text
+                step["text"] = self.tokenizer.decode([step["token"]])
+            yield step
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
         handle, found, start = self.handle, {}, self.cache.seen
@@ -95,11 +100,7 @@ class AdapterReader(TextReader):
     @classmethod
     def open(cls, folder: Path, model: str | None = None) -> AdapterReader:
         """model: the base model, if it is not where the adapter says; None takes the adapter's."""
-        base = read_head(folder)["base"]
-        name = model or base["name"]
-        if not name:
-            raise UserError(f"adapter {folder} does not say where its {base['class']} is; give it with --model")
-        opened, tokenizer = open_model(name, device="cpu")
+        name, opened, tokenizer = open_base(folder, model, "cpu")
         title = folder.parent.name if folder.name == "adapter" else folder.name
         return cls(load_adapter(opened, folder), tokenizer, f"{Path(name).name} with {title}")
 

@@ -15,8 +15,8 @@ from matplotlib.ticker import NullFormatter
 from expire_span.files import write_output
 from expire_span.runs import UserError
 
-from .lines import lay_out
-from .pair_figures import SINGLE, tell_scale
+from .lines import lay_out, texts_of
+from .pair_figures import SINGLE, tell_kept, tell_scale
 from .pictures import PALETTE, STYLE, count_alive
 from .trace import Trace
 
@@ -36,7 +36,7 @@ def draw_spans(trace: Trace) -> Figure:
     figure = Figure(figsize=(3.4, 2.3), layout="constrained")
     axes = figure.add_subplot(xlabel="span (steps)", ylabel="share of tokens", xscale="log", yscale="log")
     spans = np.maximum(trace.spans, 1)  # [layers, heads, T]
-    edges = np.geomspace(1, max(float(spans.max()), 2) * 1.01, 33)
+    edges = np.geomspace(1, max(float(trace.bounded_spans.max()), 2) * 1.01, 33)  # without memories kept for good
     for layer, values in enumerate(spans):
         share, _ = np.histogram(values, edges)
         colour = PALETTE[layer % len(PALETTE)]
@@ -51,7 +51,7 @@ def draw_spans(trace: Trace) -> Figure:
 def draw_timeline(trace: Trace) -> Figure:
     """Lifelines of the layer that keeps a single memory longest, and below how many live."""
     spans = trace.spans.max(1)
-    layer, ramp = int(spans.max(1).argmax()), trace.header["ramp"]
+    layer, ramp = int(trace.bounded_spans.max((1, 2)).argmax()), trace.header["ramp"]
     lifetime = float(np.median(spans[layer])) + ramp
     births = np.arange(
         min(len(trace), max(LEAST_STEPS, min(int(3 * lifetime), MOST_STEPS)))
@@ -75,21 +75,22 @@ def draw_timeline(trace: Trace) -> Figure:
 def draw_tokens(trace: Trace) -> Figure:
     """The first letters or words of the text, each on a background whose colour shows its mean span over layers."""
     steps = trace.steps[:SHOWN]
-    means = np.maximum(trace.spans.max(1).mean(0)[: len(steps)], 0)
+    means = np.maximum(trace.bounded_spans.max(1).mean(0)[: len(steps)], 0)
     spans = np.log1p(means)
     share = (spans - spans.min()) / max(float(np.ptp(spans)), 1e-6)
-    places = lay_out([step["text"] for step in steps], COLUMNS)
+    texts = texts_of(steps)
+    places = lay_out(texts, COLUMNS)
     rows = 1 + max((row for _, row in places), default=0)
     high = 0.2 * rows + 0.3
     figure = Figure(figsize=(6.8, high))
     axes = figure.add_axes((0.01, 0.01, 0.98, 1 - 0.25 / high))
     axes.set_axis_off()
-    axes.set_title(f"mean span over layers: {tell_scale(means)}", fontsize=7, loc="left", pad=2)
+    axes.set_title(f"mean span over layers: {tell_scale(means)}{tell_kept(trace)}", fontsize=7, loc="left", pad=2)
     axes.set(xlim=(0, COLUMNS), ylim=(rows, 0))
-    for step, value, (column, row) in zip(steps, share, places):
+    for text, value, (column, row) in zip(texts, share, places):
         box = {"facecolor": (*_blue(float(value)), 1.0), "edgecolor": "none", "boxstyle": "square,pad=0.12"}
         colour = "white" if value > 0.55 else "black"
-        axes.text(column, row + 0.7, step["text"], fontsize=6, family="monospace", color=colour, bbox=box)
+        axes.text(column, row + 0.7, text, fontsize=6, family="monospace", color=colour, bbox=box)
     return figure
 
 

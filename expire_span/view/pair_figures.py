@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from .lines import lay_out
-from .trace import Trace
+from .lines import lay_out, texts_of
+from .trace import FOR_GOOD, Trace
 
 COLUMNS = 96
 """Letters of a line."""
@@ -21,11 +21,11 @@ RED = np.array([[0.97, 0.96, 0.95], [0.60, 0.09, 0.05]])
 
 def draw_layers(trace: Trace, count: int = 2 * COLUMNS) -> Figure:
     """One text layer by layer, each coloured from its own shortest to its own longest span: which tokens a layer keeps."""
-    spans = trace.spans.max(1)[:, :count]  # [layers, T]
-    texts = [step["text"] for step in trace.steps[:count]]
+    spans = trace.bounded_spans.max(1)[:, :count]  # [layers, T]
+    texts = texts_of(trace.steps[:count])
     figure, panels = _panels(len(spans), _rows_of(texts))
     for layer, (axes, row) in enumerate(zip(panels, spans)):
-        _write(axes, texts, _shares(row), f"layer {layer + 1}: {tell_scale(row)}", BLUE)
+        _write(axes, texts, _shares(row), f"layer {layer + 1}: {tell_scale(row)}{tell_kept(trace, layer)}", BLUE)
     return figure
 
 
@@ -34,13 +34,20 @@ def tell_scale(spans: np.ndarray) -> str:
     return f"{spans.min():,.0f} steps (light) to {spans.max():,.0f} steps (dark)"
 
 
+def tell_kept(trace: Trace, layer: int | None = None) -> str:
+    """How many tokens a layer, or any layer, keeps for good; nothing if there are none."""
+    spans = trace.spans if layer is None else trace.spans[layer : layer + 1]
+    kept = int((spans >= FOR_GOOD).any((0, 1)).sum())
+    return f"; tokens kept for good: {kept:,}" if kept else ""
+
+
 def draw_words(traces: Sequence[Trace], places: Sequence[tuple[int, int]]) -> Figure:
     """The same text with another word in it, coloured by span on one scale; `places` says where each trace has the word."""
     spans = [trace.spans.max(1).mean(0) for trace in traces]
     low, high = min(float(row.min()) for row in spans), max(float(row.max()) for row in spans)
     begin = max(min(start for start, _ in places) - COLUMNS // 2, 0)
     shown = [slice(begin, begin + 2 * COLUMNS) for _ in traces]
-    texts = [[step["text"] for step in trace.steps[part]] for trace, part in zip(traces, shown)]
+    texts = [texts_of(trace.steps[part]) for trace, part in zip(traces, shown)]
     figure, panels = _panels(len(traces), max(map(_rows_of, texts)))
     for axes, trace, row, words, part, (start, end) in zip(panels, traces, spans, texts, shown, places):
         word = "".join(step["text"] for step in trace.steps[start:end]).replace("␣", " ")
@@ -53,7 +60,7 @@ def draw_cut(before: Trace, after: Trace, count: int = 6 * COLUMNS) -> Figure:
     """Which tokens get worse when lives are cut: the text coloured by the bits that each costs more."""
     more = np.nan_to_num(after.bits - before.bits)
     begin = _worst_window(more, count)
-    texts = [step["text"] for step in before.steps[begin : begin + count]]
+    texts = texts_of(before.steps[begin : begin + count])
     figure, (axes,) = _panels(1, _rows_of(texts))
     share, mean = float((more > 0.1).mean()), float(more.mean())
     limit = after.header.get("max_span")

@@ -85,13 +85,16 @@ def sample_from(trace: Trace) -> Sample:
 
 
 def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
-    """Positions of a sample to highlight, with their labels."""
+    """Positions of a sample to highlight, with their labels: the question, and the cues that are kept longest, far enough
+    apart for their labels not to overlap. Neighbouring steps may see the same cue."""
     if config.task.kind in STREAMS:
         return {}
-    found = {n: label for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))}
-    lives = sample.spans.max(0)
-    # Neighbouring steps may see the same cue: only the one that is kept longest is named.
-    return {n: label for n, label in found.items() if all(lives[m] <= lives[n] for m in (n - 1, n + 1) if m in found)}
+    places = [n for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))]
+    lives, found = sample.spans.max(0), dict[int, str]()
+    for place in sorted(places, key=lambda n: (not sample.labels[n].startswith("which"), -lives[n])):
+        if all(abs(place - other) > len(sample.labels) / 16 for other in found):
+            found[place] = sample.labels[place]
+    return dict(sorted(found.items()))
 
 
 # What lives longest

@@ -4,6 +4,7 @@ requests."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import threading
@@ -239,9 +240,14 @@ def serve(source: Source, sock: socket.socket, *, ready: Any = None) -> None:
     """Answer until interrupted. `ready` is called with the server before it starts, so that a test can stop it."""
     import uvicorn
 
+    class Quiet(uvicorn.Server):
+        def handle_exit(self, *signal: Any) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no faults
+            super().handle_exit(*signal)
+
     port = sock.getsockname()[1]
     config = uvicorn.Config(build_app(source, port), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = Quiet(config)
     if ready is not None:
         ready(server)
     server.run(sockets=[sock])

@@ -21,6 +21,8 @@ from .trace_check import find_fault
 
 VERSION = 1
 """Version of the format; a reader refuses every other."""
+FOR_GOOD = 1e7
+"""Spans from this one on mean that a memory is kept for good, as a retrofitted model keeps its first tokens."""
 NEEDED = {
     "header": ("version", "name", "task", "system", "layers", "heads", "ramp", "memory_bytes", "full_bytes"),
     "step": ("i", "text", "live", "bytes"),
@@ -57,6 +59,13 @@ class Trace:
         if not self.has_spans:
             raise ValueError(f"the memory system {self.header['system']} gives tokens no spans")
         return np.array([step["spans"] for step in self.steps], np.float64).transpose(1, 2, 0)
+
+    @property
+    def bounded_spans(self) -> np.ndarray:
+        """The spans, where those of memories kept for good are the longest of the others in their layer."""
+        spans = self.spans
+        longest = np.where(spans < FOR_GOOD, spans, 0).max((1, 2), keepdims=True)
+        return np.where(spans < FOR_GOOD, spans, longest)
 
     @property
     def bits(self) -> np.ndarray:

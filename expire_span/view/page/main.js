@@ -361,6 +361,7 @@ async function start() {
   const packed = find("trace").textContent.trim();
   if (packed) { setTrace(await unpackTrace(packed)); await openComparison(asked); restore(asked); }
   if (!live) { root.dataset.ready = "yes"; return; }
+  addEventListener("hashchange", () => location.reload());  // another link was opened in this tab; copyLink causes no such event
   info = await fetch("api/info").then((answer) => answer.json());
   find("name").textContent = info.name;
   find("input").hidden = !info.model;

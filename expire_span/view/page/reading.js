@@ -37,7 +37,7 @@ async function read(path, body, text) {
 function showText(text) {
   const ours = text === EXAMPLE;
   if (info.text) find("text").value = text;
-  find("other").value = (ours ? EXAMPLE_CHANGED : text).slice(0, 20000);
+  if (info.text) find("other").value = ours ? EXAMPLE_CHANGED : text;
   find("hint").hidden = !ours;
 }
 
@@ -74,7 +74,10 @@ async function readFile() {
   const [file] = find("file").files;
   if (!file) return;
   if (file.size > info.most_text) sayTooLong(file.size);
-  else await read("api/trace", await file.arrayBuffer(), null);
+  else {
+    const data = await file.arrayBuffer();  // a trace of pieces does not give back characters that are spread over several
+    await read("api/trace", data, info.vocabulary === "pieces" ? new TextDecoder().decode(data) : null);
+  }
   find("file").value = "";
 }
 
@@ -98,7 +101,7 @@ async function compare() {
   const text = find("other").value;
   if (!fits(text)) return;
   if (info.text && !text) return say("the box of the other text is empty; type something into it to compare with", true);
-  const before = compared.before || state.trace, same = before && text === (state.text ?? wholeText(before)).slice(0, 20000);
+  const before = compared.before || state.trace, same = before && text === (state.text ?? wholeText(before));
   say("comparing …", true);
   try {
     const cut = { max_span: numberIn("limit"), live: numberIn("budget") }, sampled = !info.text || (same && info.vocabulary === "words");
@@ -169,30 +172,33 @@ function write() {
   say("");
   let trace = null;
   writing = new Writing((line) => {
-    if (line.kind === "header") { trace = new TraceData(line); return; }
+    if (line.kind === "header") { started.trace = trace = new TraceData(line); return; }
     trace.push(line);
-    if (trace.size === 1) setTrace(trace);
+    if (trace.size === 1) { setTrace(trace); find("other").value = asked.text; find("hint").hidden = true; }
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
     if (line.at) started.unseen.push(line.at);
     grow();
   }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
-  const started = writing;
+  const started = Object.assign(writing, { prompt: asked.text });
   started.start(asked);
   buttons();
 }
 
 function stopWriting() {
-  if (writing) { writing.abort.abort(); writing = null; keepWritten(); soon("all"); }
+  const { trace, prompt } = writing || {};
+  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  if (trace && trace === state.trace) keepWritten(trace, prompt);
   buttons();
 }
 
-// Makes the generated text the one that a link holds and that a comparison starts from.
-function keepWritten() {
-  if (!state.trace) return;
-  state.text = wholeText(state.trace);
-  find("other").value = state.text.slice(0, 20000);
+// Makes the generated text the one that a link holds and that a comparison starts from. Of pieces, the prompt is taken as it was typed:
+// a character that is spread over several of them cannot be put together again.
+function keepWritten(trace, prompt) {
+  const pieces = prompt && trace.header.vocabulary === "pieces";
+  state.text = pieces ? prompt + trace.lines.filter((line) => line.at).map((line) => line.text).join("") : wholeText(trace);
+  find("other").value = state.text;
   find("hint").hidden = true;
 }
 

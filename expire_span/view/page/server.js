@@ -1,5 +1,7 @@
 // Requests to the server of this page. Traces arrive line by line and are drawn while they arrive.
 
+const GONE = "is expire-span view still running?";
+
 async function ask(path, body, signal) {
   const raw = body instanceof ArrayBuffer;
   const options = { method: "POST", signal, body: raw ? body : JSON.stringify(body || {}) };
@@ -9,7 +11,7 @@ async function ask(path, body, signal) {
     answer = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("the server does not answer; is expire-span view still running?");
+    throw new Error(`the server does not answer; ${GONE}`);
   }
   if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error || `the server answered ${answer.status}`);
   return answer;
@@ -20,7 +22,9 @@ async function readLines(answer, take) {
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   let left = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error(`the server stopped before the end of its answer; ${GONE}`);
+    });
     left += done ? decoder.decode() : decoder.decode(value, { stream: true });
     const lines = left.split("\n");
     left = lines.pop();
