@@ -363,6 +363,16 @@ def test_model_folders_that_cannot_be_used(tmp_path, monkeypatch, damage, said):
         open_model(str(tmp_path), device="cpu")
 
 
+def test_a_file_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise ImportError("Please install gguf")
+
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setattr("expire_span.hf.loading.AutoConfig.from_pretrained", fail)
+    with pytest.raises(UserError, match=r"cannot load the model .*x\.gguf: Please install gguf"):
+        open_model(str(tmp_path / "x.gguf"))
+
+
 def test_paths_of_models_that_do_not_exist(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("./nothing", "../nothing", str(tmp_path / "nothing")):

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
     """The causal model and tokenizer in a folder, a GGUF file, or on the hub under a name; never from pickled weights."""
     options: dict[str, Any] = {"dtype": DTYPES[dtype]}
-    path = Path(name)
+    path, told = Path(name), name
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"no model file at {path}")
@@ -37,10 +37,10 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     # Without this, transformers asks in the terminal whether to run code of the model's folder.
     extra["trust_remote_code"] = False
     where = find_device(device)
-    with _explained(f"cannot load the model {name}"):
+    with _explained(f"cannot load the model {told}"):
         config = AutoConfig.from_pretrained(name, **extra)
     check_config(config, (config.architectures or [type(config).__name__])[0])
-    with _explained(f"cannot load the model {name}"):
+    with _explained(f"cannot load the model {told}"):
         options |= extra | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     model, found = loaded
@@ -48,7 +48,7 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         model.name_or_path = str(path)  # transformers names the file's folder, where nothing tells which file it was
     else:
         _check_weights(name, found)
-    with _explained(f"the model {name} has no tokenizer that can be read, save one in its folder"):
+    with _explained(f"the model {told} has no tokenizer that can be read, save one in its folder"):
         tokenizer = AutoTokenizer.from_pretrained(name, **extra)
     return model.to(where).eval(), tokenizer
 
