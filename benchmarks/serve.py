@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from expire_span.hf import RetrofitConfig, retrofit
 from expire_span.hf.answers import Request
-from expire_span.hf.engine import Engine
+from expire_span.hf.engine import AnswerEngine
 from expire_span.sampling import Sampling
 
 from .record import save
@@ -51,7 +51,7 @@ def build(layers: int, dim: int, device: str) -> Any:
 
 def measure(handle: Any, requests: int, rows: int, tokens: int) -> dict[str, Any]:
     """Seconds until all requests are answered, after one round that warms up and records."""
-    engine = Engine(handle, _Numbers(), rows=rows)
+    engine = AnswerEngine(handle, _Numbers(), rows=rows)
     engine.ends = set()
     for count in (80, tokens):
         begin, done = time.perf_counter(), queue.Queue()

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from expire_span.hf.answers import Request
 from expire_span.hf.decoding import RetrofitEngine
-from expire_span.hf.engine import Engine
+from expire_span.hf.engine import AnswerEngine
 from expire_span.hf.streams import Stream
 from expire_span.sampling import Sampling, draw, draw_rows
 from expire_span.store.slots import FRESH
@@ -40,7 +40,7 @@ class Asked:
     """Requests to one engine, and the pieces of their answers."""
 
     def __init__(self, handle, rows):
-        self.engine = Engine(handle, Tokens(), rows=rows)
+        self.engine = AnswerEngine(handle, Tokens(), rows=rows)
         self.engine.ends = set()
 
     def ask(self, prompt, limit, sampling=SAMPLINGS[0]):
@@ -145,7 +145,7 @@ def test_free_rows_hold_nothing_after_a_compaction():
 
 
 def test_closing_the_engine_ends_its_requests():
-    engine = Engine(forgetful(tiny(), max_span=30, ramp=4), byte_tokenizer(), rows=1)
+    engine = AnswerEngine(forgetful(tiny(), max_span=30, ramp=4), byte_tokenizer(), rows=1)
     ends = [queue.Queue(), queue.Queue()]  # one request that runs, and one that waits
     for end in ends:
         engine.submit(Request([5, 6], 10**9, Sampling(), (), end.put))

@@ -121,7 +121,7 @@ def client():
 
     from transformers import AutoModelForCausalLM
 
-    from expire_span.hf.engine import Engine
+    from expire_span.hf.engine import AnswerEngine
     from expire_span.hf.serve import build_app
 
     from .hf_models import FAMILIES
@@ -130,7 +130,7 @@ def client():
     config.vocab_size = 259
     torch.manual_seed(0)
     handle = forgetful(AutoModelForCausalLM.from_config(config).eval(), max_span=60, ramp=8)
-    engine = Engine(handle, byte_tokenizer(), rows=2)
+    engine = AnswerEngine(handle, byte_tokenizer(), rows=2)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(build_app(engine, "tiny"), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -297,11 +297,11 @@ def test_text_goes_on_after_its_prompt_with_a_space():
 
 def test_counts_that_no_stream_can_have():
     """Without rows, the engine would wait for ever."""
-    from expire_span.hf.engine import Engine
+    from expire_span.hf.engine import AnswerEngine
 
     handle = forgetful(tiny(), max_span=30, ramp=4)
     with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
-        Engine(handle, None, rows=0)
+        AnswerEngine(handle, None, rows=0)
     with pytest.raises(ValueError, match="rebase_after must be a whole number of at least 1, got 0"):
         Stream(handle, rebase_after=0)
     stream = Stream(handle)

@@ -46,7 +46,7 @@ def run_serve(args: list[str]) -> int:
     import uvicorn
 
     from expire_span.hf.adapter import read_head
-    from expire_span.hf.engine import Engine
+    from expire_span.hf.engine import AnswerEngine
     from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
     from expire_span.hf.serve import build_app
@@ -54,7 +54,7 @@ def run_serve(args: list[str]) -> int:
     read_head(command.adapter)  # before the model is loaded, which takes a while
     with _listen(command.host, command.port) as listener:
         model, tokenizer = open_model(command.model, command.dtype, command.device)
-        engine = Engine(load_adapter(model, command.adapter), tokenizer, rows=command.rows)
+        engine = AnswerEngine(load_adapter(model, command.adapter), tokenizer, rows=command.rows)
         config = uvicorn.Config(build_app(engine, command.model), log_level="warning")
         server = _stopping_first(uvicorn.Server, engine)(config)
         print(f"serving {command.model} at http://{command.host}:{command.port}/v1; Ctrl-C stops", file=sys.stderr)

@@ -27,7 +27,7 @@ def is_kept(span: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Reading:
+class LayerReading:
     """What the queries of one forward pass read in one layer. The hook before the layer makes it, the cache adds the positions
     of its memories, and the attention function uses it."""
 
@@ -69,7 +69,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    expire_reading: Reading,
+    expire_reading: LayerReading,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: query [B, Hq, T, D], key and value [B, Hkv, S, D] -> [B, T, Hq, D] and weights or None."""
@@ -99,7 +99,7 @@ def attend(
     return y.transpose(1, 2), weights
 
 
-def dense_weights(q: Tensor, k: Tensor, r: Reading, q_pos: Tensor, k_pos: Tensor, scale: float | None) -> Tensor:
+def dense_weights(q: Tensor, k: Tensor, r: LayerReading, q_pos: Tensor, k_pos: Tensor, scale: float | None) -> Tensor:
     """Attention weights [B, Hq, T, seen] by absolute position, for output_attentions; zero where a memory is deleted."""
     batch, kv_heads, slots = k.shape[:3]
     span = spans_of_heads(r.span, kv_heads).expand(batch, kv_heads, slots)

@@ -23,7 +23,7 @@ from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
 from expire_span.tensor_files import check_tensors, to_bytes
 
-from .attention import Reading
+from .attention import LayerReading
 from .rotary import rotate_keys
 
 
@@ -76,13 +76,13 @@ class ExpiringLayer(ForgettingLayer):
         self.inverse_frequencies = inverse_frequencies
         self.memory: ExpiringMemory | None = None
         self.seen = 0
-        self.staged: Reading | None = None
+        self.staged: LayerReading | None = None
 
     @property
     def has_buffers(self) -> bool:
         return self.memory is not None
 
-    def stage(self, reading: Reading) -> None:
+    def stage(self, reading: LayerReading) -> None:
         """Store the spans of the next tokens, which `update` needs and transformers does not pass to it."""
         self._check_fits(reading.span)
         self.staged = reading
@@ -111,7 +111,7 @@ class ExpiringLayer(ForgettingLayer):
         assert self.memory is not None
         return self.memory
 
-    def _remember(self, reading: Reading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _remember(self, reading: LayerReading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         old = self._kept()
         pos = torch.arange(self.seen, self.seen + keys.shape[2], device=keys.device)
         self.memory = old.append(pos, reading.span, k=keys, v=values, check_values=False)

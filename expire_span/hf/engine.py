@@ -21,7 +21,7 @@ from .rows import Rows
 STOPPED = "the server was stopped before the answer was complete; ask again"
 
 
-class Engine:
+class AnswerEngine:
     """Runs requests until it is closed; at most `rows` of them at a time."""
 
     def __init__(self, handle: Retrofit, tokenizer: Any, *, rows: int = 8) -> None:

@@ -22,7 +22,7 @@ from expire_span.checks import check_count, show
 from expire_span.retrofit_configs import RetrofitConfig
 
 from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
-from .attention import KEPT, NAME, Reading, register
+from .attention import KEPT, NAME, LayerReading, register
 from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, find_layers, table_length, text_config
 from .learning import LearningLayer
@@ -210,16 +210,16 @@ class Retrofit:
             )
         return args, {**kwargs, "expire_reading": self._prepare(layer, args, kwargs)}
 
-    def _prepare(self, layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> Reading:
+    def _prepare(self, layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> LayerReading:
         """Predict the new tokens' spans and stage them with the cache."""
         hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         past = kwargs.get("past_key_values", kwargs.get("layer_past"))
         if isinstance(past, SlotCache):
             step = past.layers[layer.index].slots
-            return Reading(hidden, step.clock.now, self.ramp_of(layer), hidden=hidden, slots=step)
+            return LayerReading(hidden, step.clock.now, self.ramp_of(layer), hidden=hidden, slots=step)
         cache, mask = _expiring(past, layer.index), kwargs.get("attention_mask")
         start = 0 if cache is None else cache.layers[layer.index].seen
-        reading = Reading(self.spans(layer, hidden), start, self.ramp_of(layer), self.config.impl, hidden=hidden)
+        reading = LayerReading(self.spans(layer, hidden), start, self.ramp_of(layer), self.config.impl, hidden=hidden)
         if cache is None and mask is None:
             reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
         real = self._real_tokens(mask, start, hidden.shape[1])
@@ -299,7 +299,7 @@ class Retrofit:
             raise ValueError(f"attention_mask must cover {start + count} tokens, got {mask.shape[1]}")
         return mask.to(torch.bool)
 
-    def _keep_first(self, reading: Reading, real: Tensor | None) -> Tensor:
+    def _keep_first(self, reading: LayerReading, real: Tensor | None) -> Tensor:
         """The spans of `reading` with KEPT for the first tokens of each row, padding not counted, and of each packed
         document."""
         span, start, keep = reading.span, reading.start, self.config.keep_first

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expire_span.store import ExpiringMemory
 
-from .attention import Reading, is_kept
+from .attention import LayerReading, is_kept
 from .cache import ExpiringLayer
 
 
@@ -21,8 +21,8 @@ class LearningLayer(ExpiringLayer):
     memories, old and new.
     """
 
-    last: Reading | None = None
-    """The `Reading` of the last forward pass, whose spans have gradients: for the span loss and the count of living
+    last: LayerReading | None = None
+    """The `LayerReading` of the last forward pass, whose spans have gradients: for the span loss and the count of living
     memories."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -32,7 +32,7 @@ class LearningLayer(ExpiringLayer):
         super().reset()
         self.last = None
 
-    def _remember(self, reading: Reading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _remember(self, reading: LayerReading, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         assert reading.hidden is not None and reading.predictor is not None
         old = self._kept()
         count = keys.shape[2]
@@ -51,7 +51,7 @@ class LearningLayer(ExpiringLayer):
             self.memory = self.memory.with_span(longest)
         return keys, values
 
-    def _predict_again(self, reading: Reading, hidden: Tensor, old: ExpiringMemory) -> Tensor:
+    def _predict_again(self, reading: LayerReading, hidden: Tensor, old: ExpiringMemory) -> Tensor:
         assert reading.predictor is not None
         # A copy, since new memories are written into the same buffer before the backward pass.
         span = reading.predictor(hidden.clone())

@@ -21,13 +21,13 @@ from expire_span.checks import show
 
 from .answers import Request
 from .asked import Asked, Chat, Completion
-from .engine import Engine
+from .engine import AnswerEngine
 
 POLL = 0.2
 """Seconds between two looks whether a client that waits for a whole answer is still there."""
 
 
-def build_app(engine: Engine, name: str, *, default_tokens: int = 256) -> FastAPI:
+def build_app(engine: AnswerEngine, name: str, *, default_tokens: int = 256) -> FastAPI:
     """The application: /v1/models, /v1/completions and /v1/chat/completions."""
     app = FastAPI(title="expire-span")
     this = {"id": name, "object": "model", "created": 0, "owned_by": "expire-span"}
@@ -108,7 +108,7 @@ class _Answers:
         self.arrived: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.requests: list[Request] = []
 
-    async def begin(self, engine: Engine, asked: Asked, default: int) -> None:
+    async def begin(self, engine: AnswerEngine, asked: Asked, default: int) -> None:
         options = engine.tokenizer, engine.handle, default, self._receiver()
         try:  # in a thread, since a long prompt takes a while to encode
             self.requests = await asyncio.to_thread(asked.requests, *options)
@@ -146,7 +146,7 @@ class _Answers:
         return {**counts, "total_tokens": sum(counts.values())}
 
 
-async def _answer(engine: Engine, asked: Asked, words: _Words, default: int, http: fastapi.Request) -> Any:
+async def _answer(engine: AnswerEngine, asked: Asked, words: _Words, default: int, http: fastapi.Request) -> Any:
     answers = _Answers()
     await answers.begin(engine, asked, default)
     prompt_tokens = sum(len(request.prompt) for request in answers.requests[:: asked.choices])

@@ -38,9 +38,8 @@ class GymnasiumEnvironments(Environments):
         self.episodes = np.zeros(count, np.int64)
         self.history: list[list[list[int]]] = [[] for _ in range(count)]
         self.seed, self.seen, self.infos = 0, {}, {}
-        self.reports_success = (
-            False  # whether any step has reported success: an episode that ends without it has then failed
-        )
+        self.reports_success = False
+        """Whether any step has reported success: an episode that ends without a report has failed from then on."""
         self._finish_fields()
 
     def facts(self) -> dict[str, Tensor]:
