@@ -20,8 +20,8 @@ test: .venv/.ready  ## the whole test suite
 test-long: .venv/.ready  ## the checks that take minutes each; every one has a short twin in `make test`
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-test-gpu: .venv/.ready  ## the operator's tests on a real GPU
-	$(BIN)/python -m pytest -m 'gpu and not long' tests
+test-gpu: .venv/.ready  ## the tests that need a GPU, on all cores
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'gpu and not long' tests
 
 test-matrix: .venv/.ready  ## the operator and the kernels under several versions of Triton and Python, each in an environment of its own
 	$(BIN)/python -m tests.matrix
