@@ -29,6 +29,7 @@ def kinds() -> dict[str, DecoderConfig]:
         "learned reach": replace(modern, mixer=replace(heads, reach=reach)),
         "spans below zero": replace(modern, mixer=replace(heads, min_span=-5.0)),
         "grouped heads": replace(modern, kv_heads=2, mixer=heads),
+        "head gates": replace(modern, head_gates=True, mixer=heads),
         "paper preset": DecoderConfig.paper(**SHAPE, relative_window=16, mixer=ExpireSpanConfig(**SPANS, paper=paper)),
     }
 
@@ -38,6 +39,9 @@ def build(config: DecoderConfig) -> Decoder:
     decoder = Decoder(config).eval()
     for block in decoder.layers():
         torch.nn.init.normal_(block.mixer.span_predictor.weight, std=0.3)  # type: ignore[union-attr]
+        gate: Any = block.mixer.head_gate
+        if gate is not None:
+            torch.nn.init.normal_(gate.weight, std=0.1)
     return decoder
 
 

@@ -21,7 +21,9 @@ CASES = {
     "learned reach": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**PER_HEAD, reach=REACH)),
     "spans below zero": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**PER_HEAD, min_span=-5.0)),
     "cap": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**SPANS, cap=9)),
-    "grouped heads": DecoderConfig.modern(**SHAPE, kv_heads=2, mixer=ExpireSpanConfig(**PER_HEAD)),
+    "grouped heads with gates": DecoderConfig.modern(
+        **SHAPE, kv_heads=2, head_gates=True, mixer=ExpireSpanConfig(**PER_HEAD)
+    ),
     "paper preset": DecoderConfig.paper(
         **SHAPE,
         relative_window=16,
@@ -40,6 +42,10 @@ def build(case: str | DecoderConfig, seed: int = 0) -> Decoder:
         weight = getattr(getattr(block.mixer, "span_predictor", None), "weight", None)
         if weight is not None:
             torch.nn.init.normal_(weight, std=0.5)
+        gate = getattr(block.mixer, "head_gate", None)
+        if gate is not None:
+            torch.nn.init.normal_(gate.weight, std=0.3)
+            torch.nn.init.normal_(gate.bias)
     return decoder
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
+from expire_span.models.kit.fla import find_miscompiled
 from expire_span.models.kit.fla_kernels import forgetting_kernel, gated_delta_kernel
 from expire_span.models.systems import mixer_config
 from expire_span.models.systems.gated_deltanet.rule import chunked_delta_rule
@@ -47,6 +48,9 @@ def assert_close(got: list, exact: list, rounded: list, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("count", [16, 63, 200])
 def test_gated_delta_kernel(count, dtype, shape):
     heads, key, value = SHAPES[shape]
+    fault = find_miscompiled(torch.device("cuda"), key)
+    if fault is not None:
+        pytest.skip(f"the kernel {fault}")
     inputs = draw_inputs(count, torch.float64, "cuda", heads, key, value)
     q, k, v, log_gate, strength, state = inputs
     given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -95,7 +99,7 @@ def test_forgetting_kernel(count, heads, kv_heads, dtype):
 
 def build(kind: str, impl: str) -> Decoder:
     torch.manual_seed(0)
-    fields = {"key_dim": 64} if kind == "gated_deltanet" else {}
+    fields = {"key_dim": 128} if kind == "gated_deltanet" else {}
     mixer = mixer_config(kind, impl=impl, **fields)
     return Decoder(DecoderConfig.modern(dim=128, layers=2, heads=2, ff_dim=128, mixer=mixer)).cuda()
 

@@ -36,7 +36,7 @@ EXPIRE = {
         _expire("modern", span_per="kv_head", reach=HeadReach(True, 2, shortest_shared=-3.5), min_span=-1.5), kv_heads=4
     ),
     "modern, L1": _expire("modern", span_loss="l1"),
-    "modern, swiglu": replace(_expire("modern"), activation="swiglu"),
+    "modern, swiglu, head gates": replace(_expire("modern"), activation="swiglu", head_gates=True),
     "paper": _expire("paper"),
     "paper, pre-norm, zero vectors": replace(_expire("paper", initial_memories=8), norm="pre"),
 }
@@ -59,6 +59,8 @@ def build(name: str) -> Decoder:
     for block in model.blocks:
         if name in EXPIRE:
             torch.nn.init.normal_(block.mixer.span_predictor.weight, std=0.4)
+        if CONFIGS[name].head_gates:
+            torch.nn.init.normal_(block.mixer.head_gate.weight, std=0.4)
     return model
 
 
@@ -182,6 +184,21 @@ def test_cap_holds_and_counts():
     for part in state:
         assert int(part["memory"].live().max()) <= 5
         assert int(part["memory"].evicted.min()) > 30
+
+
+@pytest.mark.parametrize(
+    "name", [*(kind for kind in SMALL if hasattr(build(kind).blocks[0].mixer, "head_gate")), "modern"]
+)
+def test_gates_scale_heads_and_start_at_one(name):
+    """Closed gates leave nothing of a layer's output; open halfway, as they start, they change nothing."""
+    plain, x = build(name).blocks[0].mixer, torch.randn(2, 20, 32, dtype=torch.float64)
+    torch.manual_seed(0)
+    gated = Decoder(replace(CONFIGS[name], head_gates=True)).double().blocks[0].mixer
+    gated.load_state_dict(plain.state_dict(), strict=False)
+    plain.eval(), gated.eval()
+    torch.testing.assert_close(gated(x)[0], plain(x)[0], rtol=0, atol=DOUBLE)
+    torch.nn.init.constant_(gated.head_gate.bias, -1e3)
+    assert not gated(x)[0].any()
 
 
 @pytest.mark.parametrize("name", [*SMALL, "modern"])

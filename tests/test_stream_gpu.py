@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.exact_streams import build, difference, kinds
+from expire_span.ops.graphs import record_graph
 from expire_span.store.slots import FRESH
 from expire_span.stream import Sampling, Stream
 
@@ -31,6 +32,32 @@ def test_recorded_draws_follow_the_seed_and_continue():
         steps = [step.tokens for count in parts for step in stream.generate(Sampling(seed=3), count)]
         texts.append(torch.stack(steps).tolist())
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_first_replay_waits_for_the_recording(monkeypatch):
+    """PyTorch sets a generator's offset to zero on the stream that records. If that stream is late, as on a busy GPU, the zero
+    must not come between a replay's own offset and the draw that reads it."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def begin_late(graph, *args, **options):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms of the stream that records
+        begin(graph, *args, **options)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin_late)
+    x, draws = torch.empty(8, device=DEVICE), []
+    for recorded in (True, False):
+        generator, graph = torch.Generator(DEVICE).manual_seed(3), torch.cuda.CUDAGraph()
+        x.uniform_(generator=generator)
+        if recorded:
+            graph.register_generator_state(generator)
+            with record_graph(graph):
+                torch.cuda._sleep(400_000_000)  # the draw comes long after the replay's offset was set
+                x.uniform_(generator=generator)
+            graph.replay()
+        else:
+            x.uniform_(generator=generator)
+        draws.append(x.tolist())
+    assert draws[0] == draws[1]
 
 
 def test_rows_are_replaced_and_buffers_grow_under_recording():

@@ -72,7 +72,7 @@ class RetrofitStepper:
     @torch.no_grad()
     def compact(self) -> None:
         for layer in self.slot_layers:
-            layer.slots.compact()
+            layer.compact()
         self.clock.begin_epoch()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -24,6 +24,8 @@ from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import ExpiringMemory
 from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
 
+from .step_products import StepStates, add_linear, fold_gain, folds, norm_linear
+
 if TYPE_CHECKING:
     from expire_span.ops.triton.slot_tiles import Division
 
@@ -103,7 +105,8 @@ def slot_rules(mixer: Mixer) -> SlotRules | None:
     field = systems.find(mixer.settings.kind).receptive_field(systems.StateSize(mixer.shape, mixer.settings))
     if field is None or not isinstance(mixer, (ExpiringAttention, WindowMixer)):
         return None
-    if not are_plain(mixer.query, mixer.key, mixer.value, mixer.out):
+    own_gate = mixer.head_gate is None or type(mixer.head_gate) is nn.Linear
+    if not own_gate or not are_plain(mixer.query, mixer.key, mixer.value, mixer.out):
         return None
     if isinstance(mixer, ExpiringAttention):
         r, form = mixer.rules, mixer.span_predictor.span_form(mixer.shape.dim)
@@ -133,14 +136,20 @@ class SlotStep:
         self.folded = self.fused and folds(norm, weight)
         self.constant = not bool(self.form.weight.any()) and not bool(self.form.room.any())
         parts = [weight, mixer.key.weight, mixer.value.weight]
+        gate, self.gate_bias = mixer.head_gate, None
+        if gate is not None:
+            self.gate_bias = gate.bias.detach().float()
+            spare = -len(gate.weight) % 16 if self.fused else 0  # rows of the product stay aligned for wide stores
+            parts.append(F.pad(gate.weight, (0, 0, 0, spare)))
         self.joins_span = not (self.fused or self.constant) and weight.dtype == torch.float32
         if self.joins_span:
             parts.append(self.form.weight)
         self.weight = torch.cat([x.detach() for x in parts])
         self.out = mixer.out.weight.detach()
-        # The kernel gets hidden states before the norm, so the norm's gain is multiplied into the predictor.
+        # The kernels get hidden states before the norm, so the norm's gain is multiplied into projections and predictor.
         if self.folded:
             assert isinstance(norm, nn.RMSNorm)
+            self.weight = fold_gain(self.weight, norm)
             self.form = self.form._replace(weight=self.form.weight * norm.weight.detach().float())
         self.turned, self.normed = shape.positions == "rotary", shape.qk_norm
         self.relative = None if mixer.relative_keys is None else mixer.relative_keys.detach()
@@ -187,6 +196,16 @@ class SlotStep:
         self.edges, self.births = s.edge.view(shape), s.pos.view(shape)
         self.refresh()
 
+    def compact(self) -> None:
+        """Delete dead memories, once all fresh slots are full. Only work on the device is done here."""
+        if not self.fused:
+            self.slots.compact()
+            return
+        from expire_span.ops.triton import triton_compact
+        from expire_span.ops.triton.slots import Fields
+
+        triton_compact(Fields(*self.fields), FRESH)
+
     def refresh(self) -> None:
         """On a CPU, limit what steps read to the older slots that can be in use, by the host's count."""
         if self.fused:
@@ -231,21 +250,21 @@ class SlotStep:
 
     # The step
 
-    def add(self, x: Tensor) -> Tensor:
-        """Store the new memory of x [B, C] and add the layer's output to x, in place."""
-        y = self._fused_step(x) if self.fused else self._plain_step(self.norm(x))
+    def add(self, states: StepStates) -> StepStates:
+        """Store the new memory of the hidden states and add the layer's output to them, in place."""
+        y = self._fused_step(states) if self.fused else self._plain_step(self.norm(states.x))
         if self.rules.cap is not None:
             self.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
-        return add_linear(x, y, self.out, self.folded)
+        return add_linear(states.x, y, self.out, self.folded)
 
-    def _fused_step(self, x: Tensor) -> Tensor:
+    def _fused_step(self, states: StepStates) -> Tensor:
         from expire_span.ops.triton.slots import Fields, triton_step
 
         if self.folded:
             norm: Any = self.norm
-            hidden, proj, eps = x, norm_linear(x, norm, self.weight), norm.eps
+            hidden, proj, eps = states.x, norm_linear(states, norm, self.weight), norm.eps
         else:
-            hidden = self.norm(x)
+            hidden = self.norm(states.x)
             proj, eps = F.linear(hidden, self.weight), None
         r = self.rules
         return triton_step(
@@ -265,6 +284,7 @@ class SlotStep:
             angles=(self.clock.cos, self.clock.sin) if self.turned else None,
             relative_keys=self.relative,
             normalizer_eps=r.normalizer_eps,
+            gate_bias=self.gate_bias,
         )
 
     def division(self, group: int) -> Division:
@@ -275,7 +295,7 @@ class SlotStep:
         made_for = (s.rows, s.capacity, group, tiles())
         if self._division[0] != made_for:
             programs = count_programs([FRESH + size for size in s.capacity], s.rows * group)
-            self._division = made_for, divide(programs, group, s.k.device)
+            self._division = made_for, divide(programs, group, s.rows, s.k.device)
         return self._division[1]
 
     def _plain_step(self, h: Tensor) -> Tensor:
@@ -287,7 +307,10 @@ class SlotStep:
             both = F.rms_norm(both, (self.head_dim,))
         if self.turned:
             both = self._turn(both, column)
-        edge = self._edges(h, proj, end)
+        gates = None
+        if self.gate_bias is not None:
+            gates = 2 * torch.sigmoid(proj[:, end : end + self.heads] + self.gate_bias).to(proj.dtype)
+        edge = self._edges(h, proj, end + (0 if gates is None else self.heads))
         keys, values, edges, births = self.reading
         if self.rules.include_self:
             self._store(both, proj[:, inner:end], edge, column)
@@ -308,7 +331,7 @@ class SlotStep:
         if not self.rules.include_self:
             y = y.nan_to_num_(0.0)  # softmax over no memories is NaN, and such a query's output is defined as zero
             self._store(both, proj[:, inner:end], edge, column)
-        return y.flatten(1)
+        return (y if gates is None else y * gates.unsqueeze(-1)).flatten(1)
 
     def _turn(self, both: Tensor, column: int) -> Tensor:
         cos, sin = self.clock.cos[column], self.clock.sin[column]
@@ -326,28 +349,3 @@ class SlotStep:
         self.k.select(2, column).copy_(both[:, self.heads :])
         self.v.select(2, column).copy_(values.view(len(values), self.kv_heads, -1))
         self.edges.select(2, column).copy_(edge)
-
-
-# Linear maps of a step, fused with the norm before or the sum after them
-
-
-def folds(norm: nn.Module, weight: Tensor) -> bool:
-    """Whether a kernel exists that fuses this norm with a product with weights like these: RMSNorm in half precision."""
-    half = weight.dtype in (torch.bfloat16, torch.float16)
-    return half and isinstance(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None
-
-
-def norm_linear(x: Tensor, norm: Any, weight: Tensor, square_relu: bool = False) -> Tensor:
-    """Norm and product as one kernel; see `folds`."""
-    from expire_span.ops import triton
-
-    return triton.norm_linear(x, norm.weight.detach(), norm.eps, weight, square_relu=square_relu)
-
-
-def add_linear(x: Tensor, y: Tensor, weight: Tensor, folded: bool) -> Tensor:
-    """x += y weight^T, in place."""
-    if not folded:
-        return x.addmm_(y, weight.t())
-    from expire_span.ops import triton
-
-    return triton.add_linear_(x, y, weight)

@@ -21,7 +21,8 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.kit.attention import AttentionMixer
 from expire_span.models.kit.plain import are_plain
 from expire_span.models.mixer import Mixer
-from expire_span.models.slot_step import SlotStep, StreamPosition, add_linear, folds, norm_linear, slot_rules
+from expire_span.models.slot_step import SlotStep, StreamPosition, slot_rules
+from expire_span.models.step_products import StepStates, add_linear, fold_gain, folds, norm_linear
 
 
 class StateStep:
@@ -38,11 +39,11 @@ class StateStep:
         for name, x in self.state.items():
             x[rows] = state[name].to(x.dtype)
 
-    def add(self, x: Tensor) -> Tensor:
-        y, after, _ = self.mixer.mix(self.norm(x).unsqueeze(1), self.state)
+    def add(self, states: StepStates) -> StepStates:
+        y, after, _ = self.mixer.mix(self.norm(states.x).unsqueeze(1), self.state)
         for name, old in self.state.items():
             old.copy_(after[name])
-        return x + y.squeeze(1)
+        return StepStates(states.x + y.squeeze(1))
 
 
 class BlockStep:
@@ -61,20 +62,23 @@ class BlockStep:
         self.squares = self.pre_norm and ff.activation == "relu2" and are_plain(ff.up, ff.down)
         self.down = ff.down.weight.detach()
         fused = isinstance(self.memory, SlotStep) and self.memory.fused
-        self.folded = fused and folds(block.norm2, self.down)
+        self.folded = self.squares and fused and folds(block.norm2, self.down)
+        up: Any = ff.up
+        self.up = fold_gain(up.weight, block.norm2) if self.folded else None
         self.square = _square_relu_on_gpu if fused else _square_relu
 
-    def __call__(self, x: Tensor) -> Tensor:
-        block, x = self.block, self.memory.add(x)
+    def __call__(self, states: StepStates) -> StepStates:
+        block, states = self.block, self.memory.add(states)
+        x = states.x
         if not self.pre_norm:
             x = block.norm1(x)
-            return block.norm2(x + block.ff(x))
+            return StepStates(block.norm2(x + block.ff(x)))
         if not self.squares:
-            return x + block.ff(block.norm2(x))
-        up: Any = block.ff.up
-        if self.folded:
-            h = norm_linear(x, block.norm2, up.weight, square_relu=True)
+            return StepStates(x + block.ff(block.norm2(x)))
+        if self.up is not None:
+            h = norm_linear(states, block.norm2, self.up, square_relu=True)
         else:
+            up: Any = block.ff.up
             h = self.square(F.linear(block.norm2(x), up.weight))
         return add_linear(x, h, self.down, self.folded)
 
@@ -112,15 +116,15 @@ class Stepper:
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
-        x = self.decoder.embed(tokens)
+        states = StepStates(self.decoder.embed(tokens))
         for step in self.blocks:
-            x = step(x)
-        return self.decoder.head(self.decoder.backbone.norm(x))
+            states = step(states)
+        return self.decoder.head(self.decoder.backbone.norm(states.x))
 
     def compact(self) -> None:
         """Delete dead memories in all layers and begin the clock's next epoch. Only work on the device is done here."""
         for layer in self.slot_layers:
-            layer.slots.compact()
+            layer.compact()
         self.clock.begin_epoch()
 
     def tensors(self) -> dict[str, Tensor]:

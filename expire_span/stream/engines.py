@@ -18,6 +18,7 @@ from expire_span.models.decoder import Decoder
 from expire_span.models.slot_step import Memories, SlotStep
 from expire_span.models.state import bytes_of, pack, select_rows, unpack
 from expire_span.models.stepping import StateStep, Stepper
+from expire_span.ops.graphs import record_graph
 from expire_span.sampling import Sampling, draw
 from expire_span.store.slots import FRESH
 
@@ -172,7 +173,7 @@ class SteadyEngine(Engine):
         if generator is not None:
             graph.register_generator_state(generator)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with record_graph(graph, self._pool):
             work()
         return graph
 

@@ -45,8 +45,8 @@ def build_optimizers(model: nn.Module, config: OptimizerSettings) -> list[Optimi
     for name, p in model.named_parameters():
         if "span_predictor" in name:
             spans.append(p)
-        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name:
-            matrices.append(p)
+        elif config.optimizer == "muon" and p.dim() == 2 and "blocks." in name and "head_gate" not in name:
+            matrices.append(p)  # the gates' few rows each give one number, so there is nothing to orthogonalise
         else:
             (decayed if p.dim() >= 2 else plain).append(p)
     groups = [

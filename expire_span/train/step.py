@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.models.state import detach, map_tensors
+from expire_span.ops.graphs import record_graph
 from expire_span.store import trim_states
 
 Outcome = tuple[dict[str, Tensor], Any, int]
@@ -99,7 +100,7 @@ class TrainStep:
         inputs, graph = given.clone(), torch.cuda.CUDAGraph()
         for p in self.parameters:
             p.grad = None
-        with torch.cuda.graph(graph, pool=self.pool):
+        with record_graph(graph, self.pool):
             outcome = self.run(inputs)
         torch.cuda.empty_cache()  # free what the unrecorded pass cached; the graph has a memory pool of its own
         self.recordings[key] = recording = Recording(graph, inputs, outcome, [p.grad for p in self.parameters])

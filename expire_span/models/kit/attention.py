@@ -32,6 +32,11 @@ class AttentionMixer(Mixer):
             self.key = nn.Linear(dim, kv_dim, bias=False)
         self.value = nn.Linear(dim, kv_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
+        self.head_gate: nn.Linear | None = None
+        if self.shape.head_gates:
+            self.head_gate = nn.Linear(dim, self.shape.heads)
+            nn.init.zeros_(self.head_gate.weight)
+            nn.init.zeros_(self.head_gate.bias)
         if self.shape.positions == "relative" and self._shared_keys[0] is None:
             self.own_relative_keys = nn.Parameter(torch.randn(self.shape.relative_window, self.shape.head_dim))
 
@@ -78,9 +83,17 @@ class AttentionMixer(Mixer):
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         return self.queries(x, pos), self.keys(x, pos), self.values(x), pos
 
-    def join_heads(self, y: Tensor) -> Tensor:
-        """Concatenate heads and apply the output projection: [B, H, T, D] -> [B, T, C]."""
-        return self.out(y.transpose(1, 2).flatten(2))
+    def join_heads(self, y: Tensor, x: Tensor | None = None) -> Tensor:
+        """Scale heads by their gates, concatenate them and apply the output projection: [B, H, T, D] -> [B, T, C].
+
+        x [B, T, C] is the layer's input, from which the gates follow; without gates it is not needed.
+        """
+        y = y.transpose(1, 2)
+        if self.head_gate is not None:
+            if x is None:
+                raise ValueError(f"{type(self).__name__} has no gates for its heads; build it with head_gates=False")
+            y = y * (2 * torch.sigmoid(self.head_gate(x))).unsqueeze(-1).to(y.dtype)
+        return self.out(y.flatten(2))
 
 
 def share_heads(x: Tensor, heads: int) -> Tensor:

@@ -194,7 +194,7 @@ class ExpiringAttention(AttentionMixer):
         rules |= dict(relative_keys=self.relative_keys, normalizer_eps=self.rules.normalizer_eps)
         y = attend_in_segments(self.queries(x, pos), k, v, span, pos, k_pos, memory.row_places(), **rules)
         aux = self._report_later(memory, new, start, len(pos))
-        return self._store_and_return(self.join_heads(y), memory, start + len(pos), aux)
+        return self._store_and_return(self.join_heads(y, x), memory, start + len(pos), aux)
 
     def _store_and_return(self, y: Tensor, memory: ExpiringMemory, position: int, aux: MixerAux) -> MixerOutput:
         memory = memory.expire(position)
@@ -237,7 +237,7 @@ class ExpiringAttention(AttentionMixer):
             impl=self.rules.impl,
             check_values=False,
         )
-        return self.join_heads(y)
+        return self.join_heads(y, x)
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
         """The report of a block of `count` queries from position `start` on, over memories with span [B, P, S] and k_pos."""

@@ -18,9 +18,10 @@ Kernels = Literal["auto", "torch", "fla"]
 LEAST_COUNT = 16
 """Blocks of fewer steps than this, decoding among them, run in plain PyTorch: fla's kernels work in chunks of 64."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MISCOMPILED_KEYS = 64
-"""Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs if a tile holds this many channels
-of the keys (flash-linear-attention issue 640)."""
+SOUND_CHANNELS = 128
+"""Triton 3.4 to 3.7.0 miscompiles fla's backward pass of the gated delta rule on Hopper GPUs (flash-linear-attention issue
+640). Only tiles of this many channels of keys and values are known to be right. With keys of 32, for example, gradients are
+wrong whenever fla's autotuner chooses four warps, which depends on what else the GPU does."""
 _INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("fla", "einops", "triton"))
 _TRITON = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3]) if _INSTALLED else ()
 _warned: set[str] = set()
@@ -33,7 +34,7 @@ def resolve_kernels(
     device: torch.device,
     dtype: torch.dtype | None = None,
     count: int | None = None,
-    keys: int | None = None,
+    channels: int | None = None,
 ) -> Literal["torch", "fla"]:
     """Resolve `impl` for a layer of system `kind`; "auto" takes fla's kernels where they can run, else plain PyTorch.
 
@@ -42,11 +43,11 @@ def resolve_kernels(
 
     Args:
         dtype, count: of the block to compute, None where not known yet; count is its number of steps.
-        keys: channels of a key, for the gated delta rule; None for other systems.
+        channels: of a key or a value of the gated delta rule, whichever has fewer; None for other systems.
     """
     if impl == "torch" or (impl == "auto" and device.type != "cuda") or (count is not None and count < LEAST_COUNT):
         return "torch"
-    obstacle = _find_obstacle(device, dtype) or _find_miscompiled(device, keys)
+    obstacle = _find_obstacle(device, dtype) or find_miscompiled(device, channels)
     if obstacle is None:
         return "fla"
     if impl == "fla":
@@ -66,20 +67,19 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype | None) -> str | Non
     return None
 
 
-def tile_of_keys(channels: int) -> int:
-    """Channels in one tile of keys in the backward pass on a Hopper GPU: a power of two, from 16 to 128."""
+def tile_of(channels: int) -> int:
+    """Channels in one tile of the backward pass on a Hopper GPU: a power of two, from 16 to 128."""
     return min(max(1 << (channels - 1).bit_length(), 16), 128)
 
 
-def _find_miscompiled(device: torch.device, keys: int | None) -> str | None:
-    if keys is None or tile_of_keys(keys) != MISCOMPILED_KEYS or not (3, 4) <= _TRITON < (3, 7, 1):
+def find_miscompiled(device: torch.device, channels: int | None) -> str | None:
+    """Why fla's kernel is wrong for keys or values of so many channels, as `_find_obstacle` says it; None if it is right."""
+    if channels is None or tile_of(channels) == SOUND_CHANNELS or not (3, 4) <= _TRITON < (3, 7, 1):
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     version = ".".join(map(str, _TRITON))
-    return (
-        f"computes wrong gradients for keys of 33 to 64 channels with Triton {version} on this GPU, got keys of {keys}"
-    )
+    return f"computes wrong gradients for keys or values of up to 64 channels with Triton {version} on this GPU, got {channels}"
 
 
 def _warn_once(kind: str, obstacle: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fla import MISCOMPILED_KEYS, tile_of_keys
+from .fla import SOUND_CHANNELS, tile_of
 
 
 @functools.cache
@@ -29,11 +29,11 @@ def _narrow_guard() -> None:
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule.chunk")
     refuses = kernels.chunk_bwd_dqkwg
 
-    def allow_sound_tiles(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+    def allow_sound_tiles(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         known = kernels.TRITON_ABOVE_3_7_1
-        kernels.TRITON_ABOVE_3_7_1 = known or tile_of_keys(k.shape[-1]) != MISCOMPILED_KEYS
+        kernels.TRITON_ABOVE_3_7_1 = known or tile_of(min(k.shape[-1], v.shape[-1])) == SOUND_CHANNELS
         try:
-            return refuses(q, k, *args, **options)
+            return refuses(q, k, v, *args, **options)
         finally:
             kernels.TRITON_ABOVE_3_7_1 = known
 

@@ -134,7 +134,7 @@ class WindowMixer(AttentionMixer):
         after = {"rings": rings, "position": start + count, "sinks": kept, "seen": state["seen"] + count}
         after["keep"] = state["keep"]
         aux = MixerAux(live=self._live(state["seen"], count), bytes_held=bytes_of(after))
-        return MixerOutput(self.join_heads(torch.cat(parts, 1)), after, aux)
+        return MixerOutput(self.join_heads(torch.cat(parts, 1), x), after, aux)
 
     def _fill_sinks(self, state: dict[str, Any], k: Tensor, v: Tensor, pos: Tensor) -> dict[str, Tensor]:
         """The sinks after this block: slot s of a row takes that row's s-th token, if it is in this block."""

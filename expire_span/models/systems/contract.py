@@ -37,6 +37,9 @@ class AttentionShape:
     """Base of the rotary frequencies."""
     qk_norm: bool = True
     """Normalise queries and keys per head before the product."""
+    head_gates: bool = False
+    """Let each attention head scale its output by a learned gate of the hidden state, 2 sigmoid(w . x + b), which starts at 1.
+    A head whose memories say nothing can then be silent, which softmax alone does not allow."""
 
     def __post_init__(self) -> None:
         require(self.dim >= 1, f"dim must be at least 1, got {self.dim}")

@@ -1,8 +1,8 @@
 """How a decoding step over slots is cut into programs.
 
 A program reads some of the tiles of one query head of one row. Heads of one layer may hold 20 memories or 3,000, and a launch
-takes as long as its longest program: so a head is read by as many programs as its capacity asks for, and the partial sums of
-those that have several are added by a second kernel. The capacities are known to the host, and the division changes only when
+takes as long as its longest program: so a head is read by as many programs as its capacity asks for, and the last of them to
+finish adds their partial sums. The capacities are known to the host, and the division changes only when
 slots grow; how many of its slots a head uses is read on the device, and its programs take every n-th tile of them.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MOST_PROGRAMS = 64
-"""Programs of one head of one row, at most: the second kernel reads all of their sums at once."""
+"""Programs of one head of one row, at most: the largest scores of all of them are read at once."""
 
 
 class SlotTiles(NamedTuple):
@@ -55,8 +55,8 @@ class Division(NamedTuple):
 
     programs: Tensor
     """[programs, 3] int32: the query head, the first tile, and the step from tile to tile, which is the head's number of programs."""
-    joins: Tensor
-    """[heads with several programs, 3] int32: the query head, its first program, the number of its programs."""
+    finished: Tensor
+    """[rows, heads] int32: how many programs of a head that has several have finished; zero between launches."""
     most: int
     """Programs of one head, at most."""
 
@@ -69,12 +69,9 @@ def count_programs(slots: Sequence[int], copies: int) -> list[int]:
     return [min(-(-n // each), MOST_PROGRAMS) for n in lengths]
 
 
-def divide(programs: Sequence[int], group: int, device: torch.device | str) -> Division:
+def divide(programs: Sequence[int], group: int, rows: int, device: torch.device | str) -> Division:
     """The programs of key/value heads that have so many each, for `group` query heads of each; the longest work comes first."""
     heads = sorted(range(len(programs) * group), key=lambda head: -programs[head // group])
-    counts = [programs[head // group] for head in heads]
-    firsts = [sum(counts[:n]) for n in range(len(counts))]
-    items = [(head, n, count) for head, count in zip(heads, counts) for n in range(count)]
-    joins = [(head, first, count) for head, first, count in zip(heads, firsts, counts) if count > 1]
-    both = (torch.tensor(x, dtype=torch.int32).view(-1, 3).to(device) for x in (items, joins))
-    return Division(*both, most=max(counts))
+    items = [(head, n, programs[head // group]) for head in heads for n in range(programs[head // group])]
+    finished = torch.zeros(rows, len(heads), dtype=torch.int32, device=device)
+    return Division(torch.tensor(items, dtype=torch.int32).to(device), finished, most=max(programs))

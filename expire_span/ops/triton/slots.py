@@ -3,7 +3,8 @@
 The first program of a query head of a row normalises and rotates the query and the new key, predicts the new memory's span,
 appends it to the fresh slots, and attends to what lives. How many slots there are to read, and which fresh slot is next, are
 numbers on the device, so that a launch recorded in a CUDA graph stays valid while they change. Further programs of the same head
-share its tiles of slots (slot_tiles.py says how many there are), and a second kernel adds their partial sums.
+share its tiles of slots (slot_tiles.py says how many there are), and the last of them to finish adds their partial sums, always in
+the same order.
 
 The slot that is written is never read in the same launch: programs compute the new memory from its projections.
 """
@@ -133,18 +134,49 @@ def _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS: 
 
 
 @triton.jit
+def _write(y, acc, total, proj, gate_bias, head, d, inside, GATES: tl.constexpr):
+    """Write a head's output, the weighted sum over the sum of weights, times its gate where the layer has gates."""
+    acc = acc / tl.where(total > 0, total, 1.0)
+    if GATES > 0:
+        logit = tl.load(proj + GATES + head).to(tl.float32) + tl.load(gate_bias + head)
+        acc = acc * (2.0 / (1.0 + tl.exp(-logit)))
+    tl.store(y + d, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _join(parts, peaks, totals, count, d, D_PAD: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Add the partial sums of the `count` programs of one head: values summed by weight [D_PAD], and the weights' sum."""
+    n = tl.arange(0, MOST)
+    # Programs on other multiprocessors wrote these, so they must not come from this one's own cache.
+    peak = tl.load(peaks + n, mask=n < count, other=float("-inf"), cache_modifier=".cg")
+    best = tl.max(peak, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    part = tl.load(totals + n, mask=n < count, other=0.0, cache_modifier=".cg")
+    total = tl.sum(tl.math.exp2(peak - best) * part, 0)
+    acc = tl.zeros([D_PAD], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        peak_i = tl.load(peaks + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+        at = i[:, None] * D_PAD + d[None, :]
+        sums = tl.load(parts + at, mask=(i < count)[:, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(tl.math.exp2(peak_i - best)[:, None] * sums, 0)
+    return acc, total
+
+
+@triton.jit
 def _step(
-    proj, hidden, weight, bias, low, room, cos, sin, relative,  # read: q, k, v of the token, its span's predictor, positions
+    proj, hidden, weight, bias, low, room, gate_bias, cos, sin, relative,  # read: q, k, v, gates, the span's predictor, positions
     k, v, pos, edge,  # read and written: the slots
     counts, bounds, column, programs,  # read: how full and where the heads' slots are, the time, the division of the work
-    y, parts, peaks, totals,  # written
+    y, parts, peaks, totals, finished,  # written
     width, slots, kv_heads, group, proj_b, hidden_b,  # sizes and strides
     scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
-    EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
+    EPS: tl.constexpr, GATES: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One program: some tiles of one query head of one row. The head's first program also appends the new memory."""
+    """One program: some tiles of one query head of one row. The head's first program also appends the new memory; the last one to
+    finish adds the sums of all."""
     b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, first, step = (
         tl.load(programs + 3 * program),
@@ -157,15 +189,13 @@ def _step(
     inside = d < D
     now = tl.load(column)
     mine = proj + b * proj_b
-    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
     # Addresses are those of the head's first slot plus 32-bit offsets: half the registers of 64-bit ones.
     base = b * slots + tl.load(bounds + h)
     keys_of, values_of, pos_of, edge_of = k + base * D, v + base * D, pos + base, edge + base
     end = FRESH + tl.load(counts + b * kv_heads + h)
-    acc, total, peak = _attend_tiles(
-        q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
-        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD, APART,
-    )  # fmt: skip
+    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+    # The new memory is computed before the slots are read, so that its loads and theirs are under way together.
+    k_new, v_new, left = tl.zeros([D_PAD], tl.float32), tl.zeros([D_PAD], tl.float32), 0.0
     if first == 0:
         k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
@@ -176,34 +206,26 @@ def _step(
             tl.store(keys_of + at, k_new.to(k.dtype.element_ty), mask=inside)
             tl.store(values_of + at, v_new.to(v.dtype.element_ty), mask=inside)
             tl.store(edge_of + now, left)
-        if MIN_AGE == 0:
-            acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS)
+    acc, total, peak = _attend_tiles(
+        q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD, APART,
+    )  # fmt: skip
+    if first == 0 and MIN_AGE == 0:
+        acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS)
+    out = y + (b * heads + head) * D
     if step == 1:
-        acc = acc / tl.where(total > 0, total, 1.0)
-        tl.store(y + (b * heads + head) * D + d, acc.to(y.dtype.element_ty), mask=inside)
+        _write(out, acc, total, mine, gate_bias, head, d, inside, GATES)
     else:
-        out = b * tl.num_programs(1) + program
-        tl.store(parts + out * D_PAD + d, acc)
-        tl.store(peaks + out, peak)
-        tl.store(totals + out, total)
-
-
-@triton.jit
-def _join(
-    parts, peaks, totals, joins, y, heads, parts_b, D: tl.constexpr, D_PAD: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    """Add the partial sums of one query head that has several programs."""
-    b, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, first, count = tl.load(joins + 3 * which), tl.load(joins + 3 * which + 1), tl.load(joins + 3 * which + 2)
-    d, n = tl.arange(0, D_PAD), tl.arange(0, MOST)
-    there, at = n < count, b * parts_b + first + n
-    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
-    best = tl.max(peak, 0)
-    rise = tl.math.exp2(peak - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(rise * tl.load(totals + at, mask=there, other=0.0), 0)
-    acc = tl.load(parts + at[:, None] * D_PAD + d[None, :], mask=there[:, None], other=0.0)
-    acc = tl.sum(rise[:, None] * acc, 0) / tl.where(total > 0, total, 1.0)
-    tl.store(y + (b * heads + head) * D + d, acc.to(y.dtype.element_ty), mask=d < D)
+        start = b * tl.num_programs(1) + program - first  # of this head's first program
+        tl.store(parts + (start + first) * D_PAD + d, acc)
+        tl.store(peaks + start + first, peak)
+        tl.store(totals + start + first, total)
+        tl.debug_barrier()  # all threads have stored before one of them reports it
+        before = tl.atomic_add(finished + b * heads + head, 1, sem="acq_rel")
+        if before == step - 1:
+            acc, total = _join(parts + start * D_PAD, peaks + start, totals + start, step, d, D_PAD, MOST, 8)
+            _write(out, acc, total, mine, gate_bias, head, d, inside, GATES)
+            tl.store(finished + b * heads + head, 0)  # for the next step
 
 
 @triton.jit
@@ -228,34 +250,35 @@ def triton_step(
     proj: Tensor, hidden: Tensor, form: SpanForm, fields: Fields, column: Tensor, division: Division, *, group: int, fresh: int,
     ramp: float, scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
+    gate_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
-    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation. hidden [B, C]: the hidden states from which spans
-    are predicted; with `hidden_eps` they come before their RMS norm, and form.weight must contain the norm's gain.
+    proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation; with gate_bias [Hq], followed by the logits of the
+    heads' gates without their bias. hidden [B, C]: the hidden states from which spans are predicted; with `hidden_eps` they come
+    before their RMS norm, and form.weight must contain the norm's gain.
     column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines [fresh, D].
     """
     batch, kv_heads = fields.counts.shape
     dim, width, chosen = fields.k.shape[-1], hidden.shape[1], tiles()
-    heads, programs, joins = kv_heads * group, len(division.programs), len(division.joins)
+    heads, programs = kv_heads * group, len(division.programs)
     y = torch.empty(batch, heads * dim, dtype=proj.dtype, device=proj.device)
     padded, cos, sin = power_of_2(dim), *(angles or (fields.pos, fields.pos))
     parts = peaks = totals = fields.pos
-    if joins:
+    if division.most > 1:
         parts = torch.empty(batch, programs, padded, dtype=torch.float32, device=proj.device)
         peaks, totals = (torch.empty(batch, programs, dtype=torch.float32, device=proj.device) for _ in range(2))
-    relative = fields.k if relative_keys is None else relative_keys
+    relative, gates = fields.k if relative_keys is None else relative_keys, (heads + 2 * kv_heads) * dim
     run_kernel(
         _step, (batch, programs),
-        proj, hidden, *form, cos, sin, relative, *fields, column, division.programs, y, parts, peaks, totals, width,
+        proj, hidden, *form, fields.pos if gate_bias is None else gate_bias, cos, sin, relative, *fields, column,
+        division.programs, y, parts, peaks, totals, division.finished, width,
         fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp,
         torch.finfo(torch.float32).eps, hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None,
         ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
-        WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps, FRESH=fresh, D=dim, D_PAD=padded,
-        C_PAD=power_of_2(width), BLOCK_N=chosen.slots, STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, APART=chosen.apart,
+        WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps,
+        GATES=0 if gate_bias is None else gates, FRESH=fresh, D=dim, D_PAD=padded, C_PAD=power_of_2(width), BLOCK_N=chosen.slots,
+        STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, APART=chosen.apart, MOST=power_of_2(division.most),
         num_warps=choose_warps(dim),
     )  # fmt: skip
-    if joins:
-        sizes = dict(D=dim, D_PAD=padded, MOST=power_of_2(division.most), num_warps=2)
-        run_kernel(_join, (batch, joins), parts, peaks, totals, division.joins, y, heads, programs, **sizes)
     return y

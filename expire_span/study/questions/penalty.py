@@ -92,7 +92,7 @@ class PenalisedAttention(Full):
         if self.drop is not None:
             weight, held = drop_unread(scores, weight, self.drop)
         loss = None if self.penalty == "none" else PENALTIES[self.penalty](weight, scores)
-        return MixerOutput(self.join_heads(weight @ v), state, MixerAux(loss, None, held))
+        return MixerOutput(self.join_heads(weight @ v, x), state, MixerAux(loss, None, held))
 
     def attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and weights [B, H, T, T] without dropping, and the values."""

@@ -48,7 +48,9 @@ class BigBird(AttentionMixer):
             span = torch.full((len(x), count), float(FOREVER), device=x.device)
             memory = memory.append(pos, span, k=k.transpose(1, 2), v=v.transpose(1, 2)).expire(now + count)
         after = {"memory": memory, "start": state["start"], "position": now + count, "keep": state["keep"]}
-        return MixerOutput(self.out(y.flatten(2)), after, MixerAux(live=live, bytes_held=bytes_of(after)))
+        return MixerOutput(
+            self.join_heads(y.transpose(1, 2), x), after, MixerAux(live=live, bytes_held=bytes_of(after))
+        )
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, now: int, base: int) -> tuple[Tensor, Tensor]:
         """Each query block gathers its key blocks and attends; y [B, T, H, D] and the mean number of tokens read.

@@ -89,7 +89,7 @@ class Compressive(AttentionMixer):
         aux = MixerAux(live=self._live(state["seen"], count), bytes_held=bytes_of(after))
         if self.reconstruction and self.training:
             aux.loss = reconstruction_loss(self, queries, raw, hidden, block)
-        return MixerOutput(self.out(y.flatten(2)), after, aux)
+        return MixerOutput(self.join_heads(y.transpose(1, 2), x), after, aux)
 
     def _extend(self, old: Tensor, new: Tensor, phase: Tensor, length: int) -> Tensor:
         """The stored raw slots followed by the current and the new groups, [B, raw + length, ..].

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class ExpireSpan(ExpiringAttention):
     """`ExpireSpan(dim, heads, kv_heads=None, max_span=1024, ramp=32, ...)`: `y, state, aux = layer(x, state)`.
 
-    Keyword arguments are the fields of `ExpireSpanConfig`, and `positions`, `qk_norm`, `rotary_base`, `relative_window`. Add
-    `weight * aux.loss.mean()` to the training loss to keep spans short.
+    Keyword arguments are the fields of `ExpireSpanConfig`, and `positions`, `qk_norm`, `head_gates`, `rotary_base`,
+    `relative_window`. Add `weight * aux.loss.mean()` to the training loss to keep spans short.
     """
 
     settings_class = ExpireSpanConfig
@@ -55,6 +55,7 @@ class ExpireSpan(ExpiringAttention):
             relative_window: int = 256,
             rotary_base: float = 10_000.0,
             qk_norm: bool = True,
+            head_gates: bool = False,
             depth: int = 0,
             settings: ExpireSpanConfig | None = None,
             relative_keys: nn.Parameter | None = None,

@@ -76,7 +76,7 @@ class Forgetting(AttentionMixer):
         after = {"memory": memory, "total": sums[:, :, -1].detach().clone(), "position": start + x.shape[1]}
         after["keep"] = state["keep"]
         live = (k_pos != NEVER).sum(1).float().mean() - (x.shape[1] - 1) / 2
-        return MixerOutput(self.join_heads(y), after, MixerAux(live=live, bytes_held=bytes_of(after)))
+        return MixerOutput(self.join_heads(y, x), after, MixerAux(live=live, bytes_held=bytes_of(after)))
 
     def _log_gate(self, x: Tensor) -> Tensor:
         """Log forget gates, [B, T, C] -> [B, H, T], in float32 or better."""

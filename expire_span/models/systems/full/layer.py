@@ -39,4 +39,4 @@ class Full(ExpiringAttention):
         y = F.scaled_dot_product_attention(
             q, k.to(q.dtype), v.to(q.dtype), is_causal=self.rules.causal, enable_gqa=grouped
         )
-        return self.join_heads(y)
+        return self.join_heads(y, x)

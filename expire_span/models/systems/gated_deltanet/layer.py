@@ -107,7 +107,7 @@ class GatedDeltaNet(Mixer):
 
     def _apply_rule(self, q, k, v, log_gate, strength, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """q, k, v [B, T, H, .] -> y [B, T, H, V] and the matrix after."""
-        sizes = {"count": q.shape[1], "keys": q.shape[-1]}
+        sizes = {"count": q.shape[1], "channels": min(q.shape[-1], v.shape[-1])}
         impl = resolve_kernels(self.settings.impl, "gated_deltanet", q.device, v.dtype, **sizes)
         if impl == "fla":
             return gated_delta_kernel(q.to(v.dtype), k.to(v.dtype), v, log_gate, strength, matrix)

@@ -116,4 +116,4 @@ class Linear(AttentionMixer):
             y, sums = running_attention(q, k, v, before, m.chunk, turned)
         after = {"sums": sums[:, :: heads // self.shape.num_kv_heads].clone(), "seen": state["seen"] + count}
         aux = MixerAux(live=torch.ones((), device=x.device), bytes_held=bytes_of(after))
-        return MixerOutput(self.join_heads(y.to(x.dtype)), after, aux)
+        return MixerOutput(self.join_heads(y.to(x.dtype), x), after, aux)

@@ -80,7 +80,7 @@ class Reformer(AttentionMixer):
         share = both[..., -1:].softmax(1)
         y = (both[..., :-1] * share).sum(1).to(x.dtype)
         after = {"slots": slots, "position": start + x.shape[1]}
-        return MixerOutput(self.join_heads(y), after, MixerAux(live=live.float().mean(), bytes_held=bytes_of(after)))
+        return MixerOutput(self.join_heads(y, x), after, MixerAux(live=live.float().mean(), bytes_held=bytes_of(after)))
 
     def _buckets(self, x: Tensor) -> Tensor:
         """The bucket of each token in each round: [B, H, T, D] -> [B, rounds * H, T]."""

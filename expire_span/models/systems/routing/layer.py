@@ -71,7 +71,7 @@ class Routing(AttentionMixer):
         near = past.clamp(max=self.settings.window).float().mean()
         live = (self.routed * live.float().mean() + local * near) / self.shape.heads
         return MixerOutput(
-            self.join_heads(torch.cat([*parts, y], 1)), after, MixerAux(live=live, bytes_held=bytes_of(after))
+            self.join_heads(torch.cat([*parts, y], 1), x), after, MixerAux(live=live, bytes_held=bytes_of(after))
         )
 
     def _route(self, plain: Tensor, q: Tensor, v: Tensor, pos: Tensor, slots) -> tuple[Tensor, Any, Tensor]:
