@@ -63,7 +63,8 @@ def _attend_tiles(
     STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query to every `step`-th tile of its head's slots: values summed by weight [D_PAD], the weights' sum, and
-    the largest score. Slots before FRESH that this block of steps has not written yet, and slots from `end` on, are empty."""
+    the largest score. The tiles are those of the fresh slots before `now`, which have been written since the last compaction, and
+    those of the older slots before `end`."""
     if APART:
         acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
         total = tl.zeros([BLOCK_N], tl.float32)
@@ -72,9 +73,11 @@ def _attend_tiles(
         acc = tl.zeros([D_PAD], tl.float32)
         total = 0.0
         peak = float("-inf")
-    for tile in tl.range(first, tl.cdiv(end, BLOCK_N), step, num_stages=STAGES):
-        i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        held = (i < end) & ((i >= FRESH) | (i < now))
+    written = tl.cdiv(now, BLOCK_N)
+    for tile in tl.range(first, written + tl.cdiv(end - FRESH, BLOCK_N), step, num_stages=STAGES):
+        is_older = tile >= written
+        i = tl.where(is_older, FRESH + (tile - written) * BLOCK_N, tile * BLOCK_N) + tl.arange(0, BLOCK_N)
+        held = i < tl.where(is_older, end, now)
         age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
         left = tl.load(edge_of + i, mask=held, other=float("-inf")) - age
         alive = held & (left > 0)
