@@ -17,13 +17,14 @@ from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError
 from expire_span.shipped import SAMPLE
 from expire_span.tasks.registry import build_task
+from expire_span.tasks.signs import SIGNS
 from expire_span.tasks.text import label
 from expire_span.view.limit import limit_spans
 
 KINDS = ("text", "books")
 """Tasks whose tokens are letters."""
-MARKS = {"⏎": "\n", "⇥": "\t", "␣": " "}
-"""Signs with which a task shows letters that are not visible."""
+LETTERS = {sign: letter for letter, sign in SIGNS.items()}
+"""The letters that signs stand for."""
 BLOCK = 1024
 """Number of tokens that are read in one call; it does not change the result."""
 UNKNOWN = "\ufffd"
@@ -120,7 +121,7 @@ class TextModel:
 
 
 def _letter(shown: str) -> str:
-    return MARKS.get(shown, shown if len(shown) == 1 else UNKNOWN)
+    return LETTERS.get(shown, shown if len(shown) == 1 else UNKNOWN)
 
 
 def _bits(logits: Tensor, wanted: Tensor) -> Tensor:

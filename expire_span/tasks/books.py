@@ -20,6 +20,7 @@ from expire_span.task_configs import BooksTask
 from .contract import SPLITS, Batch, Score, Split, TaskSample, bits, sample_stretch
 from .episodes import key_of
 from .hashing import draws_of
+from .signs import SIGNS
 from .text import check_rows
 
 RARE = 0
@@ -76,7 +77,7 @@ class Books:
         if token == RARE or token > len(self.alphabet):
             return "rare"
         letter = chr(int(self.alphabet[token - 1]))
-        return {"\n": "⏎", "\t": "⇥", " ": "␣"}.get(letter, letter if letter.isprintable() else f"U+{ord(letter):04X}")
+        return SIGNS.get(letter, letter if letter.isprintable() else f"U+{ord(letter):04X}")
 
 
 def find_books(path: str) -> dict[Split, list[Path]]:

@@ -13,14 +13,12 @@ from torch import Tensor
 from expire_span.task_configs import TextTask
 
 from .contract import Batch, Score, Split, TaskSample, bits, sample_stretch
+from .signs import SIGNS
 from .tokens import PIECE, Tokenizer, next_character
+from .unpacking import find_packing
 
 SAMPLE = 8192
 """Bytes or tokens of a sample."""
-
-
-PACKED = {"gzip": b"\x1f\x8b\x08", "zip": b"PK\3\4", "bzip2": b"BZh9", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd"}
-"""The first bytes of compressed files."""
 
 
 class Text:
@@ -101,8 +99,7 @@ class Text:
 
 def label(byte: int) -> str:
     """One byte as a visible character; a byte that is not a printable character is written in hexadecimal."""
-    named = {10: "⏎", 9: "⇥", 32: "␣"}
-    return named.get(byte) or (chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}")
+    return SIGNS.get(chr(byte)) or (chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}")
 
 
 def read_bytes(path: str) -> np.ndarray:
@@ -129,9 +126,7 @@ def read_bytes(path: str) -> np.ndarray:
 def check_unpacked(*files: Path) -> None:
     """Refuse compressed files: their bytes look random, and no model could learn anything from them."""
     for path in files:
-        with path.open("rb") as file:
-            first = file.read(8)
-        kind = next((kind for kind, magic in PACKED.items() if first.startswith(magic)), None)
+        kind = find_packing(path)
         if kind is not None:
             raise ValueError(f"{path} is compressed ({kind}), and text is read as it is; unpack it first")
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from expire_span.errors import UserError
 
+from .signs import SIGNS
+
 PIECE = 2**16
 """Bytes of text that are given to the tokenizer at once; pieces end after a newline where there is one."""
 SIDE_BY_SIDE = 64
@@ -59,8 +61,7 @@ class Tokenizer:
     def label(self, token: int) -> str:
         """One token as visible characters."""
         text = self.decode([token])
-        for hidden, shown in (("\n", "⏎"), ("\t", "⇥"), (" ", "␣")):
-            text = text.replace(hidden, shown)
+        text = text.translate(str.maketrans(SIGNS))
         if text and text.isprintable() and "\ufffd" not in text:
             return text
         return self._tokenizer.id_to_token(token) or f"<{token}>"  # a part of a character, or nothing that can be shown

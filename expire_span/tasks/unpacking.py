@@ -22,7 +22,22 @@ _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError),
     RuntimeError,  # a zip file with a password, or packed in a way that Python cannot unpack
 )
-_OPENERS = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
+PACKINGS = {
+    "zip": (b"PK\3\4", b"PK\5\6"),
+    "xz": (b"\xfd7zXZ\0",),
+    "gzip": (b"\x1f\x8b",),
+    "bzip2": (b"BZh",),
+    "zstd": (b"\x28\xb5\x2f\xfd",),
+}
+"""What compressed files begin with."""
+_OPENERS = {"xz": lzma.open, "gzip": gzip.open, "bzip2": bz2.open}
+
+
+def find_packing(path: Path) -> str | None:
+    """How a file is compressed, by its first bytes; None if it is not."""
+    with path.open("rb") as file:
+        first = file.read(max(len(x) for begins in PACKINGS.values() for x in begins))
+    return next((kind for kind, begins in PACKINGS.items() if first.startswith(begins)), None)
 
 
 def unpack_file(packed: Path, source: str, out: IO[bytes], most: int | None) -> None:
@@ -40,11 +55,10 @@ def unpack_file(packed: Path, source: str, out: IO[bytes], most: int | None) -> 
 
 
 def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        head = file.read(6)
-    if head.startswith(b"PK"):
+    kind = find_packing(path)
+    if kind == "zip":
         return _open_zip(path)
-    opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
+    opener = None if kind is None else _OPENERS.get(kind)
     return path.open("rb") if opener is None else opener(path, "rb")  # type: ignore[return-value]
 
 

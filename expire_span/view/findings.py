@@ -9,6 +9,7 @@ from typing import Any
 
 from expire_span.files import read_json
 from expire_span.runs import RunFolder, UserError
+from expire_span.tasks.signs import show_line
 
 ANALYSIS, FORMAT = "analysis.json", 1
 """The file, and the version of it that is read."""
@@ -127,5 +128,5 @@ def _places(
 
 
 def _around(entry: dict[str, Any]) -> tuple[str, str, str]:
-    before, letter, after = (str(part).replace("\n", "⏎") for part in entry["around"])
+    before, letter, after = (show_line(str(part)) for part in entry["around"])
     return before, letter, after

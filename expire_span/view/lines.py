@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from expire_span.tasks.signs import show_line
+
 
 def texts_of(steps: Sequence[dict[str, Any]]) -> list[str]:
     """The texts of a trace's steps, each on one line: signs stand for line ends and tabs."""
-    return [step["text"].replace("\n", "⏎").replace("\t", "⇥") for step in steps]
+    return [show_line(step["text"]) for step in steps]
 
 
 def lay_out(texts: Sequence[str], columns: int) -> list[tuple[float, int]]:

@@ -15,6 +15,7 @@ from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.tasks.contract import Task
 from expire_span.tasks.gridworlds.sentences import kind_of
+from expire_span.tasks.signs import show_line
 
 from .trace import Trace
 from .tracer import Tracer
@@ -169,4 +170,4 @@ def _by_word(sample: Sample, spans: np.ndarray, around: int = 24) -> list[Keepsa
 
 
 def _decode(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="replace").replace("\n", "⏎")
+    return show_line(raw.decode("utf-8", errors="replace"))
