@@ -4,7 +4,8 @@ Every row and key/value head has `FRESH` fresh slots for the memories born since
 older slots for the memories that survived it. One step writes its memory into the same fresh slot of all rows and heads, so
 that appending is one copy; the index of that slot, 0 to `FRESH` - 1, is called the `column`. After `FRESH` steps, `compact`
 deletes the dead memories and moves the living ones to the older slots. It consists of tensor operations of fixed shapes that
-never wait for the device, so that it can be recorded as a CUDA graph. One row in memory:
+never wait for the device, so that it can be recorded as a CUDA graph; ops/triton/compaction.py does the same as one kernel. One
+row in memory:
 
     head 0: [fresh slots | older slots, counts[0] of capacity[0] in use], head 1: [fresh slots | ..], ..
 
