@@ -30,10 +30,9 @@ class SlotTiles(NamedTuple):
     programs: int = 2112
     """Programs that a GPU runs at once, sixteen for each multiprocessor of a large one: tiles are distributed over so many."""
     skip_dead: bool = False
-    """Whether a program first reads the edges of a tile's slots, and then only the keys and values of living ones."""
-    apart: bool = False
-    """Whether each slot of a tile has a maximum and sums of its own, combined once at the end: threads then need no exchange per
-    tile."""
+    """Whether a program reads the keys and values of living memories only, and skips tiles without any."""
+    registers: int | None = None
+    """The most registers of a thread; None leaves them to the compiler. With fewer, more programs run at once."""
 
 
 _tiles = SlotTiles()

@@ -57,57 +57,69 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 
 
 @triton.jit
+def _look_at(tile, written, now, end, pos_of, edge_of, FRESH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of a tile, the age of their memories, and the steps that these have left: minus infinity in empty slots."""
+    is_older = tile >= written
+    i = tl.where(is_older, FRESH + (tile - written) * BLOCK_N, tile * BLOCK_N) + tl.arange(0, BLOCK_N)
+    held = i < tl.where(is_older, end, now)
+    age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
+    return i, age, tl.load(edge_of + i, mask=held, other=float("-inf")) - age
+
+
+@triton.jit
+def _attend_tile(
+    acc, total, peak, q, keys_of, values_of, relative, i, age, left, read, scale, inv_ramp, d, inside,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Add the memories of one tile of slots to the sums of a query. read: slots whose keys and values are loaded."""
+    alive = left > 0
+    at, read = i[:, None] * D + d[None, :], read[:, None] & inside[None, :]
+    keys = tl.load(keys_of + at, mask=read, other=0.0).to(tl.float32)
+    values = tl.load(values_of + at, mask=read, other=0.0).to(tl.float32)
+    if WINDOW > 0:
+        near = alive & (age >= 1) & (age <= WINDOW)
+        far = (age - 1).to(tl.int32)[:, None] * D + d[None, :]
+        keys += tl.load(relative + far, mask=near[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    s = tl.where(alive, tl.sum(keys * q[None, :], 1) * scale, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 0))
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    e = tl.math.exp2(s - safe)
+    p = tl.where(alive, tl.minimum(left * inv_ramp, 1.0) * e, 0.0)
+    fade = tl.math.exp2(peak - safe)
+    return acc * fade + tl.sum(p[:, None] * values, 0), total * fade + tl.sum(p + EPS * e, 0), new_peak
+
+
+@triton.jit
 def _attend_tiles(
     q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
     WINDOW: tl.constexpr, EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr,
+    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query to every `step`-th tile of its head's slots: values summed by weight [D_PAD], the weights' sum, and
     the largest score. The tiles are those of the fresh slots before `now`, which have been written since the last compaction, and
     those of the older slots before `end`."""
-    if APART:
-        acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        peak = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    else:
-        acc = tl.zeros([D_PAD], tl.float32)
-        total = 0.0
-        peak = float("-inf")
+    acc, total, peak = tl.zeros([D_PAD], tl.float32), 0.0, float("-inf")
     written = tl.cdiv(now, BLOCK_N)
-    for tile in tl.range(first, written + tl.cdiv(end - FRESH, BLOCK_N), step, num_stages=STAGES):
-        is_older = tile >= written
-        i = tl.where(is_older, FRESH + (tile - written) * BLOCK_N, tile * BLOCK_N) + tl.arange(0, BLOCK_N)
-        held = i < tl.where(is_older, end, now)
-        age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
-        left = tl.load(edge_of + i, mask=held, other=float("-inf")) - age
-        alive = held & (left > 0)
-        at = i[:, None] * D + d[None, :]
-        read = (alive if SKIP_DEAD else held)[:, None] & inside[None, :]
-        keys = tl.load(keys_of + at, mask=read, other=0.0).to(tl.float32)
-        values = tl.load(values_of + at, mask=read, other=0.0).to(tl.float32)
-        if WINDOW > 0:
-            near = alive & (age >= 1) & (age <= WINDOW)
-            far = (age - 1).to(tl.int32)[:, None] * D + d[None, :]
-            keys += tl.load(relative + far, mask=near[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        s = tl.where(alive, tl.sum(keys * q[None, :], 1) * scale, float("-inf"))
-        new_peak = tl.maximum(peak, s if APART else tl.max(s, 0))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        e = tl.math.exp2(s - safe)
-        p = tl.where(alive, tl.minimum(left * inv_ramp, 1.0) * e, 0.0)
-        fade = tl.math.exp2(peak - safe)
-        if APART:
-            total = total * fade + p + EPS * e
-            acc = acc * fade[:, None] + p[:, None] * values
-        else:
-            total = total * fade + tl.sum(p + EPS * e, 0)
-            acc = acc * fade + tl.sum(p[:, None] * values, 0)
-        peak = new_peak
-    if APART:
-        best = tl.max(peak, 0)
-        rise = tl.math.exp2(peak - tl.where(best == float("-inf"), 0.0, best))
-        total = tl.sum(total * rise, 0)
-        acc = tl.sum(acc * rise[:, None], 0)
-        peak = best
+    tiles = written + tl.cdiv(end - FRESH, BLOCK_N)
+    if SKIP_DEAD:
+        # Which memories of a tile are alive is read while the tile before it is attended to.
+        i, age, left = _look_at(first, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
+        for tile in tl.range(first, tiles, step, num_stages=STAGES):
+            next_i, next_age, next_left = _look_at(tile + step, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
+            if tl.max(left, 0) > 0:
+                acc, total, peak = _attend_tile(
+                    acc, total, peak, q, keys_of, values_of, relative, i, age, left, left > 0, scale, inv_ramp, d, inside,
+                    WINDOW, EPS, D,
+                )  # fmt: skip
+            i, age, left = next_i, next_age, next_left
+    else:
+        for tile in tl.range(first, tiles, step, num_stages=STAGES):
+            i, age, left = _look_at(tile, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
+            held = i < tl.where(tile >= written, end, now)
+            acc, total, peak = _attend_tile(
+                acc, total, peak, q, keys_of, values_of, relative, i, age, left, held, scale, inv_ramp, d, inside,
+                WINDOW, EPS, D,
+            )  # fmt: skip
     return acc, total, peak
 
 
@@ -176,7 +188,7 @@ def _step(
     scale, ramp, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, GATES: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, APART: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One program: some tiles of one query head of one row. The head's first program also appends the new memory; the last one to
     finish adds the sums of all."""
@@ -211,7 +223,7 @@ def _step(
             tl.store(edge_of + now, left)
     acc, total, peak = _attend_tiles(
         q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
-        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD, APART,
+        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD,
     )  # fmt: skip
     if first == 0 and MIN_AGE == 0:
         acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS)
@@ -281,7 +293,7 @@ def triton_step(
         ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
         WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps,
         GATES=0 if gate_bias is None else gates, FRESH=fresh, D=dim, D_PAD=padded, C_PAD=power_of_2(width), BLOCK_N=chosen.slots,
-        STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, APART=chosen.apart, MOST=power_of_2(division.most),
-        num_warps=choose_warps(dim),
+        STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, MOST=power_of_2(division.most),
+        num_warps=choose_warps(dim), **({} if chosen.registers is None else dict(maxnreg=chosen.registers)),
     )  # fmt: skip
     return y
