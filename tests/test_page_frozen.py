@@ -229,6 +229,27 @@ def test_narrow_and_dark(tab, tmp_path):
     tab.page.set_viewport_size(usual)
 
 
+def test_a_longer_page_is_not_drawn_again_but_a_wider_or_higher_picture_is(tab, tmp_path):
+    tab.open(write_page(tmp_path, made_trace(200, layers=2)))
+    usual = tab.page.viewport_size
+
+    def redraws(change):
+        tab.view("document.getElementById('es-live').append(document.createElement('g'))")
+        change()
+        tab.rest()
+        return tab.page.query_selector("#es-live > g") is None
+
+    tab.page.set_viewport_size({"width": 1280, "height": 600})
+    tab.rest()
+    assert not redraws(lambda: tab.page.click("#es-help")), "the list of keys makes the page longer"
+    assert redraws(lambda: tab.page.set_viewport_size({"width": 800, "height": 600}))
+    assert redraws(lambda: tab.page.set_viewport_size({"width": 800, "height": 700}))
+    sizes = "[find('stage').clientHeight, find('ink').height, find('stage').clientWidth, find('ink').width]"
+    shown_high, drawn_high, shown_wide, drawn_wide = tab.page.evaluate(sizes)
+    assert (shown_high, shown_wide) == (drawn_high, drawn_wide)
+    tab.page.set_viewport_size(usual)
+
+
 def test_frames_and_states_have_their_place(tab, tmp_path):
     """A trace may carry what an agent saw and a recurrent state."""
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
