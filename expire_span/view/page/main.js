@@ -105,7 +105,7 @@ function drawRanges() {
   const { trace } = state;
   if (trace.hasSpans) {
     ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
-    find("intro").textContent = introOf(trace) + SHADES[darkMode.matches ? "dark" : "light"];
+    find("intro").textContent = introOf(trace) + SHADES[dark ? "dark" : "light"];
     find("shortest").textContent = show(range[0]);
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = aboutRows();
@@ -142,7 +142,7 @@ function fillText() {
   const { trace } = state, [from, to] = tokenWindow(), box = find("tokens");
   find("turn").hidden = trace.size <= WINDOW;
   find("window").textContent = `tokens ${show(from)} to ${show(to - 1)} of ${show(trace.size)}`;
-  fillTokens(box, trace, choice.span, range, from, to, { key: [from, state.layer, state.head, ...range, darkMode.matches].join() });
+  fillTokens(box, trace, choice.span, range, from, to, { key: [from, state.layer, state.head, ...range, dark].join() });
   if (writing && state.cursor === trace.size - 1) box.scrollTop = box.scrollHeight;
 }
 

@@ -122,7 +122,7 @@ function showSide(name) {
 
 // Draws both texts side by side in the chosen layer, unless they are drawn already.
 function drawComparison() {
-  const key = [state.layer, state.head, darkMode.matches].join();
+  const key = [state.layer, state.head, dark].join();
   if (!compared.after || compared.key === key) return;
   compared.key = key;
   const look = (i) => { showSide("after"); goTo(i); find("stage").scrollIntoView({ block: "nearest" }); };

@@ -65,7 +65,7 @@ function keepInView(box, node) {
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
   const { layers } = trace.header, { ratio, wide } = fitCanvas(canvas, layers * (STRIP + 3) + 2);
-  const context = canvas.getContext("2d"), key = [trace.revision, from, to, canvas.width, darkMode.matches, trace.header.name].join();
+  const context = canvas.getContext("2d"), key = [trace.revision, from, to, canvas.width, dark, trace.header.name].join();
   if (canvas.key !== key) paintStrips(canvas, trace, ranges, from, to, ratio);
   canvas.key = key;
   context.setTransform(1, 0, 0, 1, 0, 0);
