@@ -59,6 +59,13 @@ function follow() {
   grow.timer = --grow.left > 0 ? setTimeout(follow, Math.max(SETTLED, 8 * (performance.now() - began))) : 0;
 }
 
+// Whether this is the first frame of a text that is being generated; its first token is waiting to be shown.
+function beginsWriting() {
+  const begins = Boolean(writing && writing.begins);
+  if (writing) writing.begins = false;
+  return begins;
+}
+
 function redraw(wanted) {
   const { trace } = state, reaches = (level) => wanted >= LEVELS.indexOf(level);
   if (!trace || !trace.size) return;
@@ -67,7 +74,7 @@ function redraw(wanted) {
   if (reaches("grown")) fillText();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
-  if (wanted === LEVELS.indexOf("grown")) return;
+  if (wanted === LEVELS.indexOf("grown") || beginsWriting()) return;  // the other parts take turns
   if (reaches("marks")) drawMarks();
   if (reaches("all")) drawCosts(trace, state.cursor);
   drawBelow();

@@ -174,7 +174,7 @@ function write() {
   writing = new Writing((line) => {
     if (line.kind === "header") { started.trace = trace = new TraceData(line); return; }
     trace.push(line);
-    if (trace.size === 1) { setTrace(trace); find("other").value = asked.text; find("hint").hidden = true; }
+    if (trace.size === 1) { setTrace(trace); started.begins = true; find("other").value = asked.text; find("hint").hidden = true; }
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
