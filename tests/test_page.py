@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from expire_span.cli import main
 from expire_span.runs import RunFolder, UserError
@@ -281,6 +283,26 @@ def test_command_refuses(tmp_path, monkeypatch, capsys, args, words):
     assert main(["view", *args]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("threads", "used"), [(3, 2), (1, 1)])
+def test_the_command_leaves_a_core_to_the_browser(run, monkeypatch, threads, used):
+    seen, usual = [], torch.get_num_threads()
+
+    def note(source, sock, **_):
+        sock.close()
+        source.reader().model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+        list(source.sample())
+        seen.append(gc.get_freeze_count() > 0)
+
+    monkeypatch.setattr("expire_span.view.server.serve", note)
+    torch.set_num_threads(threads)
+    try:
+        assert main(["view", str(run.path), "--no-browser"]) == 0
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(usual)
+    assert {*seen[:-1]} == {used} and seen[-1] is True, "and collects no garbage among what it has loaded"
 
 
 # The page as a file

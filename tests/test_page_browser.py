@@ -148,6 +148,7 @@ def test_writing_live(tab, server):
     wait_until(lambda: sessions.open and not next(iter(sessions.open.values())).running)
     tab.page.wait_for_timeout(150)
     size = tab.view("view.state.trace.size")
+    tab.page.wait_for_selector(f"#es-live text:text-is('{size - 1}')", timeout=9000)  # the charts wait for their turn
     tab.press("step")
     tab.wait(f"view.state.trace.size === {size + 1}")
     tab.page.wait_for_timeout(150)

@@ -229,6 +229,51 @@ def test_narrow_and_dark(tab, tmp_path):
     tab.page.set_viewport_size(usual)
 
 
+GROW = """async (steps) => {
+  const { trace } = document.getElementById("es-view").state, box = document.getElementById("es-tokens");
+  const held = new Set(box.children);
+  for (const step of steps) {
+    trace.push(step);
+    document.getElementById("es-after").click();  // fills the text again
+    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    for (const node of box.children) held.add(node);
+  }
+  return { texts: [...box.children].map((node) => node.textContent), held: held.size };
+}"""
+"""Adds steps to the trace one by one; returns the text as it is shown, and how many elements the box has held."""
+
+
+def test_text_that_grows_byte_by_byte_is_the_same(tab, tmp_path):
+    raw = "it é€\U0001f600".encode() + b"\xe2\x82(\xf0\x9fa\xff\xc3"  # the last ones are no characters
+    shown = [*"it é€\U0001f600", "\\xe2", "\\x82", "(", "\\xf0", "\\x9f", "a", "\\xff", "\\xc3"]
+    made = 3 + (2 + 4 + 7) + (1 + 2 + 3) + (1 + 2 + 3 + 4) + 2  # until a character is whole, its elements are made anew
+    trace = made_trace(len(raw))
+    for step, byte in zip(trace.steps, raw):
+        step |= {"token": byte, "text": chr(byte) if byte < 128 else f"\\x{byte:02x}", "spans": [[9.0]]}
+    tab.open(write_page(tmp_path, Trace(trace.header, trace.steps[:1])))
+    assert tab.page.evaluate(GROW, trace.steps[1:]) == {"texts": shown, "held": made}
+
+
+def test_a_longer_page_is_not_drawn_again_but_a_wider_or_higher_picture_is(tab, tmp_path):
+    tab.open(write_page(tmp_path, made_trace(200, layers=2)))
+    usual = tab.page.viewport_size
+
+    def redraws(change):
+        tab.view("document.getElementById('es-live').append(document.createElement('g'))")
+        change()
+        tab.rest()
+        return tab.page.query_selector("#es-live > g") is None
+
+    tab.page.set_viewport_size({"width": 1280, "height": 600})
+    tab.rest()
+    assert not redraws(lambda: tab.page.click("#es-help")), "the list of keys makes the page longer"
+    assert redraws(lambda: tab.page.set_viewport_size({"width": 800, "height": 600}))
+    assert redraws(lambda: tab.page.set_viewport_size({"width": 800, "height": 700}))
+    stage, ink = (f"document.getElementById('es-{name}')" for name in ("stage", "ink"))
+    assert tab.view(f"[{stage}.clientWidth, {stage}.clientHeight]") == tab.view(f"[{ink}.width, {ink}.height]")
+    tab.page.set_viewport_size(usual)
+
+
 def test_frames_and_states_have_their_place(tab, tmp_path):
     """A trace may carry what an agent saw and a recurrent state."""
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

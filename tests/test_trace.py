@@ -287,6 +287,13 @@ def test_empty_text_is_refused(run):
         list(Reader.open(run).trace_text(b""))
 
 
+def test_a_reader_probes_its_model_once(run):
+    reader, calls = Reader.open(run), []
+    reader.model.register_forward_hook(lambda *_: calls.append(1))
+    first, second = (list(reader.trace_text(b"abc")) for _ in range(2))
+    assert first == second and len(calls) == 3, "one token to see which spans there are, and each text in one call"
+
+
 def test_single_tokens_are_written_by_one_thread(run):
     reader, seen, usual = Reader.open(run), [], torch.get_num_threads()
     reader.model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))

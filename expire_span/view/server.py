@@ -4,6 +4,7 @@ requests."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import secrets
 import socket
@@ -13,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
@@ -81,6 +83,10 @@ class Source:
         if self.trace is None and self.describe()["text"]:
             for _ in self.reader().trace_text(b"read " * (READ_BLOCK // 5)):
                 pass
+        # Modules and model stay for good. Python's full garbage collection would go through them again and again, and no token
+        # could be generated meanwhile.
+        gc.collect()
+        gc.freeze()
 
     def describe(self) -> dict[str, Any]:
         info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
@@ -220,6 +226,15 @@ def _answer(parts: AsyncIterator[bytes]) -> StreamingResponse:
 
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
     return StreamingResponse(whole(), media_type="application/x-ndjson", headers=headers)
+
+
+def leave_a_core() -> None:
+    """Compute with one CPU thread fewer than torch would use, but at least one.
+
+    The browser draws on the same machine while the model reads. If every core had a thread of the model, those threads would
+    wait for one another whenever the browser occupies a core: on two cores, two threads read more slowly than one.
+    """
+    torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
 
 
 def bind_port(wanted: int) -> socket.socket:

@@ -24,7 +24,7 @@ from .episodes import LEGENDS, is_twin, replay_twin
 from .reader import TextReader, refuse_empty
 from .sample import sample_of
 from .trace import Line
-from .tracer import Tracer
+from .tracer import Tracer, probe_spans
 
 if TYPE_CHECKING:  # needs transformers
     from .adapter import AdapterReader
@@ -104,7 +104,11 @@ class Reader(TextReader):
     def tracer(self) -> Tracer:
         kind = "tokens" if self.tokenizer is not None else self.config.task.kind
         about = " ".join(filter(None, [about_task(self.config), LEGENDS.get(kind)]))
-        return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show)
+        return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show, given=self._given)
+
+    @cached_property
+    def _given(self) -> tuple[int, bool]:
+        return probe_spans(self.model)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
         """The task's sample; for a grid world, with the pictures of its episode."""

@@ -125,9 +125,19 @@ class TokenTracer(ABC):
 class Tracer(TokenTracer):
     """The tracer of a decoder of this package."""
 
-    def __init__(self, decoder: Decoder, *, name: str, task: str, about: str = "", show: Any = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        name: str,
+        task: str,
+        about: str = "",
+        show: Any = None,
+        given: tuple[int, bool] | None = None,
+    ) -> None:
+        """given: what `probe_spans` returns for this decoder, if the caller has asked before."""
         self.decoder = decoder.eval()
-        heads, spans = self._probe()
+        heads, spans = given or probe_spans(decoder)
         element = decoder.embed.weight.element_size()
         facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
         vocabulary = {"text": "bytes", "words": "words", "tokens": "tokens"}.get(task, "symbols")
@@ -135,16 +145,21 @@ class Tracer(TokenTracer):
         super().__init__(facts, name=name, task=task, about=about, vocabulary=vocabulary, show=show)
         self.recurrent = hidden_of(decoder.initial_state(1)) is not None
 
-    @torch.inference_mode()
-    def _probe(self) -> tuple[int, bool]:
-        """Number of spans that a layer gives to a token (1, or one for each key/value head), and whether it gives any."""
-        span = self.decoder(self._row([0]), None)[2].layers[0].span
-        return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
-
-    def _row(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], dtype=torch.long, device=self.decoder.embed.weight.device)
-
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
-        logits, self.state, aux = self.decoder(self._row(tokens), self.state)
+        logits, self.state, aux = self.decoder(_row(tokens, self.decoder), self.state)
         spans = [spans_by_head(cast(Tensor, layer.span)) for layer in aux.layers] if self.log.spans else None
         return logits[0], spans, aux
+
+
+@torch.inference_mode()
+def probe_spans(decoder: Decoder) -> tuple[int, bool]:
+    """Number of spans that a layer gives to a token (1, or one for each key/value head), and whether it gives any.
+
+    The decoder reads one token for it, which takes as long as generating one.
+    """
+    span = decoder.eval()(_row([0], decoder), None)[2].layers[0].span
+    return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
+
+
+def _row(tokens: Sequence[int], decoder: Decoder) -> Tensor:
+    return torch.tensor([list(tokens)], dtype=torch.long, device=decoder.embed.weight.device)

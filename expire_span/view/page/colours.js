@@ -9,8 +9,11 @@ const SCALES = {
 const LINES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#7a7a7a"];
 const MARGIN = 18;
 const darkMode = matchMedia("(prefers-color-scheme: dark)");
+let dark = darkMode.matches;  // kept, since asking the browser takes longer than computing a colour
+darkMode.addEventListener("change", () => { dark = darkMode.matches; });
+const NUMBERS = new Intl.NumberFormat("en");  // the same format as toLocaleString("en"), which would set it up for every number
 
-function scaleColours() { return SCALES[darkMode.matches ? "dark" : "light"]; }
+function scaleColours() { return SCALES[dark ? "dark" : "light"]; }
 
 function colourAt(share) {
   const stops = scaleColours(), place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
@@ -21,7 +24,7 @@ function colourAt(share) {
 function css(colour) { return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`; }
 
 // The colour that results when `colour` is drawn over the card with opacity `share`.
-function over(colour, share) { const card = darkMode.matches ? [24, 30, 39] : [255, 255, 255]; return colour.map((x, n) => x * share + card[n] * (1 - share)); }
+function over(colour, share) { const card = dark ? [24, 30, 39] : [255, 255, 255]; return colour.map((x, n) => x * share + card[n] * (1 - share)); }
 
 // Black or white, whichever has more contrast with a colour.
 function inkOn(colour) { return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140 ? "#10141a" : "#ffffff"; }
@@ -43,8 +46,8 @@ function ink(name) { return getComputedStyle(document.documentElement).getProper
 
 function show(number) {
   if (number == null || Number.isNaN(number)) return "—";
-  if (Number.isInteger(number)) return number.toLocaleString("en");
-  return Math.abs(number) >= 100 ? Math.round(number).toLocaleString("en") : number.toPrecision(3);
+  if (Number.isInteger(number)) return NUMBERS.format(number);
+  return Math.abs(number) >= 100 ? NUMBERS.format(Math.round(number)) : number.toPrecision(3);
 }
 
 // Spans from here on mean "never deleted", as for the first few tokens that a retrofit keeps; they are no lengths of time.

@@ -45,7 +45,20 @@ function connect() {
   connectStage();
   document.addEventListener("keydown", onKey);
   darkMode.addEventListener("change", () => { timeline.quads.paint(); drawLegend(); soon("all"); });
-  new ResizeObserver(() => { soon("all"); drawStudies(); }).observe(root);
+  watchSizes();
+}
+
+// Redraws when a picture has become wider or narrower, or the timeline higher or lower. Not whenever the page becomes longer: during generation
+// every new line of text makes it so, and the pictures stay as they are.
+function watchSizes() {
+  const pictures = ["stage", "strips", "hidden", "live", "bytes", "bits", "studies"].map(find), sizes = new Map();
+  const isNew = ({ target, contentRect: { width, height } }) => {
+    const size = target.id === "es-stage" ? `${width} ${height}` : `${width}`, known = sizes.get(target);
+    sizes.set(target, size);
+    return size !== known;
+  };
+  const observer = new ResizeObserver((entries) => { if (entries.filter(isNew).length) { soon("all"); drawStudies(); } });
+  for (const picture of pictures) observer.observe(picture);
 }
 
 function tip(event, text) {

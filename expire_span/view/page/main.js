@@ -59,6 +59,13 @@ function follow() {
   grow.timer = --grow.left > 0 ? setTimeout(follow, Math.max(SETTLED, 8 * (performance.now() - began))) : 0;
 }
 
+// Whether this is the first frame of a text that is being generated; its first token is waiting to be shown.
+function beginsWriting() {
+  const begins = Boolean(writing && writing.begins);
+  if (writing) writing.begins = false;
+  return begins;
+}
+
 function redraw(wanted) {
   const { trace } = state, reaches = (level) => wanted >= LEVELS.indexOf(level);
   if (!trace || !trace.size) return;
@@ -67,7 +74,7 @@ function redraw(wanted) {
   if (reaches("grown")) fillText();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
-  if (wanted === LEVELS.indexOf("grown")) return;
+  if (wanted === LEVELS.indexOf("grown") || beginsWriting()) return;  // the other parts take turns
   if (reaches("marks")) drawMarks();
   if (reaches("all")) drawCosts(trace, state.cursor);
   drawBelow();
@@ -105,7 +112,7 @@ function drawRanges() {
   const { trace } = state;
   if (trace.hasSpans) {
     ranges = Array.from({ length: trace.header.layers }, (_, layer) => rangeOf(trace.choose(layer, -1).span));
-    find("intro").textContent = introOf(trace) + SHADES[darkMode.matches ? "dark" : "light"];
+    find("intro").textContent = introOf(trace) + SHADES[dark ? "dark" : "light"];
     find("shortest").textContent = show(range[0]);
     find("longest").textContent = `${show(range[1])} steps`;
     find("rows").textContent = aboutRows();
@@ -142,7 +149,7 @@ function fillText() {
   const { trace } = state, [from, to] = tokenWindow(), box = find("tokens");
   find("turn").hidden = trace.size <= WINDOW;
   find("window").textContent = `tokens ${show(from)} to ${show(to - 1)} of ${show(trace.size)}`;
-  fillTokens(box, trace, choice.span, range, from, to, { key: [from, state.layer, state.head, ...range, darkMode.matches].join() });
+  fillTokens(box, trace, choice.span, range, from, to, { key: [from, state.layer, state.head, ...range, dark].join() });
   if (writing && state.cursor === trace.size - 1) box.scrollTop = box.scrollHeight;
 }
 

@@ -122,7 +122,7 @@ function showSide(name) {
 
 // Draws both texts side by side in the chosen layer, unless they are drawn already.
 function drawComparison() {
-  const key = [state.layer, state.head, darkMode.matches].join();
+  const key = [state.layer, state.head, dark].join();
   if (!compared.after || compared.key === key) return;
   compared.key = key;
   const look = (i) => { showSide("after"); goTo(i); find("stage").scrollIntoView({ block: "nearest" }); };
@@ -174,7 +174,7 @@ function write() {
   writing = new Writing((line) => {
     if (line.kind === "header") { started.trace = trace = new TraceData(line); return; }
     trace.push(line);
-    if (trace.size === 1) { setTrace(trace); find("other").value = asked.text; find("hint").hidden = true; }
+    if (trace.size === 1) { setTrace(trace); started.begins = true; find("other").value = asked.text; find("hint").hidden = true; }
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;

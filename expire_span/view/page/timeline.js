@@ -253,8 +253,8 @@ class Timeline {
   }
 
   table() {
-    if (this.dark !== darkMode.matches || !this.colours) {
-      this.dark = darkMode.matches;
+    if (this.dark !== dark || !this.colours) {
+      this.dark = dark;
       const all = Array.from({ length: 256 }, (_, n) => colourAt(0.12 + 0.88 * n / 255));
       this.colours = Uint32Array.from(all, ([r, g, b]) => b << 16 | g << 8 | r);
       this.colours.names = all.map(css);
@@ -281,7 +281,7 @@ class Timeline {
     const gap = niceStep((area[1] - area[0]) / Math.max(wide / 110, 2)), out = [];
     for (let t = Math.ceil(Math.max(area[0], 0) / gap) * gap; t <= area[1]; t += gap) {
       const x = (t - area[0]) / (area[1] - area[0]) * wide;
-      out.push({ x, text: x < wide - 90 ? t.toLocaleString("en") : "" });
+      out.push({ x, text: x < wide - 90 ? NUMBERS.format(t) : "" });
     }
     return out;
   }

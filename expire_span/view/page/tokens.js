@@ -35,11 +35,11 @@ function fillTokens(box, trace, span, range, from, to, { changed, worse, key } =
   Object.assign(box, { trace, key, to, marks, cells: kept ? [...box.cells.slice(0, kept), ...cells] : cells, nodes: kept ? [...box.nodes, ...nodes] : nodes });
 }
 
-// Number of cells that cannot change when more tokens arrive. A character has at most four bytes, so the last three bytes may be part of an
-// incomplete one.
+// Number of cells that cannot change when more tokens arrive: those before the first byte of a character whose other bytes are yet to come.
+// A character has at most four bytes, so only the last three can be such a byte.
 function countSettled(box) {
   let kept = box.cells.length;
-  while (kept && box.cells[kept - 1].start + 4 > box.to) kept--;
+  for (let n = kept - 1; n >= 0 && box.cells[n].start + 4 > box.to; n--) if (box.cells[n].start + charBytes(box.trace, box.cells[n].start) > box.to) kept = n;
   return kept;
 }
 
@@ -65,7 +65,7 @@ function keepInView(box, node) {
 
 function drawStrips(canvas, trace, ranges, from, to, cursor, chosen) {
   const { layers } = trace.header, { ratio, wide } = fitCanvas(canvas, layers * (STRIP + 3) + 2);
-  const context = canvas.getContext("2d"), key = [trace.revision, from, to, canvas.width, darkMode.matches, trace.header.name].join();
+  const context = canvas.getContext("2d"), key = [trace.revision, from, to, canvas.width, dark, trace.header.name].join();
   if (canvas.key !== key) paintStrips(canvas, trace, ranges, from, to, ratio);
   canvas.key = key;
   context.setTransform(1, 0, 0, 1, 0, 0);

@@ -125,6 +125,12 @@ class Heap {
   }
 }
 
+// Number of tokens of the character that begins with a token: by its first byte where tokens are bytes, else one.
+function charBytes(trace, i) {
+  const byte = trace.header.vocabulary === "bytes" ? trace.token[i] : 0;
+  return byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : byte >= 0xc0 ? 2 : 1;
+}
+
 // Pieces of text to show: the bytes of one character belong together; words and symbols stand alone.
 function cellsOf(trace, from, to) {
   const cells = [];
@@ -135,8 +141,7 @@ function cellsOf(trace, from, to) {
   const decoder = new TextDecoder("utf-8", { fatal: true });
   for (let i = from; i < to;) {
     const byte = trace.token[i];
-    let width = byte < 0x80 ? 1 : byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : byte >= 0xc0 ? 2 : 1, text;
-    width = Math.min(width, trace.size - i);
+    let width = Math.min(charBytes(trace, i), trace.size - i), text;
     try {
       text = decoder.decode(Uint8Array.from(trace.token.slice(i, i + width)));
       if (text === "" || (byte < 32 && byte !== 9 && byte !== 10) || byte === 127) throw new RangeError("not to be shown");
