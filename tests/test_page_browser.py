@@ -20,7 +20,6 @@ from tests.browser import Watched, serving, wait_until
 from tests.tiny import tiny_config, write_text
 
 TEXT = "Egypt <script>alert(1)</script> is far, \U0001f600 é far away.\nEgypt again."
-
 PASTE = """(size) => { const data = new DataTransfer(), options = { clipboardData: data, bubbles: true, cancelable: true };
     data.setData("text/plain", "x".repeat(size));
     return !document.getElementById("es-text").dispatchEvent(new ClipboardEvent("paste", options)); }"""
