@@ -199,6 +199,8 @@ def test_gates_scale_heads_and_start_at_one(name):
     torch.testing.assert_close(gated(x)[0], plain(x)[0], rtol=0, atol=DOUBLE)
     torch.nn.init.constant_(gated.head_gate.bias, -1e3)
     assert not gated(x)[0].any()
+    with pytest.raises(ValueError, match="without its input x, which their gates need; give head_gates=False"):
+        gated.join_heads(x.view(2, 20, 4, 8).transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", [*SMALL, "modern"])

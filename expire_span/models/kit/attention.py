@@ -91,7 +91,10 @@ class AttentionMixer(Mixer):
         y = y.transpose(1, 2)
         if self.head_gate is not None:
             if x is None:
-                raise ValueError(f"{type(self).__name__} has no gates for its heads; build it with head_gates=False")
+                name = type(self).__name__
+                raise ValueError(
+                    f"{name} joins heads without its input x, which their gates need; give head_gates=False"
+                )
             y = y * (2 * torch.sigmoid(self.head_gate(x))).unsqueeze(-1).to(y.dtype)
         return self.out(y.flatten(2))
 

@@ -59,8 +59,8 @@ function follow() {
   grow.timer = --grow.left > 0 ? setTimeout(follow, Math.max(SETTLED, 8 * (performance.now() - began))) : 0;
 }
 
-// Whether this is the first frame of a text that is being generated; its first token is waiting to be shown.
-function beginsWriting() {
+// Whether this is the first frame of a text that is being generated, whose first token is waiting to be shown; asked again, it no longer is.
+function claimFirstFrame() {
   const begins = Boolean(writing && writing.begins);
   if (writing) writing.begins = false;
   return begins;
@@ -74,7 +74,7 @@ function redraw(wanted) {
   if (reaches("grown")) fillText();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
-  if (wanted === LEVELS.indexOf("grown") || beginsWriting()) return;  // the other parts take turns
+  if (wanted === LEVELS.indexOf("grown") || claimFirstFrame()) return;  // the other parts take turns
   if (reaches("marks")) drawMarks();
   if (reaches("all")) drawCosts(trace, state.cursor);
   drawBelow();
