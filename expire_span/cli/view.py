@@ -38,7 +38,7 @@ def run_view(args: list[str]) -> int:
     adapter = find_adapter(command.source)
     run = None if trace or adapter else find_run(command.source, command.runs_dir)
     _check_extra()
-    from expire_span.view.server import Source, bind_port, leave_a_core, serve
+    from expire_span.view.server import Source, bind_port, exempt_loaded, leave_a_core, serve
     from expire_span.view.trace import read_lines
 
     if trace is not None:
@@ -54,6 +54,7 @@ def run_view(args: list[str]) -> int:
     print(f"{source.path} at {address} (Ctrl+C ends)", flush=True)
     leave_a_core()
     source.warm()
+    exempt_loaded()
     serve(source, sock, ready=None if command.no_browser else lambda _: _open_browser(address))
     return 0
 

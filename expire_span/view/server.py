@@ -83,10 +83,6 @@ class Source:
         if self.trace is None and self.describe()["text"]:
             for _ in self.reader().trace_text(b"read " * (READ_BLOCK // 5)):
                 pass
-        # Modules and model stay for good. Python's full garbage collection would go through them again and again, and no token
-        # could be generated meanwhile.
-        gc.collect()
-        gc.freeze()
 
     def describe(self) -> dict[str, Any]:
         info: dict[str, Any] = {"most_text": MOST_TEXT, "model": False, "error": "", "text": False, "generate": False}
@@ -235,6 +231,13 @@ def leave_a_core() -> None:
     wait for one another whenever the browser occupies a core: on two cores, two threads read more slowly than one.
     """
     torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+
+
+def exempt_loaded() -> None:
+    """Take what is loaded by now out of Python's garbage collection: modules and model stay as long as the process. A full
+    collection would go through them again and again, and no token could be generated meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def bind_port(wanted: int) -> socket.socket:

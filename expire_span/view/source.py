@@ -104,10 +104,10 @@ class Reader(TextReader):
     def tracer(self) -> Tracer:
         kind = "tokens" if self.tokenizer is not None else self.config.task.kind
         about = " ".join(filter(None, [about_task(self.config), LEGENDS.get(kind)]))
-        return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show, given=self._given)
+        return Tracer(self.model, name=self.name, task=kind, about=about, show=self.show, probed=self._probed)
 
     @cached_property
-    def _given(self) -> tuple[int, bool]:
+    def _probed(self) -> tuple[int, bool]:
         return probe_spans(self.model)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:

@@ -133,11 +133,11 @@ class Tracer(TokenTracer):
         task: str,
         about: str = "",
         show: Any = None,
-        given: tuple[int, bool] | None = None,
+        probed: tuple[int, bool] | None = None,
     ) -> None:
-        """given: what `probe_spans` returns for this decoder, if the caller has asked before."""
+        """probed: what `probe_spans` returns for this decoder, if the caller has asked before."""
         self.decoder = decoder.eval()
-        heads, spans = given or probe_spans(decoder)
+        heads, spans = probed or probe_spans(decoder)
         element = decoder.embed.weight.element_size()
         facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
         vocabulary = {"text": "bytes", "words": "words", "tokens": "tokens"}.get(task, "symbols")
