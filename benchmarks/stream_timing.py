@@ -299,8 +299,7 @@ SLOT_TILES: tuple[dict[str, Any], ...] = (
     *(dict(slots=16, programs=programs) for programs in (2112, 4224)),
     *(dict(slots=64, programs=programs) for programs in (1056, 2112)),
     dict(warps=2),
-    *(dict(skip_dead=True, registers=registers) for registers in (None, 128)),
-    dict(skip_dead=True, slots=16),
+    dict(skip_dead=False),
 )
 PRODUCT_TILES = {
     1: ((16, 16, 256, 4, 2), (16, 16, 512, 4, 1), (16, 16, 128, 4, 4), (16, 32, 128, 4, 4), (16, 16, 256, 8, 2)),

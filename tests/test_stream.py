@@ -14,7 +14,7 @@ from expire_span.config import DecoderConfig
 from expire_span.errors import StorageError
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems import SYSTEMS
-from expire_span.store.slots import FRESH
+from expire_span.store.slots import DEAD, FRESH, FRESH_BEFORE
 from expire_span.stream import Sampling, Stream, saved
 from expire_span.stream.tokens import Flight
 from tests.error_budget import reordered
@@ -105,9 +105,9 @@ def test_memory_is_bounded_and_positions_stay_small():
     stream = Stream(build("learned reach"), rows=2)
     stream.read([b"a", b"bcd"])
     held = []
-    for _ in itertools.islice(stream.generate(Sampling(seed=1)), 8 * FRESH):
+    for _ in itertools.islice(stream.generate(Sampling(seed=1)), 16 * FRESH):
         held.append(stream.bytes_held)
-    assert max(held[3 * FRESH :]) <= max(held[: 3 * FRESH])
+    assert max(held[6 * FRESH :]) <= max(held[: 6 * FRESH])  # by then, the longest lifetimes have ended
     assert all(layer.slots.pos.abs().max() < 100 + 2 * FRESH for layer in stream._engine.stepper.slot_layers)
 
 
@@ -183,6 +183,35 @@ def test_forks_are_independent_and_saved_streams_go_on(name, tmp_path):
     texts = texts_of(fork, 30)
     assert texts[0] == texts[1] and texts[0] != texts[2]
     assert saved.position == stream.position == 20 + count
+
+
+@pytest.mark.parametrize("name", ["learned reach", "cap"])
+@torch.inference_mode()
+def test_streams_saved_with_more_fresh_slots_go_on(name):
+    decoder = build(CASES[name])
+    stream, loaded = Stream(decoder, 2), Stream(decoder, 2)
+    stream.read([b"one", b"another"])
+    texts_of(stream, FRESH + 20)
+    tensors, meta = stream._engine.packed()
+    del meta["fresh"]  # as saved before the number was
+    for n, capacity in enumerate(meta["capacity"]):
+        for field, empty in [("k", 0.0), ("v", 0.0), ("pos", 0.0), ("edge", DEAD)]:
+            heads = tensors[f"layer{n}.{field}"].split([FRESH + size for size in capacity], 1)
+            gap = torch.full_like(heads[0][:, : FRESH_BEFORE - FRESH], empty)
+            laid = [torch.cat([head[:, :FRESH], gap, head[:, FRESH:]], 1) for head in heads]
+            tensors[f"layer{n}.{field}"] = torch.cat(laid, 1)
+    loaded._engine.unpacked(tensors, meta)
+    assert torch.equal(loaded.live, stream.live)
+    for token in range(2 * FRESH):
+        for each in (stream, loaded):
+            each._engine.tokens.fill_(token)
+            each._engine.advance(None)
+    difference = loaded._engine.logits - stream._engine.logits
+    assert float(difference.abs().max()) <= EXACT
+    assert torch.equal(loaded.live, stream.live) and loaded.position == stream.position
+    assert [step.slots.evicted.tolist() for step in loaded._engine.stepper.slot_layers] == [
+        step.slots.evicted.tolist() for step in stream._engine.stepper.slot_layers
+    ]
 
 
 def test_breaking_off_loses_nothing():

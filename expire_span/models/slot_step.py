@@ -22,7 +22,7 @@ from expire_span.models.kit.window import WindowMixer
 from expire_span.models.mixer import Mixer
 from expire_span.ops.slots import SpanForm, attend_slots, slot_kernel_serves
 from expire_span.store import ExpiringMemory
-from expire_span.store.slots import FRESH, Slots, choose_capacity, count_living
+from expire_span.store.slots import DEAD, FRESH, Slots, choose_capacity, count_living, split_by_head
 
 from .step_products import StepStates, add_linear, fold_gain, folds, norm_linear
 
@@ -229,6 +229,15 @@ class SlotStep:
         k, v, span, pos = self.mixer._fields(state["memory"])
         pos = pos if pos.dim() == 3 else pos.unsqueeze(1)
         return Memories(k, v, span, pos, state["position"])
+
+    def read_saved(
+        self, fields: dict[str, Tensor], capacity: list[int], fresh: int, epoch: int, column: int
+    ) -> Memories:
+        """The memories in saved fields of slots, `fresh` fresh and `capacity` older ones per head, for `load`."""
+        sizes = [fresh + size for size in capacity]
+        k, v, pos = (split_by_head(fields[name], sizes) for name in ("k", "v", "pos"))
+        edge = split_by_head(fields["edge"], sizes, DEAD)
+        return Memories(k, v, edge - self.rules.ramp, pos.long() + epoch, epoch + column)
 
     def load(self, rows: Tensor, found: Memories, counts: list[int]) -> None:
         """Put memories into rows; keys are rotated to the positions of this stream's clock. counts: what `count` finds."""

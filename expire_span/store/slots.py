@@ -20,11 +20,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .rule import NEVER, find_weakest, steps_left
 
-FRESH = 64
+FRESH = 32
 """Number of steps, and so of memories appended per head, between two compactions."""
+FRESH_BEFORE = 64
+"""What `FRESH` was when streams were saved without it."""
 DEAD = float("-inf")
 """The edge of an empty slot."""
 ROUND = 64
@@ -269,3 +272,8 @@ def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -
 
 
 __all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living"]
+
+
+def split_by_head(x: Tensor, sizes: Sequence[int], empty: float = 0.0) -> Tensor:
+    """A field [rows, total, ..] of slots with `sizes` per head as [rows, heads, most slots, ..], filled up with `empty`."""
+    return pad_sequence(list(x.transpose(0, 1).split(list(sizes))), padding_value=empty).transpose(0, 2)

@@ -20,7 +20,7 @@ from expire_span.models.state import bytes_of, pack, select_rows, unpack
 from expire_span.models.stepping import StateStep, Stepper
 from expire_span.ops.graphs import record_graph
 from expire_span.sampling import Sampling, draw
-from expire_span.store.slots import FRESH
+from expire_span.store.slots import FRESH, FRESH_BEFORE
 
 
 class Engine(ABC):
@@ -245,20 +245,39 @@ class SteadyEngine(Engine):
         if rows is not None:
             tensors = {name: x.index_select(0, rows.to(x.device)) for name, x in tensors.items()}
         layers = self.stepper.slot_layers
-        meta = {"epoch": self.clock.epoch, "column": self.clock.column, "position": self.position}
+        meta = {"epoch": self.clock.epoch, "column": self.clock.column, "position": self.position, "fresh": FRESH}
         meta["capacity"] = [list(layer.slots.capacity) for layer in layers]
         return tensors, meta | {"most": [layer.most for layer in layers]}
 
     def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        self.position = meta["position"]
+        self.logits.copy_(tensors["logits"])
+        if meta.get("fresh", FRESH_BEFORE) != FRESH:
+            self._load_other_slots(tensors, meta)
+            return
         for layer, capacity, most in zip(self.stepper.slot_layers, meta["capacity"], meta["most"]):
             layer.allocate(self.rows, capacity=capacity)
             layer.most = list(most)
             layer.refresh()
         self.clock.set(meta["epoch"], meta["column"])
-        self.position = meta["position"]
-        self.logits.copy_(tensors["logits"])
         for name, x in self.stepper.tensors().items():
             x.copy_(tensors[name])
+
+    def _load_other_slots(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        """Load a stream that was saved with another number of fresh slots: its living memories go into older slots."""
+        self.clock.set(meta["epoch"] + meta["column"], 0)
+        rows, capacities = torch.arange(self.rows, device=self.device), iter(meta["capacity"])
+        for n, step in enumerate(self.stepper.blocks):
+            begin, memory = f"layer{n}.", step.memory
+            own = {name.removeprefix(begin): x.to(self.device) for name, x in tensors.items() if name.startswith(begin)}
+            if isinstance(memory, StateStep):
+                memory.load(rows, own)
+                continue
+            found = memory.read_saved(
+                own, next(capacities), meta.get("fresh", FRESH_BEFORE), meta["epoch"], meta["column"]
+            )
+            self._load_slots(rows, [(memory, found)])
+            memory.slots.evicted.copy_(own["evicted"])
 
 
 class PlainEngine(Engine):

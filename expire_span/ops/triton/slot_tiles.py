@@ -29,10 +29,8 @@ class SlotTiles(NamedTuple):
     """Pipeline depth: how many loads of a program are in flight at once."""
     programs: int = 2112
     """Programs that a GPU runs at once, sixteen for each multiprocessor of a large one: tiles are distributed over so many."""
-    skip_dead: bool = False
+    skip_dead: bool = True
     """Whether a program reads the keys and values of living memories only, and skips tiles without any."""
-    registers: int | None = None
-    """The most registers of a thread; None leaves them to the compiler. With fewer, more programs run at once."""
 
 
 _tiles = SlotTiles()

@@ -294,6 +294,6 @@ def triton_step(
         WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps,
         GATES=0 if gate_bias is None else gates, FRESH=fresh, D=dim, D_PAD=padded, C_PAD=power_of_2(width), BLOCK_N=chosen.slots,
         STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, MOST=power_of_2(division.most),
-        num_warps=choose_warps(dim), **({} if chosen.registers is None else dict(maxnreg=chosen.registers)),
+        num_warps=choose_warps(dim),
     )  # fmt: skip
     return y
