@@ -7,41 +7,48 @@ import json
 from pathlib import Path
 from typing import Any
 
+KINDS = {"ours": "#1f6f8b", "ring, compiled": "#9aa5b1", "ring, graph": "#c9d1d9", "full, graph": "#d98e4a"}
+"""The systems that are drawn, from the top of each batch on, and their colours."""
+
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time per token by batch size on the left, bytes held on the right, both on logarithmic scales."""
+    """Bars by batch size: milliseconds a token on the left, mebibytes held on the right, both on logarithmic scales."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    rows = result["rows"]
-    names = sorted({_name(row) for row in rows}, key=lambda name: (not name.startswith("ours"), name))
+    rows = [row for row in result["rows"] if row["system"] in KINDS]
+    rows.sort(key=lambda row: (row["batch"], list(KINDS).index(row["system"]), row.get("slots", 0)))
     batches = sorted({row["batch"] for row in rows})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for axes, title, value in ((left, "ms a token", lambda r: r["ms"]["median"]), (right, "MiB held", _mebibytes)):
-        for n, name in enumerate(names):
-            found = {row["batch"]: value(row) for row in rows if _name(row) == name}
-            places = [batches.index(batch) + n / (len(names) + 1) for batch in found]
-            axes.bar(places, list(found.values()), width=1 / (len(names) + 1), label=name)
-        axes.set_xticks([n + 0.4 for n in range(len(batches))], [f"batch {batch}" for batch in batches])
-        axes.set_yscale("log")
-        axes.set_title(title)
-    left.legend(fontsize=8)
-    figure.suptitle(f"Decoding on {result['environment']['device']}")
+    places = [n + 0.8 * batches.index(row["batch"]) for n, row in enumerate(rows)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.33 * len(rows) + 1.2), sharey=True)
+    panels = ((left, "ms a token", lambda r: r["ms"]["median"]), (right, "MiB held", lambda r: r["bytes_held"] / 2**20))
+    for axes, title, value in panels:
+        numbers = [value(row) for row in rows]
+        bars = axes.barh(places, numbers, color=[KINDS[row["system"]] for row in rows])
+        axes.bar_label(bars, [f"{number:,.2f}" if number < 100 else f"{number:,.0f}" for number in numbers], padding=3)
+        axes.set_xscale("log")
+        axes.set_xlim(min(numbers) / 2, max(numbers) * 4)
+        axes.set_title(title, loc="left")
+        axes.tick_params(left=False, bottom=False, which="both", labelbottom=False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    left.set_yticks(places, [_label(row) for row in rows])
+    left.invert_yaxis()
+    figure.suptitle(f"Decoding on one {result['environment']['device']} (logarithmic scales)", x=0.01, ha="left")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _name(row: dict[str, Any]) -> str:
-    if row["system"] == "ours":
-        return "ours"
-    return row["system"] if row["system"].startswith("ring") else f"{row['system']}, {row['slots']} tokens"
-
-
-def _mebibytes(row: dict[str, Any]) -> float:
-    return row["bytes_held"] / 2**20
+def _label(row: dict[str, Any]) -> str:
+    names = {
+        "ours": f"Expire-Span, {row.get('live', 0):.0f} alive",
+        "ring, compiled": f"plain, ring of {row.get('slots', 0):,}, compiled",
+        "ring, graph": f"plain, ring of {row.get('slots', 0):,}",
+        "full, graph": f"plain, full cache of {row.get('slots', 0):,}",
+    }
+    return f"batch {row['batch']}: {names[row['system']]}"
 
 
 def main(argv: list[str] | None = None) -> None:
