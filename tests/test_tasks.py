@@ -90,6 +90,10 @@ def test_text_errors_name_both_values(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"missing\.txt is neither a file nor a folder"):
         Text(TextTask(path=str(tmp_path / "missing.txt")))
+    with pytest.raises(
+        ValueError, match=r"data enwik8 --to \S+shipped/enwik8, and expire-span data books --from FOLDER"
+    ):
+        Text(TextTask(path=str(tmp_path / "shipped")))
     with pytest.raises(ValueError, match="holds 0 bytes, but text needs at least 2"):
         Text(TextTask(path=str(tmp_path / "empty.txt")))
     with pytest.raises(ValueError, match="empty path"):
