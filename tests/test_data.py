@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import http.server
 import io
-import itertools
 import json
 import lzma
 import os
@@ -25,7 +24,6 @@ import numpy as np
 import pytest
 
 from expire_span.cli import main
-from expire_span.recipes import RECIPES
 from expire_span.runs import RunError, UserError
 from expire_span.task_configs import CollisionTask, TextTask
 from expire_span.tasks import datasets
@@ -358,24 +356,6 @@ def test_saved_collision_is_the_simulation(tmp_path):
         datasets.make_collision(tmp_path / "c", 2400, lambda *_: None)
     with pytest.raises(ValueError, match=r"none/train.npy is missing; make it with: expire-span data collision"):
         Collision(CollisionTask(path=str(tmp_path / "none"))).stream("train", batch=1, block=8, seed=0)
-
-
-def test_progress_of_a_simulation_is_told_on_the_way(tmp_path):
-    frames, told = 60_000, []
-    datasets.make_collision(tmp_path / "c", frames, lambda done, total: told.append((done, total)))
-    done = [x for x, _ in told]
-    assert done == sorted(done) and done[-1] == frames and {total for _, total in told} == {frames}
-    assert max(later - earlier for earlier, later in itertools.pairwise([0, *done])) < frames / 4
-
-
-@pytest.mark.parametrize("name", ["dense", "sparse", "small", "mixed", "long"])
-def test_missing_collisions_name_the_command_of_the_guide(name, monkeypatch, tmp_path):
-    guide = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is missing; make it with: ") as error:
-        Collision(RECIPES[f"collision_{name}"]().task).stream("train", batch=1, block=8, seed=0)
-    command = str(error.value).split("make it with: ")[1]
-    assert command.removesuffix(" --to data/collision") + "\n" in guide, command
 
 
 def test_a_folder_of_collisions_is_of_one_game(tmp_path, capsys):
