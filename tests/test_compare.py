@@ -20,7 +20,7 @@ from expire_span.compare.matched import count_parameters, match_parameters
 from expire_span.compare.page import points_of
 from expire_span.compare.plan import Comparison, System, list_systems, parse_budgets
 from expire_span.compare.prepare import check_memory
-from expire_span.compare.table import as_markdown, find_front
+from expire_span.compare.table import as_markdown, find_front, print_table
 from expire_span.compare.worker import with_steps_for
 from expire_span.config import BudgetConfig, DecoderConfig
 from expire_span.models.decoder import Decoder
@@ -248,6 +248,17 @@ def test_systems_that_are_best_for_their_bytes(higher, best):
     comparison = Comparison(Path(), "", text_small(), None, {"name": "x", "higher_is_better": higher}, {}, {})
     assert [r.label for r in find_front(comparison, rows)] == best
     assert f"{', '.join(best)}." in as_markdown(comparison, rows)
+
+
+def test_a_narrow_terminal_shows_every_figure_whole(monkeypatch, capsys):
+    """Names and headings may be broken over lines, figures not, and nothing is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = dict(bytes=27.0e6, device_bytes=490e6, ms_per_step=1234.0)
+    rows = [row("3xgated_deltanet+expire_span", 5001, 8.1108, **numbers), row("gru", 1, 8.0737, **numbers)]
+    comparison = Comparison(Path(), "", text_small(), None, {"name": "bpb", "higher_is_better": False}, {}, {})
+    print_table(comparison, rows)
+    out = capsys.readouterr().out
+    assert all(figure in out for figure in ("8.1108", "8.0737", "5,001", "27.0 MB", "490 MB")) and "\u2026" not in out
 
 
 def test_curves_join_the_budgets_of_a_system():

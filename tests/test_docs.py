@@ -9,6 +9,7 @@ import pytest
 
 from expire_span.cli import VERBS
 from expire_span.models.systems import SYSTEMS
+from expire_span.recipe_facts import FACTS
 from expire_span.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,3 +95,31 @@ def test_the_page_on_comparisons_says_for_every_system_how_its_memory_is_set():
     assert set(told) == set(SYSTEMS)
     for kind, words in told.items():
         assert words.startswith("nothing") == (SYSTEMS[kind].budget.settings is None), kind
+
+
+def measured(path: Path) -> list[str]:
+    """Figures with a decimal point in the tables of a document, without columns of published figures and of commands."""
+    found, header = [], []
+    for line in path.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        header = [] if not cells else header or cells
+        for title, cell in zip(header, cells, strict=False):
+            if not re.search("published|command", title):
+                cell = re.sub(r"\(?published [\d./ %]+|`[^`]*`|\]\([^)]*\)", "", cell)
+                found += re.findall(r"(?<![\w.])\d[\d,]*\.\d+", cell)
+    return found
+
+
+def test_figures_agree_with_the_results():
+    """Every measured figure of README.md, docs/paper.md and `expire-span recipes` stands in docs/results.md, or is one of its
+    figures in fewer digits."""
+    results = (ROOT / "docs/results.md").read_text()
+    known = re.findall(r"\d+\.\d{3,}", results)
+    facts = [x for fact in FACTS.values() for x in re.findall(r"\d+\.\d+", fact.score)]
+    figures = {"README.md": measured(ROOT / "README.md"), "docs/paper.md": measured(ROOT / "docs/paper.md")}
+    for name, numbers in {**figures, "recipe_facts.py": facts}.items():
+        assert len(numbers) > 20, f"{name} has only {len(numbers)} figures: are its tables still read?"
+        for x in numbers:
+            places, value = len(x.split(".")[1]), float(x.replace(",", ""))
+            near = places > 1 and any(abs(float(r) - value) < 0.5001 * 10**-places for r in known)
+            assert re.search(rf"(?<![\d.]){re.escape(x)}(?!\d)", results) or near, f"{x} of {name} is not in results.md"

@@ -1,13 +1,17 @@
-"""Playing in the terminal, with a script in place of a person."""
+"""Playing in the terminal, with a script in place of a person; strips of frames for documents."""
 
 from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from expire_span.cli import main
+from expire_span.task_configs import InstructionTask
 from expire_span.tasks.gridworlds.levels import build_engine, level_config
+from expire_span.tasks.gridworlds.render import caption_of, render_ansi, render_rgb, save_strip
 
 
 def play(monkeypatch, capsys, world: str, script: str, *options: str) -> str:
@@ -49,3 +53,26 @@ def test_the_end_of_the_input_ends_the_game(monkeypatch, capsys):
 def test_unknown_worlds_are_refused(capsys):
     assert main(["play", "portl"]) == 2 and "did you mean portal" in capsys.readouterr().err
     assert main(["play"]) == 2 and main(["play", "--help"]) == 0
+
+
+def test_a_strip_has_its_frames_and_the_sentences_below(tmp_path):
+    engine = build_engine(InstructionTask(instructions=1, talk=6), 1)
+    engine.reset(seed=0)
+    frames, captions = [], []
+    for _ in range(3):
+        frames.append(render_rgb(engine))
+        captions.append(caption_of(engine))
+        assert captions[-1] and captions[-1] in render_ansi(engine)
+        engine.step(engine.optimal_action())
+    side = frames[0].shape[0]
+    shown = np.asarray(Image.open(save_strip(tmp_path / "a.png", frames, captions, scale=2)))
+    assert np.array_equal(shown[: 2 * side : 2, : 2 * side : 2], frames[0]) and shown.shape[1] == 3 * 2 * side + 2 * 8
+    assert shown[2 * side + 8 :].min() < 100 and np.all(shown[2 * side : 2 * side + 8] == 255)
+    assert Image.open(save_strip(tmp_path / "b.png", frames)).size == (9 * side + 2 * 8, 3 * side + 8)
+    for given, told, words in (
+        (frames, ["one"], "one caption for each frame, got 1 for 3"),
+        ([], [], "1 frame, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            save_strip(tmp_path / "c.png", given, told)
+    assert not (tmp_path / "c.png").exists()

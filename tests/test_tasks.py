@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expire_span.config import EntrancesTask, RecallTask, TextTask, WordsTask
+from expire_span.recipes import RECIPES
+from expire_span.tasks import datasets
+from expire_span.tasks.collision import Collision
 from expire_span.tasks.contract import Batch
 from expire_span.tasks.entrances import Entrances, Series, count_entrances
 from expire_span.tasks.recall import EVAL_EPISODES, Recall
@@ -90,6 +93,10 @@ def test_text_errors_name_both_values(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"missing\.txt is neither a file nor a folder"):
         Text(TextTask(path=str(tmp_path / "missing.txt")))
+    with pytest.raises(
+        ValueError, match=r"data enwik8 --to \S+shipped/enwik8, and expire-span data books --from FOLDER"
+    ):
+        Text(TextTask(path=str(tmp_path / "shipped")))
     with pytest.raises(ValueError, match="holds 0 bytes, but text needs at least 2"):
         Text(TextTask(path=str(tmp_path / "empty.txt")))
     with pytest.raises(ValueError, match="empty path"):
@@ -342,3 +349,21 @@ def test_tales_agree_with_themselves():
         she = name in SHE
         assert bool(re.search(r"\b(she|her)\b", tale)) == she and bool(re.search(r"\b(he|his)\b", tale)) != she
         assert re.search(r"took \w+ (\w+)", tale)[1] == re.search(r"put down \w+ (\w+)", tale)[1]
+
+
+def test_progress_of_a_simulation_is_told_on_the_way(tmp_path):
+    frames, told = 60_000, []
+    datasets.make_collision(tmp_path / "c", frames, lambda done, total: told.append((done, total)))
+    done = [x for x, _ in told]
+    assert done == sorted(done) and done[-1] == frames and {total for _, total in told} == {frames}
+    assert max(later - earlier for earlier, later in itertools.pairwise([0, *done])) < frames / 4
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "small", "mixed", "long"])
+def test_missing_collisions_name_the_command_of_the_guide(name, monkeypatch, tmp_path):
+    guide = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is missing; make it with: ") as error:
+        Collision(RECIPES[f"collision_{name}"]().task).stream("train", batch=1, block=8, seed=0)
+    command = str(error.value).split("make it with: ")[1]
+    assert command.removesuffix(" --to data/collision") + "\n" in guide, command

@@ -34,6 +34,8 @@ ATTEMPTS = 8
 """Number of velocities drawn at once where one must be drawn again."""
 ENOUGH_FRAMES = 16_000_000
 """Frames to save for a training of minutes; with much fewer, a model learns them by heart."""
+RECIPE_FRAMES = {"collision-dense": 4_000_000, "collision-sparse": 4_000_000, "collision-long": 96_000_000}
+"""Frames with which the recipes of these folders were measured, where they are not ENOUGH_FRAMES."""
 START, SPEED, COLOUR, ASK, MEET = range(5)
 """Purposes of draws."""
 
@@ -276,11 +278,13 @@ class SavedRows:
     """One saved simulation per split, cut into contiguous rows; in training each row starts again after its end."""
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
-        path = Path(task.config.path) / f"{split}.npy"
+        folder = Path(task.config.path)
+        path = folder / f"{split}.npy"
         if not path.is_file():
             shares = task.config.meet_probs or (task.config.meet_prob,)
             meetings = f" --meet-prob {' '.join(f'{share:g}' for share in shares)}" if any(shares) else ""
-            command = f"expire-span data collision{meetings} --frames {ENOUGH_FRAMES} --to {task.config.path}"
+            frames = RECIPE_FRAMES.get(folder.name, ENOUGH_FRAMES)
+            command = f"expire-span data collision{meetings} --frames {frames} --to {folder}"
             raise ValueError(f"{path} is missing; make it with: {command}")
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
         if len(data) < batch:

@@ -9,7 +9,7 @@ import os
 import shutil
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +166,8 @@ def make_collision(
                 _check_count(path, count)
             else:
                 rows = min(ROWS[split], count)
-                _save_frames(task, path, count, Simulation(task.config_of(split), rows, key=key_of(split, seed)))
+                simulation = Simulation(task.config_of(split), rows, key=key_of(split, seed))
+                _save_frames(task, path, count, simulation, lambda now, before=done: report(before + now, frames))
         done += count
         report(done, frames)
     return target
@@ -208,13 +209,20 @@ def _check_count(path: Path, count: int) -> None:
         raise UserError(f"{path} holds {found:,} frames, and {count:,} were asked for; remove it, or give another --to")
 
 
-def _save_frames(task: Collision, path: Path, count: int, simulation: Simulation) -> None:
-    """Write the simulations one after another, so that consecutive frames in the file are consecutive in time."""
+def _save_frames(
+    task: Collision, path: Path, count: int, simulation: Simulation, report: Callable[[int], None]
+) -> None:
+    """Write the simulations one after another, so that consecutive frames in the file are consecutive in time.
+
+    report: called on the way with the part of `count` that is done; warming up counts as work.
+    """
     length = -(-count // simulation.rows)
     warm, parts = min(WARM_FRAMES, 4 * length), []
     for start in range(0, warm, 256):
         simulation.run(min(256, warm - start))
+        report(count * start // (warm + length))
     for start in range(0, length, 256):
+        report(count * (warm + start) // (warm + length))
         out = simulation.run(min(256, length - start))
         tokens = task.to_tokens(out).reshape(simulation.rows, -1, FRAME)
         parts.append(np.concatenate([tokens, out.label.T[..., None]], -1).astype(np.uint8))

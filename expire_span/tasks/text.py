@@ -116,11 +116,21 @@ def read_bytes(path: str) -> np.ndarray:
         size = place.stat().st_size
         data = np.memmap(place, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
     else:
-        get = ", or get it with: expire-span data enwik8" if place.name == "enwik8" else ""
-        raise ValueError(f"{path} is neither a file nor a folder; give an existing one with --task.path{get}")
+        how = _how_to_get(place)
+        raise ValueError(f"{path} is neither a file nor a folder; give an existing one with --task.path{how}")
     if not len(data):
         raise ValueError(f"{path} holds 0 bytes, but text needs at least 2; give a file or folder with text")
     return data
+
+
+def _how_to_get(place: Path) -> str:
+    """The commands that make a recipe's data, as the end of a sentence; empty for a user's own file."""
+    if place.name == "enwik8":
+        return ", or get it with: expire-span data enwik8"
+    if place.name == "shipped":  # Wikipedia and books, joined
+        wikipedia, books = f"data enwik8 --to {place}/enwik8", f"data books --from FOLDER --to {place}/books"
+        return f", or get it with: expire-span {wikipedia}, and expire-span {books}"
+    return ""
 
 
 def check_unpacked(*files: Path) -> None:

@@ -6,6 +6,7 @@ state and which observations the agent still remembers.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def render_ansi(
     lines = ["".join(_draw_cell(image, y, x, colour) for x in range(image.shape[1])) for y in range(image.shape[0])]
     if "text" in observation:
         place = PLACES[int(engine.place[row])]  # type: ignore[attr-defined]
-        lines += [f'"{read_sentence(observation["text"][row].tolist())}"', f"(you stand at the {place})"]
+        lines += [f'"{caption_of(engine, row)}"', f"(you stand at the {place})"]
     if debug:
         lines.append(engine.describe_hidden(row))
         lines.append("remembered steps: " + (" ".join(str(step) for step in memories) or "none"))
@@ -95,6 +96,32 @@ def save_gif(path: Path | str, frames: Sequence[np.ndarray], *, seconds: float =
     first, *others = (Image.fromarray(frame) for frame in frames)
     first.save(path, "GIF", save_all=True, append_images=others, duration=int(seconds * 1000), loop=0)
     return Path(path)
+
+
+def save_strip(path: Path | str, frames: Sequence[np.ndarray], captions: Sequence[str] = (), *, scale: int = 3) -> Path:
+    """Frames side by side as one PNG, each with its caption below, in lines as wide as the frame."""
+    from PIL import Image, ImageDraw
+
+    _check_frames(frames)
+    if captions and len(captions) != len(frames):
+        raise ValueError(f"a strip needs one caption for each frame, got {len(captions)} for {len(frames)} frames")
+    side, gap, letter, line = max(f.shape[1] for f in frames) * scale, 8, 6, 13
+    texts = [textwrap.wrap(text, max(1, side // letter)) for text in captions] or [[] for _ in frames]
+    foot = line * max(len(text) for text in texts)
+    strip = Image.new("RGB", (len(frames) * (side + gap) - gap, side + gap + foot), "white")
+    for index, (frame, text) in enumerate(zip(frames, texts, strict=True)):
+        place = index * (side + gap)
+        strip.paste(Image.fromarray(frame).resize((side, side), Image.Resampling.NEAREST), (place, 0))
+        for row, words in enumerate(text):
+            ImageDraw.Draw(strip).text((place, side + gap + row * line), words, fill=(40, 40, 40))
+    strip.save(path, "PNG")
+    return Path(path)
+
+
+def caption_of(engine: WorldEngine, row: int = 0) -> str:
+    """The sentence that an environment says at this step; empty in worlds without text."""
+    observation = engine.observe()
+    return read_sentence(observation["text"][row].tolist()) if "text" in observation else ""
 
 
 def _check_frames(frames: Sequence[np.ndarray]) -> None:
