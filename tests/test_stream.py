@@ -319,9 +319,7 @@ def test_bad_input_is_named(tmp_path):
     refuse("max_tokens must be a whole number, 0 or more, got True", lambda: stream.generate(max_tokens=True))
     for rows in (0, True):
         refuse(f"rows must be a whole number of at least 1, got {rows}", lambda rows=rows: Stream(decoder, rows))
-    for kind in ("full", "gru", "expire_span"):
-        refuse(r"take at most \d+ rows", lambda kind=kind: Stream(build(of_kind(kind)), 10**12))
-    refuse(r"take at most \d+ rows", lambda: stream.fork([0] * 10**6))
+    refuse(r"take at most \d+ rows", lambda: Stream(decoder, 10**12))
     refuse("a stream runs a Decoder, got str", lambda: Stream.load("runs/mine", tmp_path / "mine"))  # type: ignore[arg-type]
     stream.read([b"a", b"b"])
     stream.save(tmp_path / "mine")
@@ -337,6 +335,19 @@ def test_bad_input_is_named(tmp_path):
     for head, words in [([], "got no stream"), ({"format": 1}, "another model"), (right, "this version can read")]:
         save_file({}, tmp_path / "foreign", {"stream": json.dumps(head)})
         refuse(words, lambda: Stream.load(decoder, tmp_path / "foreign"))
+
+
+@pytest.mark.parametrize("kind", ["full", "gru", "expire_span"])
+def test_more_rows_than_fit_are_refused(kind, monkeypatch):
+    monkeypatch.setattr("expire_span.stream.memory_check.free_bytes", lambda device: 2**20)
+    decoder = build(of_kind(kind))
+    with pytest.raises(ValueError, match=r"^999 rows need at least .* GiB are free; take at most \d+ rows$") as found:
+        Stream(decoder, 999)
+    most = int(str(found.value).split()[-2])
+    stream = Stream(decoder, most)
+    stream.read([b"a"])
+    refuse(f"take at most {most} rows", lambda: stream.fork([0] * (most + 1)))
+    assert stream.fork([0] * 3).rows == 3
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
