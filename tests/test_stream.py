@@ -164,45 +164,6 @@ def test_tokens_of_a_running_step_are_dropped_when_their_row_is_replaced(monkeyp
     assert late.position == 30
 
 
-def of_kind(kind: str, **options: object) -> DecoderConfig:
-    system = SYSTEMS[kind]
-    return DecoderConfig.modern(**SHAPE, mixer=system.settings(**system.example), **options)
-
-
-@pytest.mark.parametrize("case", ["cap", of_kind("full"), of_kind("compressive")], ids=["cap", "full", "compressive"])
-def test_idle_rows_write_and_hold_nothing(case):
-    stream = Stream(build(case), 3)
-    stream.read([b"one", b"two", b"three"])
-    texts_of(stream, 20)
-    held = stream.bytes_held
-    stream.read([b"only one"])
-    assert stream.steady or stream.bytes_held < held / 2, "a new read frees the rows that it leaves idle"
-    step = next(stream.generate(GREEDY, 1, events=True))
-    assert [token >= 0 for token in step.tokens.tolist()] == [True, False, False]
-    assert (stream.live[:, 0] > 0).all() and (stream.live[:, 1:] == 0).all()
-    for happened in step.events or []:
-        assert happened.born[1:].isnan().all() and not happened.born[0].isnan().any()
-        assert all(row == 0 for row, _, _ in happened.died)
-
-
-@pytest.mark.parametrize("kind", ["full", "compressive"])
-def test_living_memories_are_counted_where_the_decoder_is_called(kind, tmp_path):
-    decoder = build(of_kind(kind))
-    stream = Stream(decoder, 2)
-    stream.read([b"eleven byte", b"five5"])
-    first = stream.live.clone()
-    assert kind != "full" or first.tolist() == [[11, 5]] * 2
-    assert (first > 0).all()
-    texts_of(stream, 9)
-    now = stream.live
-    assert (now > first).all() and (kind != "full" or now.tolist() == [[20, 14]] * 2)
-    stream.save(tmp_path / "saved")
-    assert torch.equal(stream.fork([1, 0]).live, now[:, [1, 0]])
-    assert torch.equal(Stream.load(decoder, tmp_path / "saved").live, now)
-    stream.replace(0, b"a")
-    assert (stream.live[:, 0] < now[:, 0]).all() and torch.equal(stream.live[:, 1], now[:, 1])
-
-
 def test_a_hybrid_reports_what_happened_layer_by_layer():
     layers = SHAPE | {"layers": 3}
     spans = CASES["spans per head"].mixer
@@ -338,19 +299,6 @@ def test_bad_input_is_named(tmp_path):
     for head, words in [([], "got no stream"), ({"format": 1}, "another model"), (right, "this version can read")]:
         save_file({}, tmp_path / "foreign", {"stream": json.dumps(head)})
         refuse(words, lambda: Stream.load(decoder, tmp_path / "foreign"))
-
-
-@pytest.mark.parametrize("kind", ["full", "gru", "expire_span"])
-def test_more_rows_than_fit_are_refused(kind, monkeypatch):
-    monkeypatch.setattr("expire_span.stream.memory_check.free_bytes", lambda device: 2**20)
-    decoder = build(of_kind(kind))
-    with pytest.raises(ValueError, match=r"^999 rows need at least .* GiB are free; take at most \d+ rows$") as found:
-        Stream(decoder, 999)
-    most = int(str(found.value).split()[-2])
-    stream = Stream(decoder, most)
-    stream.read([b"a"])
-    refuse(f"take at most {most} rows", lambda: stream.fork([0] * (most + 1)))
-    assert stream.fork([0] * 3).rows == 3
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):

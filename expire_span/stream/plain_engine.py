@@ -36,7 +36,8 @@ class PlainEngine(Engine):
 
     def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux]) -> None:
         self.drop(rows)
-        self._add(rows, state, logits, reports)
+        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
+        self.groups.append(Group(rows, state, _count_reported(state, reports, len(rows), self.device)))
 
     def drop(self, rows: Collection[int]) -> None:
         gone, kept = set(rows), []
@@ -50,16 +51,14 @@ class PlainEngine(Engine):
     def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
         if sampling is not None:
             self._draw(sampling, generator)
-        before, self.groups = self.groups, []
-        for rows, state, _ in before:
+        groups, after = [], self.logits.clone()
+        for rows, state, _ in self.groups:
             where = torch.tensor(rows, device=self.device)
             logits, state, aux = self.decoder(self.tokens[where].unsqueeze(1), state)
-            self._add(rows, state, logits[:, -1], aux.layers)
-        self.position += 1
-
-    def _add(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux]) -> None:
-        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
-        self.groups.append(Group(rows, state, _count_reported(state, reports, len(rows), self.device)))
+            after[where] = logits[:, -1].float()
+            groups.append(Group(rows, state, _count_reported(state, aux.layers, len(rows), self.device)))
+        # Everything changes at the end, so that a step that was interrupted, as by Ctrl-C, can be taken again.
+        self.groups, self.logits, self.position = groups, after, self.position + 1
 
     @property
     def live(self) -> Tensor:
