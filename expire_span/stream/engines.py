@@ -40,7 +40,7 @@ class Engine(ABC):
         """Number of steps taken since the stream began."""
 
     @abstractmethod
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux]) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
         """Replace the memories of the rows with the numbers `rows` by a decoder's state after their prompts.
 
         state: one part per layer, with len(rows) batch rows; logits [len(rows), V]: those of the next token; reports: what each
@@ -101,7 +101,7 @@ class SteadyEngine(Engine):
 
     # Rows
 
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux]) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
         self._note_counts()
         where = torch.tensor(rows, device=self.device)
         for step, part in zip(self.stepper.blocks, state):

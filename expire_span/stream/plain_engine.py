@@ -34,7 +34,7 @@ class PlainEngine(Engine):
         super().__init__(decoder, rows)
         self.groups: list[Group] = []
 
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux]) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
         self.drop(rows)
         self.logits[torch.tensor(rows, device=self.device)] = logits.float()
         self.groups.append(Group(rows, state, _count_reported(state, reports, len(rows), self.device)))
