@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 from typing import Any, TypeVar
@@ -36,6 +37,16 @@ def above_zero(settings: Any, *names: str) -> None:
 def check_seed(seed: int, name: str = "seed") -> None:
     """Refuse a number that cannot be a seed of a random generator."""
     require(0 <= seed < 2**63, f"{name} must lie between 0 and 2**63 - 1, got {seed}")
+
+
+def as_whole(value: Any) -> int | None:
+    """The value as an int if it is a whole number of any library (NumPy's, a tensor of one), else None; True is no number."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers has no one index
+        return None
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

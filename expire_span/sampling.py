@@ -11,6 +11,9 @@ from torch import Tensor
 from expire_span.checks import check_fields, check_seed
 from expire_span.field_docs import documented
 
+COLDEST = 1e-30
+"""Smallest number by which logits are divided: with a smaller temperature the quotients would be infinite."""
+
 
 @documented
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def narrow(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] of the next token after temperature, top_k and top_p."""
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
+    logits = logits if sampling.temperature == 1 else logits / max(sampling.temperature, COLDEST)
     if sampling.top_k is None and sampling.top_p is None:
         return logits.softmax(-1)
     ordered, order = logits.sort(-1, descending=True)

@@ -73,6 +73,8 @@ def test_top_k_and_top_p():
     torch.testing.assert_close(narrow(logits, Sampling(top_p=0.5)), torch.tensor([[1.0, 0, 0, 0]]))
     torch.testing.assert_close(narrow(logits, Sampling(temperature=0)), torch.tensor([[1.0, 0, 0, 0]]))
     torch.testing.assert_close(narrow(logits, Sampling()), logits.exp())
+    for cold in (1e-20, 1e-45, 1e-300):  # divided by these, logits would be infinite
+        torch.testing.assert_close(narrow(10 + logits, Sampling(temperature=cold)), torch.tensor([[1.0, 0, 0, 0]]))
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])

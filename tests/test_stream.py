@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from tests.stream_cases import CASES, SHAPE, build, without_initial
 GREEDY = Sampling(temperature=0)
 EXACT = reordered(64, depth=13)
 """Logits of about 1 after two layers of six products each and a head, with sums of 64 terms; 2e-5."""
-STEADY = {"expire_span", "transformer_xl", "adaptive_span", "sliding_window", "linear", "performer"}
-STEADY |= {"gru", "gru_torch", "lstm", "tanh_rnn", "gated_deltanet"}
+PAGE = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+STEADY = re.findall(r"`(\w+)`", PAGE.split("Which systems have such steps:")[1].split("models whose layers")[0])
+"""Systems with steps of fixed shapes, as the page names them; add a new one there if its state is fixed or lies in slots."""
 
 
 def drive(stream: Stream, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,7 +89,7 @@ def test_many_memories_die(name: str = "spans per head"):
 def test_every_memory_system_streams_as_its_decoder_does(kind):
     system = SYSTEMS[kind]
     decoder = build(DecoderConfig.modern(**SHAPE, mixer=system.settings(**system.example)))
-    assert Stream(decoder, 1).steady == (kind in STEADY)
+    assert Stream(decoder, 1).steady == (kind in STEADY), "docs/serving.md names the systems with steps of fixed shapes"
     prompts = [torch.randint(256, (n,)) for n in (13, 9, 13)]
     stream = Stream(decoder, rows=3)
     stream.read(prompts)
@@ -161,10 +164,17 @@ def test_tokens_of_a_running_step_are_dropped_when_their_row_is_replaced(monkeyp
     assert late.position == 30
 
 
-def test_idle_rows_write_nothing():
-    stream = Stream(build("cap"), 3)
-    stream.read([b"only one"])
-    assert [row[0] >= 0 for row in texts_of(stream, 1)] == [True, False, False]
+def test_a_hybrid_reports_what_happened_layer_by_layer():
+    layers = SHAPE | {"layers": 3}
+    spans = CASES["spans per head"].mixer
+    config = DecoderConfig.modern(**layers, mixer=spans, partner=SYSTEMS["gru"].settings(), pattern="pmm")
+    decoder, tokens = build(config), torch.randint(256, (1, 120))
+    stream = Stream(decoder, 1)
+    assert stream.steady
+    stream.read([tokens[0, :30]])
+    torch.testing.assert_close(drive(stream, tokens[:, 30:]), undeleted(decoder, tokens)[:, 30:], rtol=0, atol=EXACT)
+    step = next(stream.generate(GREEDY, 1, events=True))
+    assert [tuple(happened.born.shape) for happened in step.events or []] == [(1, 0), (1, 4), (1, 4)]
 
 
 @pytest.mark.parametrize("name", ["learned reach", "plain"])
@@ -201,14 +211,14 @@ def test_streams_saved_with_more_fresh_slots_go_on(name):
             laid = [torch.cat([head[:, :FRESH], gap, head[:, FRESH:]], 1) for head in heads]
             tensors[f"layer{n}.{field}"] = torch.cat(laid, 1)
     loaded._engine.unpacked(tensors, meta)
-    assert torch.equal(loaded.live, stream.live)
+    assert torch.equal(loaded._engine.live, stream.live)
     for token in range(2 * FRESH):
         for each in (stream, loaded):
             each._engine.tokens.fill_(token)
             each._engine.advance(None)
     difference = loaded._engine.logits - stream._engine.logits
     assert float(difference.abs().max()) <= EXACT
-    assert torch.equal(loaded.live, stream.live) and loaded.position == stream.position
+    assert torch.equal(loaded._engine.live, stream.live) and loaded.position == stream.position
     assert [step.slots.evicted.tolist() for step in loaded._engine.stepper.slot_layers] == [
         step.slots.evicted.tolist() for step in stream._engine.stepper.slot_layers
     ]
@@ -263,10 +273,18 @@ def test_bad_input_is_named(tmp_path):
     refuse("at least one token", lambda: stream.read([b""]))
     refuse("integers, got torch.float32", lambda: stream.read([torch.ones(3)]))
     refuse("1 to 2 prompts, one for each row, got 3", lambda: stream.read([b"a"] * 3))
-    refuse("row must lie in 0..1, got 2", lambda: stream.replace(2, b"x"))
+    refuse("integers, got torch.complex64", lambda: stream.read([torch.ones(3, dtype=torch.complex64)]))
+    refuse("a list of prompts, one for each row, got 5", lambda: stream.read(5))  # type: ignore[arg-type]
+    for row in (2, True, 1.0):
+        refuse(f"row must be a whole number in 0..1, got {row}", lambda row=row: stream.replace(row, b"x"))
+        refuse(f"row must be a whole number in 0..1, got {row}", lambda row=row: stream.fork([0, row]))
+    refuse(r"fork takes a list of rows, got 0; give \[row\]", lambda: stream.fork(0))  # type: ignore[arg-type]
     refuse("max_tokens must be a whole number, 0 or more, got -1", lambda: stream.generate(max_tokens=-1))
-    refuse("rows must be a whole number of at least 1, got 0", lambda: Stream(decoder, 0))
+    refuse("max_tokens must be a whole number, 0 or more, got True", lambda: stream.generate(max_tokens=True))
+    for rows in (0, True):
+        refuse(f"rows must be a whole number of at least 1, got {rows}", lambda rows=rows: Stream(decoder, rows))
     refuse(r"take at most \d+ rows", lambda: Stream(decoder, 10**12))
+    refuse("a stream runs a Decoder, got str", lambda: Stream.load("runs/mine", tmp_path / "mine"))  # type: ignore[arg-type]
     stream.read([b"a", b"b"])
     stream.save(tmp_path / "mine")
     refuse("saved by another model", lambda: Stream.load(build("layer spans", seed=1), tmp_path / "mine"))
@@ -276,6 +294,7 @@ def test_bad_input_is_named(tmp_path):
     (tmp_path / "text").write_text("nothing")
     refuse("not a saved stream", lambda: Stream.load(decoder, tmp_path / "text"))
     refuse("not a saved stream that can be read: ", lambda: Stream.load(decoder, tmp_path / "absent"))
+    refuse("can be read: it is a folder", lambda: Stream.load(decoder, tmp_path))
     right = {"format": saved.FORMAT, "model": saved.fingerprint(decoder)}
     for head, words in [([], "got no stream"), ({"format": 1}, "another model"), (right, "this version can read")]:
         save_file({}, tmp_path / "foreign", {"stream": json.dumps(head)})

@@ -13,10 +13,13 @@ from torch.nn import functional as F
 
 from expire_span.checkpoint import load_decoder
 from expire_span.cli.generate import Generate, _read_prompt
+from expire_span.cli.verify import describe_deletions
+from expire_span.config import DecoderConfig
+from expire_span.models.systems import SYSTEMS
 from expire_span.stream.scoring import score_bytes
 from expire_span.stream.verify import verify
 from tests.error_budget import DOUBLE, reordered
-from tests.stream_cases import build
+from tests.stream_cases import SHAPE, build
 from tests.test_cli import call, check_refused, options
 from tests.tiny import spawn
 
@@ -112,7 +115,10 @@ def test_verify_finds_what_is_wrong(monkeypatch):
     decoder = build("spans per head")
     right = verify(decoder, tokens=150)
     assert right.difference <= right.allowed and right.deleted > 100 and right.evicted == 0
+    assert describe_deletions(right).startswith(f"{right.deleted} of 1200 memories were deleted, 0 by the cap")
     assert verify(build("cap"), tokens=150).evicted > 0
+    full = DecoderConfig.modern(**SHAPE, mixer=SYSTEMS["full"].settings())
+    assert describe_deletions(verify(build(full), tokens=20)).endswith("not counted one by one")
     from expire_span.models import slot_step
 
     plain = slot_step.SlotStep._plain_step

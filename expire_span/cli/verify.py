@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
 from .retrofit import run_verify as verify_adapter
 from .runs import OnRun
+
+if TYPE_CHECKING:
+    from expire_span.stream.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,19 @@ def run_verify(args: list[str]) -> int:
     found = verify(decoder, None if command.file is None else _tokens_of(command.file, run), command.tokens)
     print(
         f"{found.tokens} tokens streamed one by one with deletion, and read at once without: the largest difference between "
-        f"logits is {found.difference:.2e}; {found.deleted} of {found.born} memories were deleted, {found.evicted} by the cap"
+        f"logits is {found.difference:.2e}; {describe_deletions(found)}"
     )
     exact = found.difference <= found.allowed or found.evicted > 0
     verdict = "exact but for the cap's evictions" if found.evicted else "exact to rounding" if exact else "NOT exact"
     print(f"{verdict} (allowed are {found.allowed:.0e})")
     return 0 if exact else 1
+
+
+def describe_deletions(found: Verdict) -> str:
+    """How many memories were deleted, in words."""
+    if not found.born:  # a recurrent state, or a system without slots
+        return "the memories of this model are not counted one by one"
+    return f"{found.deleted} of {found.born} memories were deleted, {found.evicted} by the cap"
 
 
 def _tokens_of(file: Path, run: RunFolder) -> list[int]:

@@ -139,7 +139,7 @@ class RetrofitEngine(SteadyEngine):
             )
 
     @torch.no_grad()
-    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Any = ()) -> None:
         self._note_counts()
         where = torch.tensor(rows, device=self.device)
         layers = zip(self.stepper.slot_layers, state)

@@ -2,21 +2,22 @@
 
 An engine keeps `logits` [rows, V] of the next token of every row. `advance` draws tokens from them (or takes given ones), and
 computes the next logits. `SteadyEngine` decodes in buffers of fixed size, so that on a GPU each step is one replay of a
-recorded CUDA graph. `PlainEngine` is for memory systems whose states have no fixed shapes.
+recorded CUDA graph. `PlainEngine` (plain_engine.py) is for memory systems whose states have no fixed shapes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from expire_span.models.decoder import Decoder
+from expire_span.models.mixer import MixerAux
 from expire_span.models.slot_step import Memories, SlotStep
-from expire_span.models.state import bytes_of, pack, select_rows, unpack
+from expire_span.models.state import bytes_of
 from expire_span.models.stepping import StateStep, Stepper
 from expire_span.ops.graphs import record_graph
 from expire_span.sampling import Sampling, draw
@@ -39,11 +40,15 @@ class Engine(ABC):
         """Number of steps taken since the stream began."""
 
     @abstractmethod
-    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
         """Replace the memories of the rows with the numbers `rows` by a decoder's state after their prompts.
 
-        state: one part per layer, with len(rows) batch rows; logits [len(rows), V]: those of the next token.
+        state: one part per layer, with len(rows) batch rows; logits [len(rows), V]: those of the next token; reports: what each
+        layer reported about the last block that it read.
         """
+
+    def drop(self, rows: Collection[int]) -> None:  # noqa: B027 (slots are freed with the stream)
+        """Free the memories of rows that are idle from now on, where a row has memory of its own."""
 
     @abstractmethod
     def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
@@ -96,7 +101,7 @@ class SteadyEngine(Engine):
 
     # Rows
 
-    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
         self._note_counts()
         where = torch.tensor(rows, device=self.device)
         for step, part in zip(self.stepper.blocks, state):
@@ -278,66 +283,3 @@ class SteadyEngine(Engine):
             )
             self._load_slots(rows, [(memory, found)])
             memory.slots.evicted.copy_(own["evicted"])
-
-
-class PlainEngine(Engine):
-    """Calls the decoder for every step. Rows whose prompts were read as one batch share a state, one entry of `groups`."""
-
-    def __init__(self, decoder: Decoder, rows: int) -> None:
-        super().__init__(decoder, rows)
-        self.groups: list[tuple[list[int], list[Any]]] = []
-        self._live = torch.zeros(len(decoder.blocks), rows, device=self.device)
-
-    def load(self, rows: list[int], state: list[Any], logits: Tensor) -> None:
-        kept = []
-        for old, part in self.groups:
-            stay = [n for n, row in enumerate(old) if row not in rows]
-            if len(stay) == len(old):
-                kept.append((old, part))
-            elif stay:
-                kept.append(([old[n] for n in stay], select_rows(part, torch.tensor(stay))))
-        self.groups = [*kept, (list(rows), state)]
-        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
-
-    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
-        if sampling is not None:
-            self._draw(sampling, generator)
-        groups = []
-        for rows, state in self.groups:
-            where = torch.tensor(rows, device=self.device)
-            logits, state, aux = self.decoder(self.tokens[where].unsqueeze(1), state)
-            self.logits[where] = logits[:, -1].float()
-            if all(part._live is not None for part in aux.layers):
-                self._live[:, where] = aux.live.to(self._live.dtype).unsqueeze(1)
-            groups.append((rows, state))
-        self.groups = groups
-        self.position += 1
-
-    @property
-    def live(self) -> Tensor:
-        return self._live
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(bytes_of(state) for _, state in self.groups)
-
-    def selected(self, rows: Tensor) -> PlainEngine:
-        other = PlainEngine(self.decoder, len(rows))
-        other.logits.copy_(self.logits.index_select(0, rows.to(self.device)))
-        other.position, wanted = self.position, rows.tolist()
-        for old, state in self.groups:
-            new = [n for n, row in enumerate(wanted) if row in old]
-            if new:
-                picked = torch.tensor([old.index(wanted[n]) for n in new], device=self.device)
-                other.groups.append((new, select_rows(state, picked)))
-        return other
-
-    def packed(self) -> tuple[dict[str, Tensor], Any]:
-        tensors, skeleton = pack([[list(rows), state] for rows, state in self.groups], "groups")
-        return {"logits": self.logits, **tensors}, {"groups": skeleton, "position": self.position}
-
-    def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
-        tensors = {name: x.to(self.device) for name, x in tensors.items()}
-        self.logits.copy_(tensors["logits"])
-        self.groups = [(rows, state) for rows, state in unpack(tensors, meta["groups"])]
-        self.position = meta["position"]

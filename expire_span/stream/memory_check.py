@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
 from expire_span.models.decoder import Decoder
+from expire_span.models.slot_step import slot_rules
+from expire_span.models.state import bytes_of
 from expire_span.store.slots import FRESH, ROUND
+
+MEMORY_REPORT = Path("/proc/meminfo")
+"""Where Linux says how much memory programs can still get."""
 
 
 def bytes_per_row(decoder: Decoder) -> int:
-    """Least number of bytes that one row occupies: its fresh slots, the smallest number of older slots, and its logits."""
+    """Least number of bytes that one row occupies: its logits and probabilities, and in every layer its fresh slots with the
+    smallest number of older slots, or, where the layer keeps no slots, the state that it begins with."""
     c, element = decoder.config, decoder.embed.weight.element_size()
-    slot = 2 * c.head_dim * element + 8
-    return c.layers * c.num_kv_heads * (FRESH + ROUND) * slot + 8 * c.vocab
+    slots = c.num_kv_heads * (FRESH + ROUND) * (2 * c.head_dim * element + 8)
+    mixers = [block.mixer for block in decoder.layers()]
+    layers = sum(bytes_of(m.initial_state(1)) if slot_rules(m) is None else slots for m in mixers)
+    return layers + 8 * c.vocab
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -22,15 +31,20 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
+    try:  # what the system would take back from its cache of files counts as free
+        fields = dict(line.split(":", 1) for line in MEMORY_REPORT.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
 
 
-def check_room(decoder: Decoder, rows: int) -> None:
-    """Refuse more rows than fit into the free memory of the decoder's device."""
-    each, free = bytes_per_row(decoder), free_bytes(decoder.embed.weight.device)
+def check_room(decoder: Decoder, rows: int, each: int) -> None:
+    """Refuse more rows, of at least `each` bytes, than fit into the free memory of the decoder's device."""
+    free = free_bytes(decoder.embed.weight.device)
     if free is not None and rows * each > free:
         raise ValueError(
             f"{rows} rows need at least {rows * each / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free; "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expire_span.checks import show
 from expire_span.models.decoder import Decoder
+from expire_span.models.mixer import MixerAux
 
 PROMPT_BLOCK = 1024
 """Tokens of a row that one forward pass reads on a CPU."""
@@ -34,7 +35,7 @@ def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
         raise ValueError(
             f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)} for row {row}"
         )
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ValueError(f"a prompt must consist of integers, got {tokens.dtype} for row {row}")
     tokens = tokens.to(torch.int64).cpu()
     low, high = int(tokens.min()), int(tokens.max())
@@ -70,5 +71,11 @@ def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator
 @torch.inference_mode()
 def read_prompt(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any]:
     """Feed tokens [B, T]; returns the logits after the last one [B, V] and the state."""
-    *_, (_, logits, state, _) = deque(read_blocks(decoder, prompt), maxlen=1)
-    return logits[:, -1].float(), state
+    return read_with_reports(decoder, prompt)[:2]
+
+
+@torch.inference_mode()
+def read_with_reports(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any, list[MixerAux]]:
+    """The same, and what each layer reported about the last block."""
+    *_, (_, logits, state, aux) = deque(read_blocks(decoder, prompt), maxlen=1)
+    return logits[:, -1].float(), state, aux.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import safetensors
 from torch import Tensor
 
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import write_atomic
+from expire_span.files import check_plain, write_atomic
 from expire_span.models.decoder import Decoder
 from expire_span.tensor_files import check_tensors, digest_tensors, to_bytes
 
@@ -36,6 +37,9 @@ def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: 
 
 def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
+        check_plain(path)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             head = file.metadata() or {}
             meta = json.loads(head.get("stream", "{}"))

@@ -17,7 +17,7 @@ from expire_span.models.decoder import Decoder
 
 from .prompts import PROMPT_BLOCK
 
-GPU_BLOCK = 16_384
+GPU_SCORED_BLOCK = 16_384
 """Bytes or tokens in one forward pass on a GPU."""
 STRETCHES = 64
 """Least number of stretches into which a long stream's report is divided; there are at most twice as many."""
@@ -121,7 +121,7 @@ def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]], progress
     device = decoder.embed.weight.device
     total, state = _Total(), None
     last = torch.zeros(0, dtype=torch.int64, device=device)
-    for block in blocks(GPU_BLOCK if device.type == "cuda" else PROMPT_BLOCK):
+    for block in blocks(GPU_SCORED_BLOCK if device.type == "cuda" else PROMPT_BLOCK):
         tokens = torch.cat([last, block.to(device, torch.int64)])
         last, total.seen = tokens[-1:], total.seen + len(block)
         if len(tokens) > 1:

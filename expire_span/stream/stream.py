@@ -8,20 +8,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.checks import show
+from expire_span.checks import as_whole, show
 from expire_span.errors import UserError
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
 from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
-from .engines import Engine, PlainEngine, SteadyEngine
+from .engines import Engine, SteadyEngine
 from .events import find_events, remember_living
-from .memory_check import check_room
-from .prompts import Prompt, check_prompt, group_by_length, read_prompt
+from .memory_check import bytes_per_row, check_room
+from .plain_engine import PlainEngine
+from .prompts import Prompt, check_prompt, group_by_length, read_with_reports
 from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 
@@ -45,17 +47,13 @@ class Stream:
     def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
         """recorded: if False, steps on a GPU are launched kernel by kernel instead of as CUDA graphs, for tests and
         benchmarks."""
-        if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder is not causal
-            got = type(decoder).__name__
-            raise ValueError(
-                f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)"
-            )
-        if not isinstance(rows, int) or rows < 1:
-            raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
-        self.decoder = decoder.eval()
+        _check_decoder(decoder)
+        count = as_whole(rows)
+        if count is None or count < 1:
+            raise ValueError(f"rows must be a whole number of at least 1, got {show(rows)}")
+        self.decoder, rows = decoder.eval(), count
         self.steady = can_step(decoder)
-        if self.steady:
-            check_room(decoder, rows)
+        check_room(decoder, rows, bytes_per_row(decoder))
         with torch.inference_mode():
             self._engine: Engine = (SteadyEngine if self.steady else PlainEngine)(decoder, rows)
         if isinstance(self._engine, SteadyEngine) and not recorded:
@@ -78,20 +76,21 @@ class Stream:
     @torch.inference_mode()
     def read(self, prompts: Sequence[Prompt]) -> None:
         """Row n begins with prompts[n], of any length; rows without a prompt are idle."""
-        if prompts is None or isinstance(prompts, (str, bytes, bytearray)):
+        if not isinstance(prompts, (Sequence, Tensor, np.ndarray)) or isinstance(prompts, (str, bytes, bytearray)):
             raise ValueError(f"read takes a list of prompts, one for each row, got {show(prompts)}; give [prompt]")
         if not 1 <= len(prompts) <= self.rows:
             raise ValueError(f"read takes 1 to {self.rows} prompts, one for each row, got {len(prompts)}")
         found = {n: check_prompt(prompt, self.decoder.config.vocab, n) for n, prompt in enumerate(prompts)}
         self._flights.clear()
         self._active = [n in found for n in range(self.rows)]
+        self._engine.drop([n for n in range(self.rows) if n not in found])
         if self._reads_in_step(found):
             assert isinstance(self._engine, SteadyEngine)
             self._engine.read_in_step(found)
             return
         for rows, block in group_by_length(found):
-            logits, state = read_prompt(self.decoder, block)
-            self._engine.load(rows, state, logits)
+            logits, state, reports = read_with_reports(self.decoder, block)
+            self._engine.load(rows, state, logits, reports)
 
     def _reads_in_step(self, prompts: dict[int, Tensor]) -> bool:
         """Whether to read prompts step by step; see `STEPPED`."""
@@ -106,17 +105,19 @@ class Stream:
     @torch.inference_mode()
     def replace(self, row: int, prompt: Prompt) -> None:
         """Empty row `row` and let it read a new prompt; the other rows go on as they are."""
-        self._check_row(row)
+        row = self._check_row(row)
         tokens = check_prompt(prompt, self.decoder.config.vocab, row)
-        logits, state = read_prompt(self.decoder, tokens.unsqueeze(0))
-        self._engine.load([row], state, logits)
+        logits, state, reports = read_with_reports(self.decoder, tokens.unsqueeze(0))
+        self._engine.load([row], state, logits, reports)
         self._active[row] = True
         for flight in self._flights:
             flight.stale.add(row)
 
-    def _check_row(self, row: int) -> None:
-        if not isinstance(row, int) or not 0 <= row < self.rows:
-            raise ValueError(f"row must lie in 0..{self.rows - 1}, got {row!r}")
+    def _check_row(self, row: Any) -> int:
+        number = as_whole(row)
+        if number is None or not 0 <= number < self.rows:
+            raise ValueError(f"row must be a whole number in 0..{self.rows - 1}, got {show(row)}")
+        return number
 
     # Writing
 
@@ -130,11 +131,12 @@ class Stream:
         """
         if sampling is not None and not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, got {show(sampling)}; give Sampling(temperature=0.8)")
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
-            raise ValueError(f"max_tokens must be a whole number, 0 or more, got {max_tokens!r}")
+        most = None if max_tokens is None else as_whole(max_tokens)
+        if max_tokens is not None and (most is None or most < 0):
+            raise ValueError(f"max_tokens must be a whole number, 0 or more, got {show(max_tokens)}")
         if not any(self._active):
             raise ValueError("the stream has read no prompt yet; call read first")
-        return self._steps(sampling or Sampling(), max_tokens, events)
+        return self._steps(sampling or Sampling(), most, events)
 
     def _steps(self, sampling: Sampling, max_tokens: int | None, events: bool) -> Iterator[Step]:
         count = 0
@@ -155,7 +157,7 @@ class Stream:
         before = remember_living(engine) if events else None
         engine.advance(sampling, self._generator_of(sampling))
         flight = _send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
-        flight.events = find_events(engine, before) if before is not None else None
+        flight.events = find_events(engine, before, self._active) if before is not None else None
         self._flights.append(flight)
 
     def _generator_of(self, sampling: Sampling) -> torch.Generator:
@@ -170,8 +172,8 @@ class Stream:
     @property
     @torch.inference_mode()
     def live(self) -> Tensor:
-        """Number of living memories per head, the mean over heads, [layers, rows]."""
-        return self._engine.live.cpu()
+        """Number of living memories per head, the mean over heads, [layers, rows]; 0 for rows that are idle."""
+        return self._engine.live.cpu() * torch.tensor(self._active)
 
     @property
     def bytes_held(self) -> int:
@@ -189,16 +191,18 @@ class Stream:
     @torch.inference_mode()
     def fork(self, rows: Sequence[int]) -> Stream:
         """An independent stream with copies of these rows, in this order; a row may occur several times."""
-        for row in rows:
-            self._check_row(row)
+        if not isinstance(rows, (Sequence, Tensor, np.ndarray)) or isinstance(rows, str):
+            raise ValueError(f"fork takes a list of rows, got {show(rows)}; give [row]")
+        rows = [self._check_row(row) for row in rows]
         if not rows:
             raise ValueError("fork needs at least one row, got none")
+        check_room(self.decoder, len(rows), max(self.bytes_held // self.rows, bytes_per_row(self.decoder)))
         other = Stream.__new__(Stream)
         other.decoder, other.steady = self.decoder, self.steady
-        other._engine = self._engine.selected(torch.tensor(list(rows)))
+        other._engine = self._engine.selected(torch.tensor(rows))
         other._active = [self._active[row] for row in rows]
         other._flights = deque(
-            Flight(step.tokens[list(rows)]) for step in (flight.collect(self._active) for flight in self._flights)
+            Flight(step.tokens[rows]) for step in (flight.collect(self._active) for flight in self._flights)
         )
         other._generator = None
         if self._generator is not None:
@@ -221,6 +225,7 @@ class Stream:
     @classmethod
     def load(cls, decoder: Decoder, path: str | Path) -> Stream:
         """The stream that `save` wrote, of the same model."""
+        _check_decoder(decoder)
         tensors, meta = read_saved(Path(path), decoder)
         try:
             return cls(decoder, meta["rows"])._restored(tensors, meta)
@@ -239,6 +244,12 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # a generator state of another kind of device cannot be restored
                 self._generator[1].set_state(tensors["generator"])
         return self
+
+
+def _check_decoder(decoder: Any) -> None:
+    if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder is not causal
+        got = type(decoder).__name__
+        raise ValueError(f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)")
 
 
 def _send_to_host(tokens: Tensor) -> Flight:

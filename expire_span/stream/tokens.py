@@ -16,7 +16,8 @@ class Events(NamedTuple):
     """What happened in one layer in one step. Positions count the stream's tokens, as `Stream.position` does."""
 
     born: Tensor
-    """Spans of the memories that the step's tokens became, [rows, heads]."""
+    """Spans of the memories that the step's tokens became, [rows, heads]; NaN for rows that are idle. A layer that keeps no
+    slots (a recurrent one, or any layer of a stream that is not `steady`) has no heads here."""
     died: list[tuple[int, int, int]]
     """Row, head and position of birth of every memory that was alive for this step's query and is dead for the next."""
 
@@ -27,7 +28,7 @@ class Step(NamedTuple):
     tokens: Tensor
     """[rows] on the host; `NOTHING` (-1) for rows that are idle or were replaced while the step was running."""
     events: list[Events] | None = None
-    """One entry for each layer that keeps slots; None unless `generate` was called with events=True."""
+    """One entry for each layer; None unless `generate` was called with events=True."""
 
 
 @dataclass

@@ -1,0 +1,123 @@
+"""Steps of a stream by ordinary calls of the decoder, for memory systems whose states have no fixed shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expire_span.models.decoder import Decoder
+from expire_span.models.mixer import MixerAux
+from expire_span.models.state import bytes_of, pack, select_rows, unpack
+from expire_span.sampling import Sampling
+from expire_span.store import ExpiringMemory
+
+from .engines import Engine
+
+
+class Group(NamedTuple):
+    """Rows whose prompts were read as one batch, and which share a state since then."""
+
+    rows: list[int]
+    state: list[Any]
+    """One part per layer, with a batch row for each of `rows`."""
+    live: Tensor
+    """Number of living memories of each layer and row, [layers, rows], by the layers' last reports."""
+
+
+class PlainEngine(Engine):
+    """Calls the decoder for every step, once for each group of rows."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        super().__init__(decoder, rows)
+        self.groups: list[Group] = []
+
+    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
+        self.drop(rows)
+        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
+        self.groups.append(Group(rows, state, _count_reported(state, reports, len(rows), self.device)))
+
+    def drop(self, rows: Collection[int]) -> None:
+        gone, kept = set(rows), []
+        for group in self.groups:
+            stay = [n for n, row in enumerate(group.rows) if row not in gone]
+            if len(stay) < len(group.rows):
+                group = _choose(group, [group.rows[n] for n in stay], stay)
+            kept += [group] if stay else []
+        self.groups = kept
+
+    def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
+        if sampling is not None:
+            self._draw(sampling, generator)
+        groups, after = [], self.logits.clone()
+        for rows, state, _ in self.groups:
+            where = torch.tensor(rows, device=self.device)
+            logits, state, aux = self.decoder(self.tokens[where].unsqueeze(1), state)
+            after[where] = logits[:, -1].float()
+            groups.append(Group(rows, state, _count_reported(state, aux.layers, len(rows), self.device)))
+        # Everything changes at the end, so that a step that was interrupted, as by Ctrl-C, can be taken again.
+        self.groups, self.logits, self.position = groups, after, self.position + 1
+
+    @property
+    def live(self) -> Tensor:
+        found = torch.zeros(len(self.decoder.blocks), self.rows, device=self.device)
+        for rows, state, reported in self.groups:
+            for n, part in enumerate(state):
+                memory = _memory_of(part)
+                count = reported[n] if memory is None else memory.live(part["position"]).float()
+                found[n, rows] = count.mean(1) if count.dim() == 2 else count
+        return found
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(bytes_of(group.state) for group in self.groups)
+
+    def selected(self, rows: Tensor) -> PlainEngine:
+        other = PlainEngine(self.decoder, len(rows))
+        other.logits.copy_(self.logits.index_select(0, rows.to(self.device)))
+        other.position, wanted = self.position, rows.tolist()
+        for group in self.groups:
+            new = [n for n, row in enumerate(wanted) if row in group.rows]
+            if new:
+                other.groups.append(_choose(group, new, [group.rows.index(wanted[n]) for n in new]))
+        return other
+
+    def packed(self) -> tuple[dict[str, Tensor], Any]:
+        tensors, skeleton = pack([[list(rows), state] for rows, state, _ in self.groups], "groups")
+        live = {f"live{n}": group.live for n, group in enumerate(self.groups)}
+        return {"logits": self.logits, **live, **tensors}, {"groups": skeleton, "position": self.position}
+
+    def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        tensors = {name: x.to(self.device) for name, x in tensors.items()}
+        self.logits.copy_(tensors["logits"])
+        layers = len(self.decoder.blocks)
+        for n, (rows, state) in enumerate(unpack(tensors, meta["groups"])):
+            unknown = torch.full(
+                (layers, len(rows)), torch.nan, device=self.device
+            )  # streams saved before counts were have none
+            self.groups.append(Group(rows, state, tensors.get(f"live{n}", unknown)))
+        self.position = meta["position"]
+
+
+def _choose(group: Group, rows: list[int], places: list[int]) -> Group:
+    """The batch rows of a group at `places`, as the stream's rows with the numbers `rows`."""
+    picked = torch.tensor(places, dtype=torch.int64, device=group.live.device)
+    return Group(rows, select_rows(group.state, picked), group.live.index_select(1, picked))
+
+
+def _memory_of(part: Any) -> ExpiringMemory | None:
+    """The store in a layer's state in which living memories can be counted row by row."""
+    memory = part.get("memory") if isinstance(part, dict) else None
+    return memory if isinstance(memory, ExpiringMemory) else None
+
+
+def _count_reported(state: list[Any], reports: Sequence[MixerAux], rows: int, device: torch.device) -> Tensor:
+    """Living memories of every layer and row by the layers' reports, which are means over rows; NaN where `live` counts them in
+    the state when it is asked, and where a layer reports none."""
+    counts = torch.full((len(state), rows), torch.nan, device=device)
+    for n, (part, report) in enumerate(zip(state, reports)):
+        if _memory_of(part) is None and report.live is not None:
+            counts[n] = report.live
+    return counts
