@@ -12,6 +12,7 @@ import pytest
 import expire_span
 from expire_span.config import DecoderConfig, RunConfig, TrainConfig, from_dict, to_dict
 from expire_span.files import seal
+from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach, PaperDetails
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder, UserError
 from expire_span.train import fingerprint
@@ -27,6 +28,27 @@ def old(tmp_path, monkeypatch) -> RunFolder:
     shutil.copytree(OLD, tmp_path / "old")
     monkeypatch.chdir(tmp_path / "old")
     return RunFolder.open(Path("run"))
+
+
+def test_flat_settings_of_0_1_still_build_and_read():
+    nested = ExpireSpanConfig(
+        span_per="kv_head",
+        reach=HeadReach(learned=True, own_heads=2, spread=1.5, shortest_shared=-4.0, stop_gradient=True),
+        paper=PaperDetails(include_self=False, noisy=True, initial_memories=3, normalizer_eps=1e-8),
+    )
+    old = dict(own_heads=2, initial_spread=1.5, near_span=-4.0, shapes_states=False)
+    old |= dict(include_self=False, noisy=True, initial_memories=3, normalizer_eps=1e-8)
+    with pytest.warns(DeprecationWarning, match="reach, own_heads, .* moved into reach and paper"):
+        flat = ExpireSpanConfig(span_per="kv_head", reach="learned", **old)
+    assert flat == nested
+    for name, value in old.items():
+        with pytest.warns(DeprecationWarning, match=f"{name} moved") as caught:
+            assert getattr(nested, name) == value
+        assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="noisy moved"):
+        assert replace(nested, noisy=False) == replace(nested, paper=replace(nested.paper, noisy=False))
+    with pytest.raises(ValueError, match=r"must be groups of settings, got \[1\]"):
+        ExpireSpanConfig.upgrade({"paper": [1]})
 
 
 def test_a_run_of_format_1_loads_and_goes_on(old):

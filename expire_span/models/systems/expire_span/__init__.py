@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import functools
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
 
 from expire_span.checks import checked, require
 from expire_span.field_docs import documented
@@ -57,6 +59,43 @@ class HeadReach:
         require(usable, f"shortest_shared is of heads beyond own_heads and needs {given}")
 
 
+T = TypeVar("T")
+FLAT_IN_REACH = {"own_heads": "own_heads", "initial_spread": "spread", "near_span": "shortest_shared"}
+FLAT_IN_PAPER = ("include_self", "noisy", "initial_memories", "normalizer_eps")
+"""Settings of 0.1 that lay beside the others and are now in `reach` (there, some have another name) and in `paper`."""
+
+
+def _accept_flat(config: type[T]) -> type[T]:
+    """Let the settings take and show the fields of 0.1, which lay on one level, until 0.3.0; a warning says where they are."""
+    settings: Any = config
+    init, names = settings.__init__, {*FLAT_IN_REACH, *FLAT_IN_PAPER, "shapes_states"}
+
+    def warn(old: list[str]) -> None:
+        moved = "moved into reach and paper in 0.2.0, and the flat form ends with 0.3.0; see the changelog"
+        warnings.warn(f"ExpireSpanConfig: {', '.join(old)} {moved}", DeprecationWarning, stacklevel=3)
+
+    @functools.wraps(init)
+    def take(self: Any, *args: Any, **given: Any) -> None:
+        old = [name for name in given if name in names or (name == "reach" and isinstance(given[name], str))]
+        if old:
+            warn(old)
+            given = settings.upgrade(given)
+            given |= {"reach": HeadReach(**given["reach"]), "paper": PaperDetails(**given["paper"])}
+        init(self, *args, **given)
+
+    def show(name: str, self: Any) -> Any:
+        warn([name])
+        if name == "shapes_states":
+            return not self.reach.stop_gradient
+        return getattr(self.paper, name) if name in FLAT_IN_PAPER else getattr(self.reach, FLAT_IN_REACH[name])
+
+    settings.__init__ = take
+    for name in names:
+        setattr(settings, name, property(functools.partial(show, name)))
+    return config
+
+
+@_accept_flat
 @documented
 @dataclass(frozen=True)
 @checked
@@ -115,20 +154,27 @@ class ExpireSpanConfig:
     def upgrade(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Convert settings of run-folder format 1, which were all on one level, to today's nested groups."""
         flat = dict(settings)
-        reach, paper = flat.pop("reach", {}), flat.pop("paper", {})
-        reach = dict(reach) if isinstance(reach, dict) else {"learned": reach == "learned"}
-        moved = {"initial_spread": "spread", "near_span": "shortest_shared", "own_heads": "own_heads"}
-        reach |= {new: flat.pop(old) for old, new in moved.items() if old in flat}
+        reach, paper = (_as_dict(flat.pop(name, {})) for name in ("reach", "paper"))
+        reach |= {new: flat.pop(old) for old, new in FLAT_IN_REACH.items() if old in flat}
         if "shapes_states" in flat:
             reach["stop_gradient"] = not flat.pop("shapes_states")
-        names = ("include_self", "noisy", "initial_memories", "normalizer_eps")
-        paper = {**paper, **{name: flat.pop(name) for name in names if name in flat}}
+        paper |= {name: flat.pop(name) for name in FLAT_IN_PAPER if name in flat}
         return {**flat, "reach": reach, "paper": paper}
 
     @property
     def shortest_shared(self) -> float:
         """The shortest span of heads beyond own_heads."""
         return self.min_span if self.reach.shortest_shared is None else self.reach.shortest_shared
+
+
+def _as_dict(group: Any) -> dict[str, Any]:
+    """A group of settings as a dict; in 0.1, `reach` was a word."""
+    if isinstance(group, str):
+        return {"learned": group == "learned"}
+    if isinstance(group, (HeadReach, PaperDetails)):
+        return asdict(group)
+    require(isinstance(group, dict), f"reach and paper must be groups of settings, got {group!r}")
+    return dict(group)
 
 
 SYSTEM = MemorySystem(
