@@ -230,7 +230,7 @@ def test_streams():
         stream.generate(0.8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"max_tokens must be a whole number, 0 or more, got 1\.5"):
         stream.generate(max_tokens=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"row must lie in 0\.\.1, got 'a'"):
+    with pytest.raises(ValueError, match=r"row must be a whole number in 0\.\.1, got 'a'"):
         stream.replace("a", [1])  # type: ignore[arg-type]
 
 
