@@ -61,8 +61,10 @@ class HeadReach:
 
 T = TypeVar("T")
 FLAT_IN_REACH = {"own_heads": "own_heads", "initial_spread": "spread", "near_span": "shortest_shared"}
+REACHES = ("fixed", "learned")
 FLAT_IN_PAPER = ("include_self", "noisy", "initial_memories", "normalizer_eps")
-"""Settings of 0.1 that lay beside the others and are now in `reach` (there, some have another name) and in `paper`."""
+"""Settings of 0.1 that lay beside the others and are now in `reach` (there, some have another name) and in `paper`; `reach` was
+one of two words."""
 
 
 def _accept_flat(config: type[T]) -> type[T]:
@@ -76,7 +78,7 @@ def _accept_flat(config: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def take(self: Any, *args: Any, **given: Any) -> None:
-        old = [name for name in given if name in names or (name == "reach" and isinstance(given[name], str))]
+        old = [name for name in given if name in names or (name == "reach" and given[name] in REACHES)]
         if old:
             warn(old)
             given = settings.upgrade(given)
@@ -169,7 +171,7 @@ class ExpireSpanConfig:
 
 def _as_dict(group: Any) -> dict[str, Any]:
     """A group of settings as a dict; in 0.1, `reach` was a word."""
-    if isinstance(group, str):
+    if group in REACHES:
         return {"learned": group == "learned"}
     if isinstance(group, (HeadReach, PaperDetails)):
         return asdict(group)
