@@ -178,7 +178,7 @@ function write() {
     const atEnd = state.cursor >= trace.size - 2;
     if (atEnd) goToEnd(trace);
     root.dataset.written = trace.size;
-    if (line.at) started.unseen.push(line.at);
+    if (line.at) unseen.push(line.at);
     grow();
   }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
   const started = Object.assign(writing, { prompt: asked.text });

@@ -54,7 +54,7 @@ async function fetchTrace(path, body, signal, grown = () => {}) {
 
 // A text that the model is generating: its lines, and pause, step and resume.
 class Writing {
-  constructor(onLine, onEnd) { this.onLine = onLine; this.onEnd = onEnd; this.abort = new AbortController(); this.name = ""; this.paused = false; this.unseen = []; }
+  constructor(onLine, onEnd) { this.onLine = onLine; this.onEnd = onEnd; this.abort = new AbortController(); this.name = ""; this.paused = false; }
 
   async start(body) {
     try {
