@@ -15,9 +15,6 @@ function say(message, lasting) {
   if (message && !lasting) say.timer = setTimeout(() => say(""), 6000);
 }
 
-// When the model drew each token that no frame has shown yet. Text that is stopped still shows its last tokens.
-const unseen = [];
-
 // How much is redrawn, from least to most; each level includes those before it: the timeline, the marks of the cursor, newly generated tokens,
 // the text, everything.
 const LEVELS = ["draw", "marks", "grown", "tokens", "all"];

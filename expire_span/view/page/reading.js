@@ -186,6 +186,9 @@ function write() {
   buttons();
 }
 
+// When the model drew each token that no frame has shown yet. Text that is stopped still shows its last tokens.
+const unseen = [];
+
 function stopWriting() {
   const { trace, prompt } = writing || {};
   if (writing) { writing.abort.abort(); writing = null; soon("all"); }
