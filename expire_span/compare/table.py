@@ -137,9 +137,8 @@ def print_table(comparison: Comparison, rows: Sequence[Row]) -> None:
         kept = (comparison.score["name"], "system", "memories alive", "bytes per row", "device memory", "ms/batch")
         columns = [column for column in columns if column[0] in kept]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for n, (heading, _, show) in enumerate(
-        columns
-    ):  # where room is short, headings and names are broken, figures never
+    # Where room is short, headings and names are broken, figures never.
+    for n, (heading, _, show) in enumerate(columns):
         room = max((len(show(row)) for row in rows), default=0) if n else 0
         table.add_column(heading, justify="right" if n else "left", min_width=room, overflow="fold")
     for row in rows:

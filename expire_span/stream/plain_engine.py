@@ -94,9 +94,8 @@ class PlainEngine(Engine):
         self.logits.copy_(tensors["logits"])
         layers = len(self.decoder.blocks)
         for n, (rows, state) in enumerate(unpack(tensors, meta["groups"])):
-            unknown = torch.full(
-                (layers, len(rows)), torch.nan, device=self.device
-            )  # streams saved before counts were have none
+            # Streams that were saved before their counts were have none.
+            unknown = torch.full((layers, len(rows)), torch.nan, device=self.device)
             self.groups.append(Group(rows, state, tensors.get(f"live{n}", unknown)))
         self.position = meta["position"]
 

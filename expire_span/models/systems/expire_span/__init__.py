@@ -156,7 +156,8 @@ class ExpireSpanConfig:
     def upgrade(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Convert settings of run-folder format 1, which were all on one level, to today's nested groups."""
         flat = dict(settings)
-        reach, paper = (_as_dict(flat.pop(name, {})) for name in ("reach", "paper"))
+        reach, paper = flat.pop("reach", {}), _as_dict(flat.pop("paper", {}))
+        reach = {"learned": reach == "learned"} if reach in REACHES else _as_dict(reach)
         reach |= {new: flat.pop(old) for old, new in FLAT_IN_REACH.items() if old in flat}
         if "shapes_states" in flat:
             reach["stop_gradient"] = not flat.pop("shapes_states")
@@ -170,9 +171,7 @@ class ExpireSpanConfig:
 
 
 def _as_dict(group: Any) -> dict[str, Any]:
-    """A group of settings as a dict; in 0.1, `reach` was a word."""
-    if group in REACHES:
-        return {"learned": group == "learned"}
+    """A group of settings as a dict."""
     if isinstance(group, (HeadReach, PaperDetails)):
         return asdict(group)
     require(isinstance(group, dict), f"reach and paper must be groups of settings, got {group!r}")
