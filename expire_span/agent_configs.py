@@ -52,7 +52,8 @@ class EnvTask:
     previous_action: bool = False
     """Show the agent its last action. It is off by default, since an agent could store what it must remember in its actions."""
     success_return: float | None = None
-    """Where the environment does not report success itself: an episode with at least this return is one."""
+    """Where the environment does not report success itself: an episode with at least this return is one. Until `train.goal` is
+    reached, weights with a higher mean return then count as better."""
     processes: bool = False
     """Step every environment in a process of its own, which pays where a step takes more than a millisecond."""
 

@@ -240,22 +240,30 @@ def test_environments_go_on_where_they_stood():
         assert torch.equal(a.success, b.success) and not bool(a.success.isnan().any())  # one was reported before
 
 
-def test_the_best_weights_are_kept(tmp_path, monkeypatch):
-    """The goal counts first, then memories above the target; what an evaluation of the run plays are those weights."""
-    rank = lambda score, live: actor_critic._rank(score, live, goal=0.95, target=16.0)  # noqa: E731
+@pytest.mark.parametrize(("success_return", "best"), [(None, 0.7), (0.5, 0.4)])
+def test_the_best_weights_are_kept(tmp_path, monkeypatch, success_return, best):
+    """The goal counts first, then memories above the target; what an evaluation of the run plays are those weights. Where
+    success is a threshold of the return, the return decides until the goal is reached."""
+    rank = lambda score, live, progress=None: actor_critic.rank_weights(  # noqa: E731
+        score, score if progress is None else progress, live, goal=0.95, target=16.0
+    )
     assert rank(0.5, 5.0) < rank(0.9, 5.0) < rank(0.95, 90.0) < rank(0.99, 30.0) < rank(0.96, 20.0) < rank(0.95, 16.0)
     assert rank(0.96, 12.0) < rank(0.97, 15.0) == rank(0.97, 16.0)
-    scores = iter([0.2, 0.7, 0.5])
+    assert rank(0.6, 5.0, 0.3) < rank(0.4, 5.0, 0.9) < rank(0.2, 5.0, 120.0) < rank(0.1, 5.0, 150.0) < rank(0.95, 90.0)
+    scores, returns = iter([0.2, 0.7, 0.4, 0.5]), iter([0.1, 0.3, 0.9, 0.2])
     real = AgentLearner._score
-    fake = lambda self, split, n: replace(real(self, split, n), score=next(scores, 0.0))  # noqa: E731
+    fake = lambda self, split, n: replace(  # noqa: E731
+        real(self, split, n), score=next(scores, 0.0), mean_return=next(returns, 0.0)
+    )
     monkeypatch.setattr(AgentLearner, "_score", fake)
     kept = {}
     note = lambda self, result: (keep(self, result), kept.setdefault(result.score, self.policy.value_head.bias.clone()))  # noqa: E731
     keep = AgentLearner._keep_best
     monkeypatch.setattr(AgentLearner, "_keep_best", note)
-    run = train(tiny_agent(steps=6, eval_every=2), tmp_path / "run", shown=False)
-    assert torch.equal(load_policy(run).value_head.bias, kept[0.7])
-    assert not torch.equal(kept[0.7], kept[0.5])
+    config = tiny_agent(task={"success_return": success_return}, steps=8, eval_every=2)
+    run = train(config, tmp_path / "run", shown=False)
+    assert torch.equal(load_policy(run).value_head.bias, kept[best])
+    assert not torch.equal(kept[0.7], kept[0.4])
 
 
 def test_evaluations_use_the_mean_of_the_weights(tmp_path, monkeypatch):

@@ -263,7 +263,9 @@ class AgentLearner:
     def _keep_best(self, result: AgentResult) -> None:
         """Keep these weights if they are the best so far; `AgentTrainConfig.goal` says what is better."""
         target = self.budget.target * len(result.live) if self.budget is not None else 0.0
-        rank = _rank(result.worst_score, sum(result.live), self.train_config.goal, target)
+        # A share of episodes above a threshold says little while few are: their mean return shows progress sooner.
+        progress = result.worst_score if self.config.task.success_return is None else result.mean_return
+        rank = rank_weights(result.worst_score, progress, sum(result.live), self.train_config.goal, target)
         if self.best is not None and rank < tuple(self.best["rank"]):
             return
         weights = {name: x.detach().cpu().clone() for name, x in self.policy.state_dict().items()}
@@ -347,9 +349,9 @@ class AgentLearner:
         randomness.load_torch_state(worker["random"])
 
 
-def _rank(score: float, live: float, goal: float, target: float) -> tuple[float, float, float]:
-    """Sort key of an evaluation, larger is better: the score up to the goal, then how few memories above the target live, then
-    the score itself."""
+def rank_weights(score: float, progress: float, live: float, goal: float, target: float) -> tuple[float, float, float]:
+    """Sort key of an evaluation, larger is better: until the score reaches the goal, the progress; from there on how few
+    memories above the target live, then the score itself."""
     if score < goal:
-        return (score, 0.0, 0.0)
+        return (min(progress, goal - 1e-9), progress, 0.0)
     return (goal, -max(live, target), score)
