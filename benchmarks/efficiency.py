@@ -26,7 +26,7 @@ from expire_span.config import RunConfig, TextTask
 from expire_span.recipes import enwik8, text_small
 from expire_span.task_configs import BooksTask, CollisionTask
 from expire_span.task_recipes import collision, collision_mixed
-from expire_span.view.efficiency import Row, measure, show_count, show_score
+from expire_span.view.efficiency import Row, format_score, measure, show_count, show_score
 
 from .record import save
 
@@ -133,7 +133,8 @@ def _outcome(comparison: Comparison, name: str) -> str:
     run = comparison.run_of(name)
     assert run is not None
     found = measure(run, comparison.parameters[name])
-    return f"{comparison.score['name']} {found['score']:.4f}, {found['ms_per_step']:.1f} ms a batch"
+    name = comparison.score["name"]
+    return f"{name} {format_score(found['score'], name)}, {found['ms_per_step']:.1f} ms a batch"
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:

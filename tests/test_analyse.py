@@ -114,15 +114,18 @@ def test_the_command_writes_answers_and_pictures(run, capsys):
     assert main([*args, "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "mean span where Egypt stood" in said and "bits more a letter" in said
+    assert "±" in said.split("bits more a letter")[1]
     told = json.loads((run.path / "analysis.json").read_text())
     assert told["tokens"] == 250 and [cut["limit"] for cut in told["cut"]] == [8, 2]
     for name in ("classes", "cut", "replaced"):
         assert (run.path / f"analysis_{name}.png").read_bytes().startswith(b"\x89PNG")
     for layer in (*told["layers"], *told["cut"]):
         layer["classes"][1] |= {"count": 0, "mean": 0.0}
+    told["layers"][-1]["classes"][0] |= {"low": 20.0, "high": 29.0}
     show(told)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[3][2] == rows[-1][2] == "-" and rows[3][1] != "-"  # a class without letters has no mean
+    assert rows[3][2] == rows[-2][2] == "-" and rows[3][1] != "-"  # a class without letters has no mean
+    assert rows[2 + len(told["layers"]) + 1][0] == "±4.5"
     assert [text.get_text() for text in draw_classes(told["layers"]).axes[0].texts][1] == "none"
     for bad, words in (("a", "like 1024,256"), ("-3", "0 or more"), ("inf", "finite")):
         assert main([*args[:-1], bad]) == 2 and words in capsys.readouterr().err

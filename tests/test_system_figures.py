@@ -7,7 +7,7 @@ import pytest
 
 from expire_span.cli import main
 from expire_span.models.systems import SYSTEMS
-from expire_span.view.system_figures import FAINTEST, measure_growth, measure_pattern
+from expire_span.view.system_figures import FAINTEST, draw_system_growth, measure_growth, measure_pattern
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)
@@ -34,6 +34,17 @@ def test_growth_is_what_the_declaration_says(kind):
     growth = row["bytes"][-1] / row["bytes"][0]
     assert growth > 3 if kind == "full" else growth < 1.1
     assert len(row["ms_per_block"]) == 3 and min(row["ms_per_block"]) > 0
+
+
+def test_no_system_of_the_growth_figure_hides_another():
+    """Equal figures are drawn at different heights, each beside its name, the largest first."""
+    row = lambda kind, held: {"system": kind, "lengths": [256, 512], "bytes": held, "ms_per_block": [1.0, 1.0]}  # noqa: E731
+    figure = draw_system_growth([row("b", [8, 8]), row("a", [8, 8]), row("c", [8, 16])])
+    left = figure.axes[0]
+    assert [text.get_text() for text in left.get_yticklabels()] == ["c", "b", "a"]
+    places = [line.get_ydata()[0] for line in left.lines]
+    low, high = sorted(left.get_ylim())
+    assert len(set(places)) == 3 and low < min(places) and max(places) < high
 
 
 def test_the_commands(tmp_path, capsys):

@@ -76,12 +76,13 @@ def show(found: dict[str, Any]) -> None:
     """The answers as three small tables."""
     classes = found["layers"][0]["classes"]
     heading = "".join(f"{row['class']:>10}" for row in classes) + f"{'all':>10}"
-    print(f"mean span by class of letter, over {found['tokens']:,} letters")
+    print(f"mean span by class of letter, over {found['tokens']:,} letters, and half of its 95% interval")
     print(f"layer  {heading}")
     print("count  " + "".join(f"{row['count']:>10,}" for row in classes))
     for layer in found["layers"]:
         means = "".join(_cell(row, ".1f") for row in layer["classes"])
         print(f"{layer['layer']:<7}{means}{layer['mean']:>10.1f}")
+        _show_intervals(layer["classes"], ".1f")
     if found["replaced"] is not None:
         _show_replaced(found["replaced"])
     _show_cuts(found["cut"], heading)
@@ -92,6 +93,13 @@ def _cell(row: dict[str, Any], form: str) -> str:
     return f"{format(row['mean'], form) if row['count'] else '-':>10}"
 
 
+def _show_intervals(rows: list[dict[str, Any]], form: str, width: int = 10) -> None:
+    """Half of the 95% interval below each mean, where any is wide enough to be seen."""
+    halves = [format((row["high"] - row["low"]) / 2, form) if row["count"] else "" for row in rows]
+    if any(float(half or 0) for half in halves):
+        print(" " * 7 + "".join(f"{'±' + half if half else '':>{width}}" for half in halves))
+
+
 def _show_replaced(replaced: dict[str, Any]) -> None:
     from expire_span.analyse.pictures import tell_passages
 
@@ -100,6 +108,7 @@ def _show_replaced(replaced: dict[str, Any]) -> None:
     print("layer  " + "".join(f"{word['word']:>16}" for word in words))
     for rows in zip(*(word["layers"] for word in words)):
         print(f"{rows[0]['layer']:<7}" + "".join(f"{row['mean']:>16.1f}" for row in rows))
+        _show_intervals(list(rows), ".1f", width=16)
 
 
 def _show_cuts(cuts: list[dict[str, Any]], heading: str) -> None:
@@ -108,3 +117,4 @@ def _show_cuts(cuts: list[dict[str, Any]], heading: str) -> None:
     for cut in cuts:
         means = "".join(_cell(row, "+.4f") for row in cut["classes"])
         print(f"{cut['limit']:<7g}{means}{cut['bits_cut'] - cut['bits']:>+10.4f}")
+        _show_intervals(cut["classes"], ".4f")

@@ -17,6 +17,8 @@ from expire_span.sizes import show_bytes
 
 TABLE = "table.json"
 """The table that a comparison writes into its folder, beside the folders of its runs."""
+SHARES = ("success", "error")
+"""Scores that are shown in percent, as the sources do."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,14 @@ def show_count(count: float) -> str:
 
 
 def show_score(row: Row, name: str) -> str:
-    percent = name == "success"
-    text = f"{row.score:.1%}" if percent else f"{row.score:.4f}"
+    text = format_score(row.score, name)
     if row.spread is None:
         return text
-    return f"{text} ± {100 * row.spread:.1f}" if percent else f"{text} ± {row.spread:.4f}"
+    return f"{text} ± {100 * row.spread:.1f}" if name in SHARES else f"{text} ± {row.spread:.4f}"
+
+
+def format_score(score: float, name: str) -> str:
+    return f"{score:.1%}" if name in SHARES else f"{score:.4f}"
 
 
 Column = tuple[str, Callable[[Row], float | str], Callable[[Row], str]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 from expire_span.models.mixer import Mixer, build_mixer
 from expire_span.models.systems import SYSTEMS, LayerShape, Recipe
 from expire_span.models.systems.expire_span import ExpireSpanConfig
-
-from .pictures import PALETTE
 
 MEMORIES = 128
 """Number of memories to which systems are set where they have such a setting; learned spans start there."""
@@ -63,23 +62,30 @@ def measure_all(longest: int, kinds: Sequence[str] = ()) -> list[dict[str, Any]]
 
 
 def draw_system_growth(rows: list[dict[str, Any]]) -> Figure:
-    """Bytes held, and time of a block, against the length of the stream; one line a system."""
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for n, row in enumerate(rows):
-        style = {"color": PALETTE[n % len(PALETTE)], "ls": ("-", "--", ":")[n // len(PALETTE) % 3], "lw": 1.2}
-        left.plot(row["lengths"], row["bytes"], label=row["system"], **style)
-        right.plot(row["lengths"], row["ms_per_block"], **style)
-    left.set(xscale="log", yscale="log", xlabel="steps read", ylabel="bytes held (lower is better)")
-    right.set(xscale="log", yscale="log", xlabel="steps read", ylabel=f"ms for {BLOCK} steps (lower is better)")
-    for axes in (left, right):
-        shown = rows[0]["lengths"][:: 1 + len(rows[0]["lengths"]) // 6]
-        axes.set_xticks(shown, [f"{length // 1024}k" if length >= 1024 else str(length) for length in shown])
+    """Bytes held, and time of a block, one line a system: a point a length of the stream, from pale (short) to dark (long).
+    Systems with the same figures lie below each other, not on top of each other."""
+    rows = sorted(rows, key=lambda row: (row["bytes"][-1], row["system"]), reverse=True)
+    lengths = rows[0]["lengths"]
+    figure = Figure(figsize=(7.2, 1.2 + 0.2 * len(rows)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    shades = colormaps["Blues"](np.linspace(0.3, 1, len(lengths)))
+    for axes, name in ((left, "bytes"), (right, "ms_per_block")):
+        for place, row in enumerate(rows):
+            axes.plot(row[name], [place] * len(lengths), color="0.8", lw=1, zorder=1)
+            axes.scatter(row[name], [place] * len(lengths), c=shades, s=18, zorder=2)
+        axes.set(xscale="log")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # times lie close together, often within one power of ten
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    figure.legend(loc="outside right center", fontsize=6)
+        axes.grid(axis="y", color="0.92", lw=0.6)
+        axes.set_axisbelow(True)
+    left.set(yticks=range(len(rows)), xlabel="bytes held (lower is better)")
+    left.set_yticklabels([row["system"] for row in rows], fontsize=7)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    right.set(xlabel=f"ms for {BLOCK} steps (lower is better)")
+    right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # times lie close together, often within one power of ten
+    right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for length, shade in zip(lengths, shades):
+        left.scatter([], [], color=shade, s=18, label=f"{length:,}")
+    figure.legend(loc="outside upper center", ncols=len(lengths), fontsize=7, title="steps read", title_fontsize=7)
     return figure
 
 
