@@ -28,7 +28,7 @@ def check_device(device: str) -> torch.device:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
     count = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise ValueError(f"device {device} needs a GPU, got {count} here; use --train.device cpu or auto")
+        raise ValueError(f"device {device} needs a GPU, got {count} here; give cpu or auto")
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     return chosen
