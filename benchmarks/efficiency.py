@@ -133,8 +133,8 @@ def _outcome(comparison: Comparison, name: str) -> str:
     run = comparison.run_of(name)
     assert run is not None
     found = measure(run, comparison.parameters[name])
-    name = comparison.score["name"]
-    return f"{name} {format_score(found['score'], name)}, {found['ms_per_step']:.1f} ms a batch"
+    score = comparison.score["name"]
+    return f"{score} {format_score(found['score'], score)}, {found['ms_per_step']:.1f} ms a batch"
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:

@@ -121,7 +121,7 @@ def agent_repeat_first() -> AgentRunConfig:
 def agent_repeat_first_medium() -> AgentRunConfig:
     """popgym's RepeatFirst Medium: answer every step with the first of 416 cards."""
     # One layer had learned nothing after 160 updates: a second one can tell the memory that no other came before. As in
-    # RepeatPrevious, an answer changes nothing later. At a rate of 3e-3 the return fell to chance again and again.
+    # RepeatPrevious, an answer changes nothing later. At a rate of 3e-3 the return fell back again and again.
     base = agent_repeat_first()
     mixer = replace(base.model.mixer, max_span=512, ramp=32, initial_span=0.95)
     budget = BudgetConfig(live=60, initial_weight=1e-5, start_loss=0.1, patience_loss=0.1, rest=True)

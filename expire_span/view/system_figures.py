@@ -85,7 +85,9 @@ def draw_system_growth(rows: list[dict[str, Any]]) -> Figure:
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for length, shade in zip(lengths, shades):
         left.scatter([], [], color=shade, s=18, label=f"{length:,}")
-    figure.legend(loc="outside upper center", ncols=len(lengths), fontsize=7, title="steps read", title_fontsize=7)
+    figure.legend(
+        loc="outside upper center", ncols=min(len(lengths), 7), fontsize=7, title="steps read", title_fontsize=7
+    )
     return figure
 
 
