@@ -1,5 +1,7 @@
 """A training pass: the same loss and gradients as by hand; on a GPU, the same when replayed as a graph."""
 
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -97,6 +99,44 @@ def test_replayed_steps_train_like_ordinary_ones(config):
     assert widths == graphed_widths
     torch.testing.assert_close(graphed, plain, rtol=1e-4, atol=1e-3)
     assert 0 < sum(r is not None for r in step.recordings.values()) <= MOST_GRAPHS
+
+
+def widen_until_all_recordings_are_dropped(step: TrainStep) -> None:
+    """Record two passes of one shape; then, after more other shapes than are kept, record one of these."""
+    shapes = [16, 16, *(16 * n for n in range(2, MOST_GRAPHS + 4)), 32]
+    for block in shapes:
+        (given,) = passes(1, block)
+        step(replace(given, remember=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+def test_a_shape_is_recorded_after_all_earlier_recordings_were_dropped():
+    _, step = build(MODERN, graphs=True)
+    widen_until_all_recordings_are_dropped(step)
+    assert sum(r is not None for r in step.recordings.values()) == 1
+
+
+def test_a_memory_pool_is_not_used_again_once_no_graph_uses_it(monkeypatch):
+    """The same with PyTorch's rule in place of a GPU: a pool whose last graph is gone is refused."""
+    users: dict[object, weakref.WeakSet] = {}
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    @contextmanager
+    def record(graph, pool):
+        assert pool not in users or len(users[pool]), "this pool has no graph any longer"
+        users.setdefault(pool, weakref.WeakSet()).add(graph)
+        yield
+
+    monkeypatch.setattr("expire_span.train.step.record_graph", record)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    _, step = build(MODERN, graphs=True)
+    widen_until_all_recordings_are_dropped(step)
+    assert len(users) == 2
 
 
 @pytest.mark.gpu

@@ -96,7 +96,8 @@ class TrainStep:
     def _record(self, key: Any, given: Pass) -> Recording:
         while len(self.recordings) > MOST_GRAPHS:
             self.recordings.popitem(last=False)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        if not any(self.recordings.values()):  # PyTorch refuses a memory pool once no graph uses it any longer
+            self.pool = torch.cuda.graph_pool_handle()
         inputs, graph = given.clone(), torch.cuda.CUDAGraph()
         for p in self.parameters:
             p.grad = None
