@@ -18,9 +18,9 @@ def copy_lesson() -> RunConfig:
     """Count a few tokens among up to 64: the lesson before copy, a minute on one CPU core."""
     # Without positions, the count does not depend on how far back the A tokens are; unnormalised keys can outweigh thousands of
     # fillers. Counting is learned as the rate falls. Spans begin so long that those of the A tokens, which fall half as fast as
-    # the fillers', are still long enough when the fillers' are short.
+    # the fillers', are still long enough when the fillers' are short. Heads have 32 dimensions, as the GPU's kernels need.
     mixer = ExpireSpanConfig(max_span=32_768, ramp=16, initial_span=0.999, span_loss="l1", temperature=2.0)
-    model = DecoderConfig.modern(dim=64, layers=1, heads=4, ff_dim=128, positions="none", qk_norm=False, mixer=mixer)
+    model = DecoderConfig.modern(dim=64, layers=1, heads=2, ff_dim=128, positions="none", qk_norm=False, mixer=mixer)
     train = TrainConfig(steps=700, batch=64, block=64, carry=False, lr=4e-3, warmup=10, schedule="linear")
     train = replace(train, decay_share=1.0, final_lr=0.05, span_weight=0.0, eval_every=300, eval_batches=1)
     return RunConfig(CopyTask(min_length=16, max_length=64), model, replace(train, test_batches=16))
@@ -38,23 +38,25 @@ def copy() -> RunConfig:
 
 
 def copy_small() -> RunConfig:
-    """Count a few tokens, then carry the count through 16,384 steps of filler."""
-    return _longer_copy(16_384, batch=32)
+    """Carry a count through 16,384 steps of filler and forget the filler; after the lesson (--init-from copy_lesson)."""
+    # Lengths differ from batch to batch, so that few recorded graphs would be used a second time.
+    base, length = copy(), 16_384
+    mixer = replace(base.model.mixer, max_span=4 * length)
+    train = replace(base.train, batch=16, block=length, precision="bf16", graphs=False, test_batches=8)
+    return replace(
+        base, task=replace(base.task, max_length=length), model=replace(base.model, mixer=mixer), train=train
+    )
 
 
 def copy_paper() -> RunConfig:
     """Count a few tokens, then carry the count through 131,072 steps of filler."""
-    return _longer_copy(131_072, batch=16)
-
-
-def _longer_copy(length: int, *, batch: int) -> RunConfig:
     # Lengths of all octaves are trained from the start: spans shrink to what the lengths in training need. One optimizer step
     # must move spans by less than the ramp: hence the temperature. Heads have 32 dimensions, as the GPU's kernels need.
-    mixer = ExpireSpanConfig(max_span=2 * length, ramp=64, initial_span=0.95, span_loss="l1")
-    mixer = replace(mixer, temperature=max(8.0, length / 2048))
+    length = 131_072
+    mixer = ExpireSpanConfig(max_span=2 * length, ramp=64, initial_span=0.95, span_loss="l1", temperature=64.0)
     model = DecoderConfig.modern(dim=64, layers=2, heads=2, ff_dim=128, positions="none", qk_norm=False, mixer=mixer)
     budget = BudgetConfig(live=48, initial_weight=1e-5, gain=0.05, max_weight=1e-3, start_loss=0.05, patience_loss=0.08)
-    train = TrainConfig(steps=3000, batch=batch, block=length, carry=False, lr=2e-3, span_lr_scale=0.5, warmup=10)
+    train = TrainConfig(steps=3000, batch=16, block=length, carry=False, lr=2e-3, span_lr_scale=0.5, warmup=10)
     train = replace(train, budget=replace(budget, wait=300), schedule="linear", decay_share=0.4, precision="bf16")
     train = replace(train, graphs=False, eval_every=500, eval_batches=1)
     return RunConfig(CopyTask(min_length=16, max_length=length), model, train)
