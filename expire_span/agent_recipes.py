@@ -121,12 +121,13 @@ def agent_repeat_first() -> AgentRunConfig:
 def agent_repeat_first_medium() -> AgentRunConfig:
     """popgym's RepeatFirst Medium: answer every step with the first of 416 cards."""
     # One layer had learned nothing after 160 updates: a second one can tell the memory that no other came before. As in
-    # RepeatPrevious, an answer changes nothing later. At a rate of 3e-3 the return fell back again and again.
+    # RepeatPrevious, an answer changes nothing later. At a rate of 3e-3 the return fell back again and again. With a tenth
+    # of this entropy, two runs of three ended at 0.59 and 0.72.
     base = agent_repeat_first()
     mixer = replace(base.model.mixer, max_span=512, ramp=32, initial_span=0.95)
     budget = BudgetConfig(live=60, initial_weight=1e-5, start_loss=0.1, patience_loss=0.1, rest=True)
     train = replace(base.train, steps=400, envs=64, window=52, eval_every=50, eval_episodes=64, budget=budget)
-    train = replace(train, lr=1.5e-3, averaging=0.9, gamma=0.1, gae_lambda=0.9, least_spread=0.01, entropy=0.003)
+    train = replace(train, lr=1.5e-3, averaging=0.9, gamma=0.1, gae_lambda=0.9, least_spread=0.01, entropy=0.03)
     task = replace(base.task, env="popgym:popgym-RepeatFirstMedium-v0")
     return replace(base, task=task, model=replace(base.model, layers=2, mixer=mixer), train=train)
 

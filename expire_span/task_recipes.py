@@ -102,7 +102,9 @@ def instruction() -> RunConfig:
 
 def instruction_small() -> RunConfig:
     """Three instructions, some of them cancelled or replaced, in 200 steps of talk."""
-    return _harder_instruction(3, 200, batch=64)
+    # With AdamW, 6,000 steps of this batch reached 64%.
+    base = _harder_instruction(3, 200, batch=64)
+    return replace(base, train=replace(base.train, optimizer="muon", muon_lr=1e-2))
 
 
 def instruction_paper() -> RunConfig:
