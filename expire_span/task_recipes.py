@@ -41,11 +41,9 @@ def copy_small() -> RunConfig:
     """Carry a count through 16,384 steps of filler and forget the filler; after the lesson (--init-from copy_lesson)."""
     # Lengths differ from batch to batch, so that few recorded graphs would be used a second time.
     base, length = copy(), 16_384
-    mixer = replace(base.model.mixer, max_span=4 * length)
+    model = replace(base.model, mixer=replace(base.model.mixer, max_span=4 * length))
     train = replace(base.train, batch=16, block=length, precision="bf16", graphs=False, test_batches=8)
-    return replace(
-        base, task=replace(base.task, max_length=length), model=replace(base.model, mixer=mixer), train=train
-    )
+    return replace(base, task=replace(base.task, max_length=length), model=model, train=train)
 
 
 def copy_paper() -> RunConfig:

@@ -102,7 +102,7 @@ def test_replayed_steps_train_like_ordinary_ones(config):
 
 
 def widen_until_all_recordings_are_dropped(step: TrainStep) -> None:
-    """Record two passes of one shape; then, after more other shapes than are kept, record one of these."""
+    """Repeat a first shape, so that it is recorded; then, after more other shapes than are kept, repeat one of these."""
     shapes = [16, 16, *(16 * n for n in range(2, MOST_GRAPHS + 4)), 32]
     for block in shapes:
         (given,) = passes(1, block)
