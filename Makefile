@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-gpu test-matrix docs lint bench bench-gpu clean
+.PHONY: demo test test-long test-gpu test-matrix docs docs-serve release-check lint bench bench-gpu clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,11 +23,17 @@ test-long: .venv/.ready  ## the checks that take minutes each; every one has a s
 test-gpu: .venv/.ready  ## the tests that need a GPU, on all cores
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'gpu and not long' tests
 
-test-matrix: .venv/.ready  ## the operator and the kernels under several versions of Triton and Python, each in an environment of its own
+test-matrix: .venv/.ready  ## kernels and Hugging Face tests under several versions of Triton, transformers and Python, each in an environment of its own
 	$(BIN)/python -m tests.matrix
 
 docs: .venv/.ready  ## the guide and the API reference as a site, in site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: .venv/.ready  ## the same site with search, on this machine, at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet
+
+release-check: .venv/.ready  ## build the source archive and the wheel, install each in an empty environment, try the demo and every --help
+	$(BIN)/python -m tests.release
 
 lint: .venv/.ready  ## style, types
 	$(BIN)/ruff check .

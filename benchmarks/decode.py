@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.recipes import enwik8
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig
 
 from .exact_streams import largest_differences
 from .record import save

@@ -18,14 +18,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from expire_span.compare.conduct import conduct
-from expire_span.compare.plan import Comparison, list_systems, parse_mixers
-from expire_span.compare.prepare import describe_plan, prepare
-from expire_span.compare.table import collect_rows, write_table
-from expire_span.config import RunConfig, TextTask
-from expire_span.recipes import enwik8, text_small
-from expire_span.task_configs import BooksTask, CollisionTask
-from expire_span.task_recipes import collision, collision_mixed
+from expire_span.lab.compare.conduct import conduct
+from expire_span.lab.compare.outcome import read_outcome
+from expire_span.lab.compare.plan import Comparison, list_systems, parse_mixers
+from expire_span.lab.compare.prepare import describe_plan, prepare
+from expire_span.lab.compare.table import write_table
+from expire_span.recipes import enwik8, text_tiny
+from expire_span.recipes.tasks import collision_mixed, collision_tiny
+from expire_span.settings.run import RunConfig, TextTask
+from expire_span.settings.tasks import BooksTask, CollisionTask
 from expire_span.view.efficiency import Row, format_score, measure, show_count, show_score
 
 from .record import save
@@ -84,7 +85,7 @@ def with_one_evaluation(config: RunConfig, rows: int = 32, batches: int = 8) -> 
 
 def shrink(task: str, path: str) -> RunConfig:
     """A run of the same kind that takes seconds on any computer."""
-    small = collision() if task == "collision" else text_small()
+    small = collision_tiny() if task == "collision" else text_tiny()
     sources = {"enwik8": TextTask(path=path), "books": BooksTask(path=path), "collision": CollisionTask(size=8)}
     mixer = replace(small.model.mixer, max_span=64, ramp=8)
     model = replace(small.model, dim=32, layers=1, heads=2, ff_dim=32, mixer=mixer)
@@ -124,9 +125,9 @@ def compare(task: str, config: RunConfig, kinds: list[str], seconds: float, fold
     comparison.write()
     print(describe_plan(comparison), flush=True)
     failed = conduct(comparison, lambda name: _outcome(comparison, name))
-    rows = collect_rows(comparison)
-    write_table(comparison, rows)
-    return {"task": task, "score": comparison.score, "rows": rows, "left_out": left_out | failed}
+    outcome = read_outcome(comparison)
+    write_table(outcome)
+    return {"task": task, "score": comparison.score, "rows": outcome.rows, "left_out": left_out | failed}
 
 
 def _outcome(comparison: Comparison, name: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import HeadReach, PaperDetails
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig
 from expire_span.stream import Stream
 
 SHAPE: dict[str, Any] = dict(dim=128, layers=2, heads=4, ff_dim=128)
@@ -58,8 +58,7 @@ def difference(config: DecoderConfig, device: torch.device, steps: int, recorded
     engine.read_in_step(dict(enumerate(tokens[:, :30])))
     found: list[Tensor] = [stream.logits.cpu()]
     for token in tokens[:, 30:].unbind(1):
-        engine.tokens.copy_(token)
-        engine.advance(None)
+        stream.feed(token)
         found.append(stream.logits.cpu())
     return float((torch.stack(found, 1) - wanted).abs().max())
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from expire_span.hf.decoding import RetrofitEngine
+from expire_span.stream import Stream
 
 STEPS = 256
 ENDLESS = 1e4
@@ -65,22 +65,21 @@ def _static(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
 def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str, Any]:
     handle.dial = dial
     try:
-        cache = handle.new_cache()
-        logits = _fill(handle.model, cache, ids[:, :-1], chunk)
-        engine = RetrofitEngine(handle, len(ids))
-        engine.begin(cache, logits)
-        live = float(engine.live.mean())
-        del cache
-        engine.tokens.copy_(ids[:, -1])
-        engine.advance(None)
-        first = engine.logits.clone()
-        for _ in range(70):  # more than the 64 steps between compactions, so that everything has been recorded
+        stream = Stream(handle, len(ids), static_shapes=True)
+        stream.read(list(ids[:, :-1]))
+        live = float(stream.live.mean())
+        engine = stream._engine
+        with torch.inference_mode():
+            engine.tokens.copy_(ids[:, -1])
             engine.advance(None)
-        seconds = _time(lambda: engine.advance(None), ids.device)
+            first = engine.logits.clone()
+            for _ in range(70):  # more than the 32 steps between compactions, so that everything has been recorded
+                engine.advance(None)
+            seconds = _time(lambda: engine.advance(None), ids.device)
         wanted = _wanted(handle, ids, chunk, full=False)
     finally:
         handle.dial = 1.0
-    return {"seconds": seconds, "live": live, "bytes": engine.bytes_held, "error_of_first": _error(first, wanted)}
+    return {"seconds": seconds, "live": live, "bytes": stream.bytes_held, "error_of_first": _error(first, wanted)}
 
 
 def _full_slots(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:

@@ -23,11 +23,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/img/lifelines.png"))
     args = parser.parse_args()
     decoder, config = load_model(RunFolder.open(args.run))
-    sample = read_sample(decoder, build_task(config.task), config)
+    sample = read_sample(decoder, build_task(config.task), config.seed)
     figure = draw_lifelines(
         sample.lifetimes(sample.longest_layer),
         kinds=sample.kinds,
-        marks=marks_of(sample, config),
+        marks=marks_of(sample),
         title="Each bar is one memory, from birth to deletion: the cue is kept until it is asked for, the corridor is not",
         unit="step of the episode",
     )

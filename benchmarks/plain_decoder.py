@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.config import DecoderConfig
+from expire_span.settings.run import DecoderConfig
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Does a change of the code change what is learned? `python -m benchmarks.same_losses BEFORE AFTER`.
 
 Each side is a commit, checked out into a temporary folder, or a folder (`.` is the working tree). Both train the first 50 steps
-of recall, text_small, entrances and words on the CPU from the same seed, and one comparison of two memory systems for 20
-steps. The losses agree when every metrics.jsonl is the same byte for byte. The exit code is 0 then, and 1 otherwise.
+of recall, text_tiny, entrances and words on the CPU from the same seed, one comparison of two memory systems for 20 steps, an
+agent for 6 updates, and a retrofit of a tiny random model for 8 steps. The losses agree when every metrics.jsonl is the same
+byte for byte. The exit code is 0 then, and 1 otherwise. `--only NAME` trains one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 
 STEPS = 50
 SHORT = ["--train.log-every", "1", "--train.test-batches", "1", "--train.eval-batches", "1", "--train.device", "cpu"]
-RECIPES = ("recall", "text_small", "entrances", "words")
+RECIPES = ("recall", "text_tiny", "entrances", "words")
+OLD_NAMES = {"text_tiny": "text_small"}
+"""What a recipe was called in the commits before it got its name."""
 
 
 def write_text(path: Path, size: int = 400_000) -> None:
@@ -30,21 +33,69 @@ def write_text(path: Path, size: int = 400_000) -> None:
     path.write_text(" ".join(draw.choice(words) for _ in range(size // 6)))
 
 
-def list_commands(text: Path, runs: Path) -> list[list[str]]:
+def name_in(source: Path, recipe: str) -> str:
+    """What a recipe is called in a source tree."""
+    places = [*(source / "expire_span").glob("*recipes.py"), *(source / "expire_span" / "recipes").glob("*.py")]
+    known = any(f"def {recipe}(" in place.read_text() for place in places)
+    return recipe if known else OLD_NAMES.get(recipe, recipe)
+
+
+def write_model(folder: Path) -> Path:
+    """Write a tiny random Llama, whose tokens are bytes, as a folder that Hugging Face's library reads."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    shape = dict(vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.dim() == 2 and "embed" not in name:
+                x.mul_(3)  # so that attention matters, as in a trained model
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def list_commands(source: Path, text: Path, runs: Path) -> list[list[str]]:
     """The arguments of every run that is compared."""
     out = []
     for recipe in RECIPES:
-        data = ["--task.path", str(text)] if recipe == "text_small" else []
+        data = ["--task.path", str(text)] if recipe == "text_tiny" else []
         steps = ["--train.steps", str(STEPS), "--train.eval-every", str(STEPS)]
-        out.append(["train", recipe, *steps, *SHORT, *data, "--runs-dir", str(runs)])
+        own = [name_in(source, recipe), "--name", recipe]
+        out.append(["train", *own, *steps, *SHORT, *data, "--runs-dir", str(runs)])
     systems = ["--mixers", "gru,expire_span", "--train.steps", "20"]
-    return [*out, ["compare", "recall", *systems, *SHORT, "--runs-dir", str(runs)]]
+    out.append(["compare", "recall", *systems, *SHORT, "--runs-dir", str(runs)])
+    agent = [
+        "--train.steps",
+        "6",
+        "--train.eval-every",
+        "3",
+        "--train.eval-episodes",
+        "16",
+        "--train.test-episodes",
+        "16",
+    ]
+    agent += ["--train.envs", "8", "--train.log-every", "1", "--train.device", "cpu"]
+    out.append(["train", "agent_corridor_tiny", *agent, "--runs-dir", str(runs)])
+    sizes = ["--context", "128", "--block", "64", "--batch", "2", "--steps", "8", "--max-span", "128", "--ramp", "16"]
+    learning = ["--calibrate", "2", "--eval-every", "4", "--eval-contexts", "2", "--log-every", "1", "--device", "cpu"]
+    model = text.with_name("model")
+    out.append(["retrofit", str(model), "--data", str(text), *sizes, *learning, "--out", str(runs / "retrofit")])
+    return out
 
 
-def run_side(source: Path, text: Path, runs: Path) -> dict[str, bytes]:
-    """Train everything with the package in `source`; returns the metrics files by their path in the runs folder."""
+def run_side(source: Path, text: Path, runs: Path, only: str) -> dict[str, bytes]:
+    """Train with the package in `source` everything, or what a command names; returns the metrics files by their path."""
     env = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    for args in list_commands(text, runs):
+    for args in list_commands(source, text, runs):
+        if only and only not in args:
+            continue
         command = [sys.executable, "-m", "expire_span", *args]
         done = subprocess.run(command, cwd=runs.parent, env=env, capture_output=True, text=True)
         if done.returncode:
@@ -77,17 +128,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("before")
     parser.add_argument("after")
+    parser.add_argument("--only", default="", help="recall, text_tiny, ..., compare, agent_corridor_tiny or retrofit")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder / "text.txt")
+        write_model(folder / "model")
         sides = {"before": args.before, "after": args.after}
         try:
             sources = {side: check_out(commit, folder / f"{side}-source") for side, commit in sides.items()}
             for side in sides:
                 (folder / side).mkdir()
             with ThreadPoolExecutor(2) as pool:
-                jobs = {s: pool.submit(run_side, sources[s], folder / "text.txt", folder / s / "runs") for s in sides}
+                given = {s: (sources[s], folder / "text.txt", folder / s / "runs", args.only) for s in sides}
+                jobs = {side: pool.submit(run_side, *parts) for side, parts in given.items()}
                 before, after = (jobs[side].result() for side in ("before", "after"))
         finally:
             for side in sides:

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Block
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig
 
 from .record import save
 

@@ -1,4 +1,4 @@
-"""Tokens per second of the server's engine against the number of requests at a time: `python -m benchmarks.serve`.
+"""Tokens per second of the server's scheduler against the number of requests at a time: `python -m benchmarks.serve`.
 
 The model has the shape of a small Llama (--layers, --dim) and random weights and spans, since time does not depend on what was
 learned; the requests differ in the length of their prompts. `one by one` is the same number of requests with one row, so that
@@ -16,9 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from expire_span.hf import RetrofitConfig, retrofit
-from expire_span.hf.answers import Request
-from expire_span.hf.engine import AnswerEngine
 from expire_span.sampling import Sampling
+from expire_span.serve.requests import Request
+from expire_span.serve.scheduler import Scheduler
+from expire_span.serve.text import TextModel
 
 from .record import save
 
@@ -27,8 +28,6 @@ VOCAB = 32_000
 
 class _Numbers:
     """A tokenizer whose text is the tokens' numbers: decoding of text is not what is measured."""
-
-    eos_token_id = None
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{token}," for token in tokens)
@@ -51,13 +50,12 @@ def build(layers: int, dim: int, device: str) -> Any:
 
 def measure(handle: Any, requests: int, rows: int, tokens: int) -> dict[str, Any]:
     """Seconds until all requests are answered, after one round that warms up and records."""
-    engine = AnswerEngine(handle, _Numbers(), rows=rows)
-    engine.ends = set()
+    scheduler = Scheduler(TextModel(handle, _Numbers()), rows=rows)
     for count in (80, tokens):
         begin, done = time.perf_counter(), queue.Queue()
         for n in range(requests):
             prompt = torch.randint(3, VOCAB, (32 + 7 * n % 64,), generator=torch.Generator().manual_seed(n)).tolist()
-            engine.submit(Request(prompt, count, Sampling(temperature=0.8, seed=n), (), done.put))
+            scheduler.submit(Request(prompt, count, Sampling(temperature=0.8, seed=n), (), done.put))
         ended = 0
         while ended < requests:
             piece = done.get(timeout=600)
@@ -65,7 +63,7 @@ def measure(handle: Any, requests: int, rows: int, tokens: int) -> dict[str, Any
                 raise piece
             ended += piece is None
         seconds = time.perf_counter() - begin
-    engine.close()
+    scheduler.close()
     return {"requests": requests, "rows": rows, "seconds": seconds, "tokens_per_second": requests * tokens / seconds}
 
 

@@ -30,8 +30,8 @@ from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.hf.evaluate import bootstrap, evaluate
 from expire_span.hf.loading import open_model, read_documents
 from expire_span.hf.questions import make_questions
-from expire_span.retrofit_configs import DistillConfig
 from expire_span.runs import RunFolder
+from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.distill import distill, distill_on
 
 STEPS = ("train", "tables", "decode")

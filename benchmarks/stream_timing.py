@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from expire_span.checkpoint import load_decoder
-from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
+from expire_span.settings.run import DecoderConfig
 from expire_span.stream import Sampling, Stream
+from expire_span.stream.interface import Prefilled
 from expire_span.stream.prompts import read_blocks
 
 from .plain_decoder import PlainDecoder
@@ -215,8 +216,7 @@ def time_marks(
         engine: Any = stream._engine
         engine.clock.set(mark // 64 * 64, 0)
         assert logits is not None and state is not None
-        engine.load([0], state, logits[:, -1])
-        stream._active = [True]
+        stream.join(Prefilled(logits[:, -1].float(), state), row=0)
         steady = stream.generate(Sampling(seed=4))
         for _ in range(200):
             next(steady)

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from expire_span.study import charts
-from expire_span.study.sections import handmade, learned, words
+from expire_span.lab.study import charts
+from expire_span.lab.study.sections import handmade, learned, words
 from expire_span.view.pictures import STYLE
 
 IMAGES = Path(__file__).parent.parent / "docs" / "img"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig, TrainConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import PaperDetails
 from expire_span.ops import resolve_impl
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig, TrainConfig
 from expire_span.train.optimizers import build_optimizers, rate_factor, set_rates
 from expire_span.train.scorer import Scorer
 from expire_span.train.step import Pass, TrainStep

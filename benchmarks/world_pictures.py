@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
+from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask
 from expire_span.tasks.gridworlds import build_engine
 from expire_span.tasks.gridworlds.render import caption_of, render_rgb, save_strip
 

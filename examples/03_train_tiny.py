@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from expire_span.config import BudgetConfig, DecoderConfig, ExpireSpanConfig, RecallTask, RunConfig, TrainConfig
+from expire_span.settings.run import BudgetConfig, DecoderConfig, ExpireSpanConfig, RecallTask, RunConfig, TrainConfig
 from expire_span.train.supervised import train
 from expire_span.view.report import write_report
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is imported when it is first used
     from expire_span.checkpoint import load_decoder
-    from expire_span.config import RunConfig, TrainConfig
-    from expire_span.model_configs import BackboneConfig, DecoderConfig
     from expire_span.models.backbone import Backbone
     from expire_span.models.decoder import Decoder
     from expire_span.models.encoder import Encoder
@@ -19,6 +17,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is i
     from expire_span.models.systems.expire_span.layer import ExpireSpan
     from expire_span.ops import expire_attention
     from expire_span.sampling import Sampling
+    from expire_span.settings.models import BackboneConfig, DecoderConfig
+    from expire_span.settings.run import RunConfig, TrainConfig
     from expire_span.shipped import SHIPPED
     from expire_span.store import ExpiringMemory
     from expire_span.stream import Stream
@@ -28,9 +28,9 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "SHIPPED": "shipped",
     "Backbone": "models.backbone",
-    "BackboneConfig": "model_configs",
+    "BackboneConfig": "settings.models",
     "Decoder": "models.decoder",
-    "DecoderConfig": "model_configs",
+    "DecoderConfig": "settings.models",
     "Encoder": "models.encoder",
     "ExpireSpan": "models.systems.expire_span.layer",
     "ExpireSpanConfig": "models.systems.expire_span",
@@ -43,10 +43,10 @@ _PUBLIC = {
     "MixerAux": "models.mixer",
     "MixerOutput": "models.mixer",
     "PaperDetails": "models.systems.expire_span",
-    "RunConfig": "config",
+    "RunConfig": "settings.run",
     "Sampling": "sampling",
     "Stream": "stream",
-    "TrainConfig": "config",
+    "TrainConfig": "settings.run",
     "expire_attention": "ops",
     "load_decoder": "checkpoint",
     "register": "models.systems",

@@ -32,15 +32,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import AgentRunConfig
-from expire_span.config import RunConfig
+from expire_span.disk.files import check_plain, hash_file, sync_folder, to_json, write_synced
 from expire_span.errors import RunError, StorageError, UserError, describe
-from expire_span.files import check_plain, hash_file, sync_folder, to_json, write_synced
-from expire_span.models.decoder import Decoder, upgrade_name
+from expire_span.models.decoder import Decoder
 from expire_span.models.policy import Policy
 from expire_span.models.state import pack, unpack
-from expire_span.retrofit_configs import RetrofitRunConfig
 from expire_span.runs import RunFolder
+from expire_span.settings.run import RunConfig
 from expire_span.shipped import SHIPPED
 
 Warn = Callable[[str], None]
@@ -95,14 +93,14 @@ def save(
     try:
         if rank == 0:
             _check_finite(run, snapshot)
-            remove_unfinished(run)
+            run.remove_unfinished()
             building.mkdir(parents=True)
         barrier()
         write_synced(building / _memory_name(rank), _tree_bytes(snapshot.worker))
         barrier()
         if rank == 0 and not final.is_dir():
             _write_shared(run, building, final, snapshot)
-            _prune(run, keep)
+            prune(run, keep)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
         raise StorageError(_failed(run, snapshot.step, error)) from error
@@ -125,28 +123,13 @@ def load(
 
 def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snapshot:
     state = json.loads((folder / "state.json").read_bytes())
-    step, model = int(state.pop("step")), _read_weights(folder)
+    step, model = int(state.pop("step")), safetensors.torch.load_file(folder / "model.safetensors")
     if state.pop("weights_only", False):
         return Snapshot.of_weights(model, step)
     memory = folder / _memory_name(rank)
     worker = _read_tree(memory, device) if memory.exists() else None
-    optimizer = _upgrade_names(_read_tree(folder / "optimizer.safetensors", "cpu"))
+    optimizer = _read_tree(folder / "optimizer.safetensors", "cpu")
     return Snapshot(step, state, worker, model, optimizer)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights under their current names."""
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    return {upgrade_name(name): x for name, x in weights.items()}
-
-
-def _upgrade_names(tree: Any) -> Any:
-    """An optimizer's nested state with the current names of weights in all keys and values."""
-    if isinstance(tree, str):
-        return upgrade_name(tree)
-    if isinstance(tree, dict):
-        return {_upgrade_names(key): _upgrade_names(value) for key, value in tree.items()}
-    return [_upgrade_names(value) for value in tree] if isinstance(tree, list) else tree
 
 
 @contextlib.contextmanager
@@ -165,35 +148,35 @@ def load_model(
     run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None
 ) -> tuple[Decoder, RunConfig]:
     """The decoder of a run's newest intact checkpoint, in eval mode, and the run's config."""
-    if isinstance(run.config, RetrofitRunConfig):
-        raise UserError(
-            f"run {run.path} taught a Hugging Face model to forget; use its adapter with: expire-span chat, serve, verify "
-            "or evaluate-cache"
-        )
-    if isinstance(run.config, AgentRunConfig):
-        raise UserError(f"run {run.path} is an agent's, which reads no tokens; expire-span eval {run.path} plays it")
-    folder = newest_sound(run, warn)
-    if folder is None:
-        raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
+    run.check_can("read tokens")
+    folder = _newest(run, warn)
     with _readable(folder):
-        weights = _read_weights(folder)
-    decoder = Decoder(run.config.model)
-    check_weights(weights, decoder.state_dict(), str(folder))
-    decoder.load_state_dict(weights)
-    return decoder.to(device).eval(), run.config
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+    return _fill(Decoder(run.config.model), weights, str(folder)).to(device).eval(), run.config
 
 
 def load_policy(run: RunFolder, device: torch.device | str = "cpu", warn: Warn | None = None) -> Policy:
     """The policy of an agent's run, in eval mode, with the best weights of its newest intact checkpoint."""
-    if not isinstance(run.config, AgentRunConfig):
-        raise UserError(f"run {run.path} is not an agent's: its task is {run.config.task.kind}")
-    snapshot = load(run, warn=warn)
-    if snapshot is None:
+    run.check_can("play")
+    folder = _newest(run, warn)
+    with _readable(folder):
+        weights = _read_snapshot(folder, 0, "cpu").best_weights
+    return _fill(Policy(run.config.model), weights, str(run.path)).to(device).eval()
+
+
+def _newest(run: RunFolder, warn: Warn | None) -> Path:
+    """The newest intact checkpoint; a run without any is refused."""
+    folder = newest_sound(run, warn)
+    if folder is None:
         raise UserError(f"run {run.path} has no checkpoint yet; train it with: expire-span resume {run.path}")
-    policy, weights = Policy(run.config.model), snapshot.best_weights
-    check_weights(weights, policy.state_dict(), str(run.path))
-    policy.load_state_dict(weights)
-    return policy.to(device).eval()
+    return folder
+
+
+def _fill(model: Any, weights: dict[str, Tensor], source: str) -> Any:
+    """The model with these weights; weights that are not its own are refused."""
+    check_weights(weights, model.state_dict(), source)
+    model.load_state_dict(weights)
+    return model
 
 
 def check_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> None:
@@ -264,12 +247,6 @@ def remove_damaged(run: RunFolder) -> None:
             raise StorageError(f"cannot delete the damaged checkpoint {folder}: {describe(error)}") from error
 
 
-def remove_unfinished(run: RunFolder) -> None:
-    """Delete checkpoints that a killed process had not finished."""
-    for folder in run.checkpoints.glob(".step-*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _memory_name(rank: int) -> str:
     return "memory.safetensors" if rank == 0 else f"memory-{rank}.safetensors"
 
@@ -299,7 +276,8 @@ def _write_sums(building: Path) -> None:
     sync_folder(building)
 
 
-def _prune(run: RunFolder, keep: int) -> None:
+def prune(run: RunFolder, keep: int) -> None:
+    """Delete the oldest checkpoints beyond `keep`."""
     for folder in list_checkpoints(run)[keep:]:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)

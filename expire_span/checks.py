@@ -72,12 +72,13 @@ def checked(cls: type[T]) -> type[T]:
     return cls
 
 
-def check_fields(config: Any, *, finite: bool = True) -> None:
+def check_fields(config: Any, *, finite: bool = True, **hints: Any) -> None:
     """Refuse values of a config that do not fit the type of their field, in one sentence that names the field.
 
     finite: if False, infinities and NaN are allowed, for configs inside others that check them and report their full name.
+    hints: the types of fields that differ between objects of the class.
     """
-    for name, members in _types_of(type(config)).items():
+    for name, members in {**_types_of(type(config)), **{n: members_of(hint) for n, hint in hints.items()}}.items():
         value = getattr(config, name)
         endless = not finite and float in members and isinstance(value, float)
         if not endless and not any(_holds(member, value) for member in members):
@@ -139,8 +140,13 @@ def describe(hint: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
+    """A value as an error shows it; of a long one, no more than that is looked at."""
+    if isinstance(value, (str, bytes, list)):
+        value = value[:100]
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "lists within lists, more deeply than can be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

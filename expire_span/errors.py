@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from expire_span.extras import EXTRAS, install_command
+
 _OS_CAUSES = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -16,25 +18,6 @@ _OS_CAUSES = {
     errno.ENOENT: "there is no such file or folder",
     errno.EMFILE: "too many files are open",
 }
-
-
-EXTRAS = {
-    "accelerate": "train",
-    "tyro": "train",
-    "rich": "train",
-    "tensorboard": "train",
-    "matplotlib": "view",
-    "PIL": "view",
-    "jinja2": "view",
-    "fastapi": "view",
-    "uvicorn": "view",
-    "gymnasium": "rl",
-    "popgym": "popgym",
-    "transformers": "hf",
-    "tokenizers": "tokens",
-    "triton": "gpu",
-}
-"""For packages that are not always installed, the extra of this package that installs them."""
 
 
 class RunError(Exception):
@@ -74,8 +57,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"{place}{describe(error)}; fix that and repeat the command", 2
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRAS:
         missing = (error.name or "").split(".")[0]
-        return f"this needs the package {missing}; install it with: pip install 'expire-span[{EXTRAS[missing]}]'", 2
-    if _is_out_of_memory(error):
+        return f"this needs the package {missing}; install it with: {install_command(EXTRAS[missing])}", 2
+    if is_out_of_memory(error):
         return f"there is not enough memory ({_first_line(error)}); {_LESS_MEMORY}", 2
     if type(error).__name__ == "SafetensorError":
         return f"a safetensors file cannot be read or written: {_first_line(error)}", 2
@@ -86,14 +69,16 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-_LESS_MEMORY = "try a smaller --train.batch, --train.block or --model.dim"
+_LESS_MEMORY = "try smaller sizes: batch, block, context, rows, or the model's"
+_OUT_OF_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "bad allocation")
+_OUT_OF_MEMORY += ("Storage size calculation overflowed", "array is too big", "numel: integer multiplication overflow")
+_OUT_OF_MEMORY += ("Maximum allowed dimension exceeded",)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    words = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "array is too big")
-    return isinstance(error, (RuntimeError, ValueError)) and any(word in str(error) for word in words)
+    return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def _first_line(error: BaseException) -> str:

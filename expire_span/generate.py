@@ -1,4 +1,4 @@
-"""Streaming generation from one prompt: tokens or bytes are yielded as they are drawn, any number of them, in bounded memory.
+"""Streaming generation from one prompt: tokens or text are yielded as they are drawn, any number of them, in bounded memory.
 
 It is a thin layer over `Stream`: the prompt is read once, and its memory is copied for every sample.
 """
@@ -6,6 +6,7 @@ It is a thin layer over `Stream`: the prompt is read once, and its memory is cop
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +14,14 @@ from torch import Tensor
 from expire_span.models.decoder import Decoder
 from expire_span.sampling import Sampling, narrow
 from expire_span.stream import Stream
-from expire_span.stream.prompts import PROMPT_BLOCK, read_prompt
-from expire_span.tasks.tokens import Tokenizer
+from expire_span.tasks.contract import Codec
 
 __all__ = [
-    "PROMPT_BLOCK",
     "START",
     "Sampling",
-    "generate_bytes",
     "generate_text",
     "generate_tokens",
     "narrow",
-    "read_prompt",
 ]
 
 START = b"\n"
@@ -32,12 +29,12 @@ START = b"\n"
 
 
 def generate_tokens(
-    decoder: Decoder, prompt: Tensor, sampling: Sampling, *, samples: int = 1, max_tokens: int | None = None
+    model: Any, prompt: Tensor, sampling: Sampling, *, samples: int = 1, max_tokens: int | None = None
 ) -> Iterator[Tensor]:
     """Yield tokens [samples], one step at a time. The prompt [T] is read once and its memory copied for every sample."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
-    stream = Stream(decoder, rows=1)
+    stream = Stream(model, rows=1)
     stream.read([prompt])
     if samples > 1:
         stream = stream.fork([0] * samples)
@@ -45,31 +42,24 @@ def generate_tokens(
         yield step.tokens
 
 
-def generate_bytes(
-    decoder: Decoder, prompt: bytes, sampling: Sampling | None = None, *, max_tokens: int | None = 256, samples: int = 1
-) -> Iterator[list[bytes]]:
-    """Yield one new byte for each sample, as they come. Only models of bytes (256 token kinds) can do this."""
-    if decoder.config.vocab != 256:
-        raise ValueError(f"generating text needs a model of bytes with vocab 256, got vocab {decoder.config.vocab}")
-    tokens = torch.frombuffer(bytearray(prompt or START), dtype=torch.uint8)
-    for step in generate_tokens(decoder, tokens, sampling or Sampling(), samples=samples, max_tokens=max_tokens):
-        yield [bytes([token]) for token in step.tolist()]
-
-
 def generate_text(
     decoder: Decoder,
-    tokenizer: Tokenizer,
+    codec: Codec,
     prompt: bytes,
     sampling: Sampling | None = None,
     *,
     max_tokens: int | None = 256,
     samples: int = 1,
 ) -> Iterator[list[bytes]]:
-    """The same for a model with a tokenizer: yields the text that each sample's new token adds, which may be empty."""
-    ids = tokenizer.encode(prompt or START, "the prompt")[0].tolist()
+    """Yield the text that each sample's new token adds, as they come; it may be empty where a character has several tokens."""
+    if decoder.config.vocab != codec.size:
+        raise ValueError(
+            f"the codec must have the model's vocab {decoder.config.vocab}, got one of {codec.size} tokens"
+        )
+    ids = codec.encode(prompt or START, "the prompt").tolist()
     if not ids:
         raise ValueError(f"the prompt {prompt.decode(errors='replace')!r} has no token; give a prompt of some words")
-    writers = [tokenizer.writer(ids) for _ in range(samples)]
+    writers = [codec.writer(ids) for _ in range(samples)]
     options = {"samples": samples, "max_tokens": max_tokens}
     for step in generate_tokens(decoder, torch.tensor(ids), sampling or Sampling(), **options):
-        yield [writer.write(token).encode() for writer, token in zip(writers, step.tolist())]
+        yield [write(token) for write, token in zip(writers, step.tolist())]

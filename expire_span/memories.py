@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from expire_span.config import BackboneConfig, DecoderConfig, RunConfig
+from expire_span.disk.sizes import show_bytes
 from expire_span.models.systems import SYSTEMS, StateSize, find
-from expire_span.sizes import show_bytes
+from expire_span.settings.run import BackboneConfig, DecoderConfig, RunConfig
 
 STEPS = (1_000, 16_000, 1_000_000)
 """Lengths of stream for which docs/memories.md gives bytes."""

@@ -25,25 +25,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from expire_span.agent_configs import AgentRunConfig
-from expire_span.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
-from expire_span.errors import RunError, StorageError, UserError, describe
-from expire_span.files import (
+from expire_span.disk.files import (
+    SEAL,
+    check_line,
     check_plain,
     check_seal,
     hash_file,
     parse_json,
     read_json,
     seal,
+    seal_line,
     sweep,
     sync_folder,
     to_json,
     write_atomic,
     write_synced,
 )
-from expire_span.migrations import OLDEST, migrate
-from expire_span.records import METRICS, SPEED, check_record
-from expire_span.retrofit_configs import RetrofitRunConfig
+from expire_span.disk.records import METRICS, SPEED, check_record
+from expire_span.errors import RunError, StorageError, UserError, describe
+from expire_span.settings.run import FORMAT_VERSION, RunConfig, from_dict, to_dict
 from expire_span.shipped import SHIPPED
 
 __all__ = [
@@ -91,11 +91,14 @@ def check_name(name: str) -> None:
         raise UserError(f"a run name must have at most {LONGEST_NAME} bytes, got {len(name.encode())}")
 
 
-def check_new(path: Path) -> None:
-    """Refuse a folder that is already there, since a run is never overwritten, and a place that cannot hold a folder."""
+def check_new(path: Path, option: str = "--name") -> None:
+    """Refuse a folder that is already there, since a run is never overwritten, and a place that cannot hold a folder.
+
+    option: what names the folder in the command that asks.
+    """
     if path.exists() or path.is_symlink():
         raise UserError(
-            f"run folder {path} already exists; give another --name, or go on with: expire-span resume {path}"
+            f"run folder {path} already exists; give another {option}, or go on with: expire-span resume {path}"
         )
     check_holds_folders(path.parent)
 
@@ -136,7 +139,7 @@ class RunFolder:
     recipe: str
     environment: dict[str, Any]
     data: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the data with which the run began; empty if the data is generated, or the run is of format 1."""
+    """Fingerprint of the data with which the run began; empty if the data is generated."""
     origin: dict[str, Any] = field(default_factory=dict)
     """Where the initial weights came from; empty if they were random."""
 
@@ -205,16 +208,14 @@ class RunFolder:
                 f"{path} holds a Hugging Face model ({head['model_type']}) and no run; teach it to forget with: expire-span "
                 "retrofit, which writes a run and an adapter"
             )
-        if not isinstance(version, int) or not OLDEST <= version <= FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise UserError(
                 f"run folder {path} has format {version} (written by version {head.get('version')}), this version "
-                f"reads formats {OLDEST} to {FORMAT_VERSION}; use the version that wrote it"
+                f"reads format {FORMAT_VERSION}; use the version that wrote it, or train again"
             )
-        if version >= 2:
-            check_seal(head, file)
+        check_seal(head, file)
         try:
-            settings = migrate(_table(head, "config"), version, FORMAT_VERSION)
-            config = from_dict(kind_of_run(settings), settings)
+            config = from_dict(RunConfig, _table(head, "config"))
             recipe = head.get("recipe", "")
             if not isinstance(recipe, str):
                 raise ValueError(f"recipe must be text, got {recipe!r}")
@@ -232,16 +233,52 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def is_shipped(self) -> bool:
+        """Whether it lies in the installed package, where no command writes."""
+        return self.path.resolve().is_relative_to(SHIPPED.parent.resolve())
+
+    @property
+    def adapter(self) -> Path:
+        """The folder in which a retrofit's run saves what it learned."""
+        return self.path / "adapter"
+
+    @property
     def finished(self) -> bool:
         return (self.path / "result.json").is_file()
+
+    def check_can(self, use: str) -> None:
+        """Refuse what cannot be done with a run of this kind, like "eval"; `RunKind.cannot` has the sentences."""
+        sentence = self.config.kind.cannot.get(use)
+        if sentence is not None:
+            raise UserError(sentence.format(path=self.path, task=self.config.task))
 
     def sweep(self) -> None:
         """Delete what killed processes left half-written, unless the run is being trained or cannot be written to."""
         with contextlib.suppress(OSError, RunError), self.lock():
-            sweep(self.path)
-            sweep(self.path.parent, f".{glob.escape(self.name)}.*.tmp")
+            self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Delete what killed processes left half-written; the caller holds the lock. Nothing outside of the folder is touched:
+        links are not followed."""
+        sweep(self.path)
+        if not self.adapter.is_symlink():
+            sweep(self.adapter)
+        sweep(self.path.parent, f".{glob.escape(self.name)}.*.tmp")
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Delete checkpoints that a killed process had not finished."""
+        if not self.checkpoints.is_symlink():
             for folder in self.checkpoints.glob(".step-*.tmp"):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def check_own_checkpoints(self) -> None:
+        """Refuse to train where `checkpoints` is a link: training would write and delete in another place than this folder."""
+        if self.checkpoints.is_symlink():
+            raise UserError(
+                f"{self.checkpoints} is a link to {os.readlink(self.checkpoints)}, and training writes and deletes nothing "
+                "outside of its run folder; put that folder in the place of the link, or move the whole run folder there"
+            )
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", line)
@@ -272,20 +309,23 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         with self._resumable("result.json"):
-            write_atomic(self.path / "result.json", to_json(result))
+            write_atomic(self.path / "result.json", to_json(seal(result)))
 
     def read_result(self, *needed: str) -> dict[str, Any] | None:
         """The final evaluation, or None before the run has finished. Fields that the caller needs must be there."""
         if not self.finished:
             return None
         result = read_json(self.path / "result.json")
+        if SEAL in result:  # earlier versions wrote none
+            check_seal(result, self.path / "result.json")
+            del result[SEAL]
         scored = ("score",) if "score" in result else ()
         check_record(result, (*scored, *needed), str(self.path / "result.json"))
         return result
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with self._resumable(name), open(self.path / name, "ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(seal_line(json.dumps(line).encode()))
 
     @contextlib.contextmanager
     def _resumable(self, name: str) -> Iterator[None]:
@@ -306,8 +346,9 @@ class RunFolder:
         out = []
         for number, line in enumerate(lines, 1):
             if line.endswith(b"\n"):
-                value = parse_json(line, f"line {number} of {path}")
-                check_record(value, SPEED if name == "speed.jsonl" else METRICS, f"line {number} of {path}")
+                where = f"line {number} of {path}"
+                value = check_line(parse_json(line, where), line, where)
+                check_record(value, SPEED if name == "speed.jsonl" else METRICS, where)
                 out.append((value, line))
         return out
 
@@ -330,18 +371,7 @@ def with_own_tokenizer(config: RunConfig, path: Path, data: dict[str, Any]) -> R
             f"{own} is not the tokenizer that the run was trained with (sha256 {was!s:.12}, now {now:.12}); "
             "put that one back"
         )
-    return replace(config, task=replace(task, tokenizer=str(own)))  # type: ignore[call-arg]
-
-
-def kind_of_run(settings: dict[str, Any]) -> type[RunConfig]:
-    """The class of a run's config: that of an agent where the task is an environment, that of a retrofit where it is one."""
-    task = settings.get("task")
-    kind = task.get("kind") if isinstance(task, dict) else None
-    return (
-        {"env": AgentRunConfig, "retrofit": RetrofitRunConfig}.get(kind, RunConfig)
-        if isinstance(kind, str)
-        else RunConfig
-    )
+    return replace(config, task=replace(task, tokenizer=str(own)))
 
 
 def _table(head: dict[str, Any], name: str) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expire_span.model_configs import DecoderConfig
 from expire_span.models import state as states
 from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import Keep
 from expire_span.models.systems import find
+from expire_span.settings.models import DecoderConfig
 
 VOCAB, LENGTH = 40, 60
 """Vocabulary and length of the checks' sequences: quick, but long enough that every system's `example` settings forget."""

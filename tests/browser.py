@@ -122,15 +122,16 @@ def made_trace(count: int, *, layers: int = 1, longest: int = 800, seed: int = 0
     """A trace without a model: random lifetimes, a few of them very long."""
     draw = np.random.default_rng(seed)
     spans = np.round(np.exp(draw.uniform(0, np.log(longest), (count, layers))), 4)
-    header = {"kind": "header", "version": 1, "name": "made", "task": "text", "about": "", "system": "expire_span"}
+    header = {"kind": "header", "version": 2, "name": "made", "task": "text", "about": "", "system": "expire_span"}
     header |= {"layers": layers, "heads": 1, "max_span": longest, "ramp": 16.0, "cap": None, "vocabulary": "bytes"}
     header |= {"memory_bytes": 100, "full_bytes": 100}
+    dies = np.arange(count)[:, None] + np.ceil(spans + 16).astype(int)
     due: dict[int, list[list[int]]] = {}
     alive, steps = [0] * layers, []
     for i in range(count):
         for layer in range(layers):
             alive[layer] += 1
-            due.setdefault(i + int(np.ceil(spans[i, layer] + 16)), []).append([layer, 0, i])
+            due.setdefault(int(dies[i, layer]), []).append([layer, 0, i])
         deaths = due.pop(i, [])
         for layer, _, _ in deaths:
             alive[layer] -= 1
@@ -142,7 +143,7 @@ def made_trace(count: int, *, layers: int = 1, longest: int = 800, seed: int = 0
             "bits": 2.0,
             "top": [["a", 0.5]],
         }
-        step |= {"spans": [[float(x)] for x in spans[i]], "deaths": deaths}
+        step |= {"spans": [[float(x)] for x in spans[i]], "dies": [[int(x)] for x in dies[i]], "deaths": deaths}
         steps.append(step | {"live": list(map(float, alive)), "bytes": [100 * x for x in alive]})
     return Trace(header, steps)
 

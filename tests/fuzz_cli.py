@@ -34,7 +34,7 @@ TINY = "--train.steps 1 --train.batch 2 --train.eval-batches 1 --train.test-batc
 TINY = f"{TINY} --train.tracker none --model.dim 16 --model.ff-dim 16 --model.heads 2 --train.eval-every 1".split()
 DATA = {
     "recall": ["--train.block", "12", "--task.min-length", "2", "--task.max-length", "9"],
-    "text_small": ["--train.block", "8", "--task.path", "text.txt"],
+    "text_tiny": ["--train.block", "8", "--task.path", "text.txt"],
 }
 NUMBERS = ("abc", "-1", "0", "999999999999", "1" * 40, "nan", "inf", "-inf", "1e400", "½", "", "0x10", "1,5")
 WORDS = ("odd", "", "\N{RIGHT-TO-LEFT OVERRIDE}x", "../../etc", "\ud800", "x" * 3000, "None", "[]", "$(touch ran)")
@@ -55,7 +55,7 @@ def list_cases(seed: int = 0) -> list[list[str]]:
 
 
 def options_of_train() -> Iterator[list[str]]:
-    for recipe in ("recall", "text_small"):
+    for recipe in ("recall", "text_tiny"):
         for option, hint in fields_of(RECIPES[recipe]()):
             for value in values_for(hint, option):
                 if option == "train.steps" and value == "999999999999":
@@ -87,7 +87,7 @@ def names() -> Iterator[list[str]]:
             yield [verb, name]
         yield ["train", "recall", *DATA["recall"], *TINY, "--name", name]
         yield ["train", "recall", *DATA["recall"], *TINY, "--init-from", name]
-        yield ["train", "text_small", *DATA["text_small"], *TINY, "--task.path", name]
+        yield ["train", "text_tiny", *DATA["text_tiny"], *TINY, "--task.path", name]
         yield ["import", name, "--out", "b", "--ramp", "4"]
         yield ["import", "text.txt", "--out", name, "--ramp", "4"]
         yield [name]

@@ -109,3 +109,62 @@ def read(handle, ids):
     """A new cache that has read the tokens ids [B, T], and the logits after the last of them."""
     cache = handle.new_cache()
     return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def write_gguf(path, tensors, fields=()):
+    """A GGUF file of float32 tensors and fields (whole numbers, numbers, texts, and lists of numbers or texts)."""
+    import struct
+
+    def text(word):
+        return struct.pack("<Q", len(word.encode())) + word.encode()
+
+    def value(x):
+        if isinstance(x, str):
+            return struct.pack("<I", 8) + text(x)
+        if isinstance(x, list):
+            texts = isinstance(x[0], str)
+            items = map(text, x) if texts else (struct.pack("<f", number) for number in x)
+            return struct.pack("<IIQ", 9, 8 if texts else 6, len(x)) + b"".join(items)
+        return struct.pack("<If", 6, x) if isinstance(x, float) else struct.pack("<IQ", 10, x)
+
+    fields = {"general.architecture": "llama", "general.name": "x", **dict(fields)}
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(fields))
+    head += b"".join(text(name) + value(x) for name, x in fields.items())
+    data = b""
+    for name, x in tensors.items():
+        head += text(name) + struct.pack(f"<I{x.dim()}QIQ", x.dim(), *reversed(x.shape), 0, len(data))
+        data += x.detach().numpy().tobytes()
+        data += bytes(-len(data) % 32)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return path
+
+
+def llama_gguf(path, drop=(), more=(), **fields):
+    """A GGUF file of the tiny llama that reads bytes, without some of its tensors, with more, and with other fields."""
+    config = FAMILIES["llama"]()
+    config.vocab_size = 259
+    torch.manual_seed(0)
+    parts = {
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj": "",
+        "attn_o.": "attn_output.",
+        "input_layernorm": "attn_norm",
+    }
+    parts |= {"post_attention_layernorm": "ffn_norm", "model.layers": "blk", "model.embed_tokens": "token_embd"}
+    parts |= {"model.norm": "output_norm", "lm_head": "output"}
+    tensors = dict(more)
+    for name, x in AutoModelForCausalLM.from_config(config).state_dict().items():
+        for theirs, ours in parts.items():
+            name = name.replace(theirs, ours)
+        tensors[name] = x
+    words = [word for word, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda x: x[1])]
+    words[-2:] = ["abc", "ab"]  # a merge must make a word that is known; transformers 5.17 cannot read a single one
+    about = {"block_count": 2, "context_length": 2048, "embedding_length": 32, "feed_forward_length": 48}
+    about |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}
+    about |= {"rope.dimension_count": 8, "rope.freq_base": 1e4, "vocab_size": 259, **fields}
+    told = {f"llama.{name}": x for name, x in about.items()} | {"tokenizer.ggml.model": "gpt2"}
+    told |= {"tokenizer.ggml.tokens": words, "tokenizer.ggml.merges": ["a b", "ab c"], "tokenizer.ggml.eos_token_id": 2}
+    told |= {"tokenizer.ggml.scores": [0.0] * len(words)}
+    told |= {"tokenizer.ggml.bos_token_id": 2}  # transformers 5.17 looks the end up by it
+    return write_gguf(path, {name: x for name, x in tensors.items() if name not in drop}, told)

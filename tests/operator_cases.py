@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from expire_span.ops import expire_attention
-
-from .error_budget import assert_all_within_budget
+from tests.error_budget import assert_all_within_budget
 
 GRADS = ("q", "k", "v", "span")
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems.expire_span import HeadReach, PaperDetails
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig
 
 SHAPE = dict(dim=32, layers=2, heads=4, ff_dim=32)
 SPANS = dict(max_span=90, ramp=6, initial_span=0.2)

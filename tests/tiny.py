@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from expire_span.config import DecoderConfig, ExpireSpanConfig, RunConfig, TextTask, TrainConfig
 from expire_span.models.systems.expire_span import PaperDetails
+from expire_span.settings.run import DecoderConfig, ExpireSpanConfig, RunConfig, TextTask, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"dim": 16, "layers": 2, "heads": 2, "ff_dim": 16}

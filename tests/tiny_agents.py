@@ -9,8 +9,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from expire_span.agent_configs import AgentRunConfig, AgentTrainConfig, EnvTask, PolicyConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig
+from expire_span.settings.agent import AgentTrainConfig, EnvTask, PolicyConfig
+from expire_span.settings.run import AgentRunConfig
 
 MIXER = ExpireSpanConfig(max_span=6, ramp=2, initial_span=0.5)
 

@@ -63,7 +63,7 @@ def _overview() -> str:
     verbs = "\n".join(f"  {name:<16}{text}" for name, (text, _) in VERBS.items())
     return (
         f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
-        "Models that learn when each memory expires, and pay only for the ones that live.\n\n"
+        "Exact, learned KV-cache eviction: attention whose memories learn when to expire.\n\n"
         f"commands:\n{verbs}\n\n"
         f"{PROGRAM} COMMAND --help explains a command; {PROGRAM} train RECIPE --help-all lists every field of a recipe.\n"
         f"Several processes or machines: accelerate launch -m expire_span train RECIPE ..."
@@ -71,7 +71,7 @@ def _overview() -> str:
 
 
 VERBS: dict[str, tuple[str, str]] = {
-    "train": ("train a recipe: expire-span train RECIPE [--field value ...]", "runs.run_train"),
+    "train": ("train a recipe: expire-span train RECIPE [--FIELD VALUE ...]", "runs.run_train"),
     "resume": ("go on with an interrupted run", "runs.run_resume"),
     "eval": ("score a run's newest checkpoint", "runs.run_eval"),
     "generate": ("write text with a run's newest checkpoint", "generate.run_generate"),

@@ -34,8 +34,8 @@ class Analyse:
     text: Path | None = None
     """File of text to read in place of the test split; a model without its data reads the sample in its folder."""
     out: Path | None = None
-    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them, and without a run the
-    folder analysis."""
+    """Folder for analysis.json and the pictures; None is the run folder, where the report finds them, and for the model that
+    ships with the package the folder analysis."""
     device: str = "auto"
     """cpu, cuda, or auto."""
 
@@ -47,7 +47,7 @@ def run_analyse(args: list[str]) -> int:
     limits = parse_limits(command.limits)
     run = find_run(command.run, command.runs_dir)
     raw = None if command.text is None else read_text_option(command.text)
-    from expire_span.analyse.analysis import analyse, write_analysis
+    from expire_span.lab.analyse.analysis import analyse, write_analysis
     from expire_span.train.devices import check_device
 
     device = check_device(command.device)
@@ -55,7 +55,7 @@ def run_analyse(args: list[str]) -> int:
         run = with_data(run, command.path)
     found = analyse(run, count=command.tokens, word=command.word, limits=limits, device=device, raw=raw)
     show(found)
-    folder = command.out or (run.path if command.run is not None else Path("analysis"))  # never into the package
+    folder = command.out or (Path("analysis") if run.is_shipped else run.path)
     print("\n".join(str(path) for path in write_analysis(folder, found)))
     return 0
 
@@ -101,7 +101,7 @@ def _show_intervals(rows: list[dict[str, Any]], form: str, width: int = 10) -> N
 
 
 def _show_replaced(replaced: dict[str, Any]) -> None:
-    from expire_span.analyse.pictures import tell_passages
+    from expire_span.lab.analyse.pictures import tell_passages
 
     words = replaced["words"]
     print(f"\nmean span where {words[0]['word']} stood, over {tell_passages(replaced['passages'])}")

@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from expire_span.errors import UserError
+
 from .parsing import PROGRAM, options_at_least, parse
+
+if TYPE_CHECKING:
+    from expire_span.sampling import Sampling
+    from expire_span.serve.text import TextModel
+    from expire_span.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class ChatCommand:
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder, .gguf file or hub name of a causal language model."""
-    adapter: Path
+    adapter: Path | None = None
     """Adapter folder."""
     max_tokens: int = 256
     """Most tokens of one answer."""
@@ -41,23 +48,22 @@ class ChatCommand:
 def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
     options_at_least(command, 1, "max_tokens")
-    from expire_span.hf.adapter import read_head
-    from expire_span.hf.handle import load_adapter
-    from expire_span.hf.loading import end_tokens, open_model, turn_tokens
-    from expire_span.hf.streams import Stream
+    if command.adapter is None:
+        raise UserError(
+            f"chat needs a model that knows turns, with its --adapter; a run such as {command.model} has learned plain text: "
+            "go on from one with expire-span generate"
+        )
     from expire_span.sampling import Sampling
+    from expire_span.serve.text import open_retrofit
+    from expire_span.stream import Stream
 
     sampling = Sampling(command.temperature, None, command.top_p, command.seed)
-    read_head(command.adapter)  # before the model is loaded, which takes a while
-    model, tokenizer = open_model(command.model, command.dtype, command.device)
-    stream = Stream(load_adapter(model, command.adapter))
-    ends = end_tokens(model, tokenizer)
+    text = open_retrofit(command.model, command.adapter, command.dtype, command.device)
+    chat = _Chat(text, Stream(text.model, rows=1), sampling, command.max_tokens)
     _tell("Ctrl-C ends an answer, an empty line the chat.")
-    for turn, line in enumerate(_lines()):
-        said = turn_tokens(tokenizer, line, first=turn == 0)
-        _answer(stream, said, tokenizer, ends, sampling, command.max_tokens)
-        live = sum(float(x.float().mean()) for x in stream.cache.live()) / len(stream.cache.layers)
-        _tell(f"[{stream.read_tokens} tokens read, {live:.0f} remembered per head]")
+    for line in _lines():
+        chat.answer(line)
+        _tell(f"[{chat.tokens_read} tokens read, {float(chat.stream.live.mean()):.0f} remembered per head]")
     return 0
 
 
@@ -74,20 +80,41 @@ def _lines() -> Iterator[str]:
         yield line.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
 
 
-def _answer(stream: Any, said: list[int], tokenizer: Any, ends: set[int], sampling: Any, limit: int) -> None:
-    """Read a turn and print the answer as it is written; Ctrl-C ends it after the token that is being computed."""
-    import torch
+class _Chat:
+    """A conversation in one row of a stream."""
 
-    from expire_span.hf.writing import TextWriter
+    def __init__(self, text: TextModel, stream: Stream, sampling: Sampling, limit: int) -> None:
+        import torch
 
-    writer = TextWriter(tokenizer)
-    with _interruptible() as interrupted:
-        stream.read(torch.tensor([said]))
-        for (token,) in stream.write(limit, sampling):
-            if int(token) in ends or interrupted:
-                break
-            print(writer.add(int(token)), end="", flush=True)
-    print()
+        self.text, self.stream, self.sampling, self.limit = text, stream, sampling, limit
+        self.generator = torch.Generator(stream.device).manual_seed(sampling.seed)
+        self.tokens_read = 0
+
+    def answer(self, line: str) -> None:
+        """Read a turn and print the answer as it is generated; Ctrl-C ends it after the token that is being computed."""
+        from expire_span.sampling import draw
+        from expire_span.serve.detokenizer import TextWriter
+
+        writer = TextWriter(self.text.tokenizer)
+        with _interruptible() as interrupted:
+            self._read(line)
+            for _ in range(self.limit):
+                token = int(draw(self.stream.logits, self.sampling, self.generator))
+                if token in self.text.ends or interrupted:
+                    break
+                print(writer.add(token), end="", flush=True)
+                self.stream.feed([token])
+                self.tokens_read += 1
+        print()
+
+    def _read(self, line: str) -> None:
+        import torch
+
+        assert self.text.turn_tokens is not None
+        first = self.tokens_read == 0
+        said = self.text.turn_tokens(line, first=first)
+        self.stream.read([said]) if first else self.stream.feed(torch.tensor([said]))
+        self.tokens_read += len(said)
 
 
 @contextmanager

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Generic
 
 import tyro
 
-from expire_span.agent_configs import AgentRunConfig
-from expire_span.compare.plan import (
+from expire_span.lab.compare.plan import (
     Comparison,
     System,
     check_place,
@@ -19,19 +18,20 @@ from expire_span.compare.plan import (
     parse_budgets,
     parse_mixers,
 )
-from expire_span.config import RunConfig
 from expire_span.recipes import RECIPES, get_recipe
 from expire_span.runs import RunError, UserError, check_name
 
 from .lists import recipe_lines
-from .parsing import PROGRAM, parse, spell_out, take_name
+from .parsing import PROGRAM, parse, take_name
+from .runs import Settings, check_given
+from .short_help import show_usual
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Generic[Settings]):
     """Train memory systems on the same recipe with equal parameters, one after the other, and write the table."""
 
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    config: Annotated[Settings, tyro.conf.arg(name="")]
     mixers: str = ""
     """The memory systems, like full,transformer_xl,expire_span; see expire-span memories. A hybrid of two has layers of both in
     turn, like 3xgated_deltanet+expire_span."""
@@ -53,47 +53,26 @@ MOST_SEEDS = 1000
 """Largest number of seeds: every run is planned, and its folder named, before the first begins."""
 
 
-@dataclass(frozen=True)
-class CompareAgents(Compare):
-    """Train agents with different memory systems in the same environment with equal parameters, and write the table."""
-
-    config: Annotated[AgentRunConfig, tyro.conf.arg(name="")]
-
-
-USUAL = (
-    "mixers",
-    "budgets",
-    "sweep",
-    "seeds",
-    "train-seconds",
-    "name",
-    "task.path",
-    "train.steps",
-    "train.batch",
-    "train.device",
-)
-"""Options of compare that most people need."""
-USUAL_OF_AGENTS = (*USUAL[:6], "task.env", "task.options", "train.steps", "train.envs", "train.device")
-"""The same for agents."""
+USUAL = ("mixers", "budgets", "sweep", "seeds", "train-seconds", "name")
+"""Options of compare that most people need, beside those of the kind of run."""
 
 
 def run_compare(args: list[str]) -> int:
-    usage = f"usage: {PROGRAM} compare RECIPE --mixers a,b,c [OPTIONS]\n\nrecipes:\n{recipe_lines()}"
-    taken = take_name(args, "compare", "recipe", RECIPES, usage)
+    taken = take_name(args, "compare", "recipe", RECIPES, _usage)
     if taken is None:
         return 0
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"compare runs its systems one after the other, got {os.environ['WORLD_SIZE']} processes; start one"
         )
-    recipe, rest = taken[0], spell_out(taken[1], "--sweep")
+    recipe, rest = taken[0], taken[1]
     command = _parse(recipe, rest)
     systems = _systems(command)
     name = command.name or f"compare-{recipe}"
     check_name(name)
     path = command.runs_dir / name
     check_place(path)
-    from expire_span.compare.prepare import prepare
+    from expire_span.lab.compare.prepare import prepare
 
     comparison = prepare(path, recipe, command.config, systems, command.train_seconds)
     if (path / "compare.json").exists():
@@ -103,13 +82,17 @@ def run_compare(args: list[str]) -> int:
     return _compare(comparison)
 
 
+def _usage() -> str:
+    """Help on compare without a recipe: the usual options, all recipes by group."""
+    return show_usual(f"{PROGRAM} compare RECIPE", Compare(get_recipe("recall")()), USUAL) + "\n\n" + recipe_lines()
+
+
 def _parse(recipe: str, args: list[str]) -> Compare:
     config = get_recipe(recipe)()
-    if not isinstance(config, AgentRunConfig):
-        return parse(Compare, args, f"{PROGRAM} compare {recipe}", Compare(config), USUAL)
-    command = parse(CompareAgents, args, f"{PROGRAM} compare {recipe}", CompareAgents(config), USUAL_OF_AGENTS)
-    if not command.config.task.env:
-        raise UserError("compare agent needs an environment; give --task.env, like ExpireSpan/Corridor-Easy-v0")
+    kind, prog = config.kind, f"{PROGRAM} compare {recipe}"
+    usual = (*USUAL, *kind.load("command").USUAL_TO_COMPARE)
+    command = parse(config.typed(Compare), args, prog, Compare(config), usual)
+    check_given(command.config, f"compare {recipe}")
     return command
 
 
@@ -130,10 +113,11 @@ def _systems(command: Compare) -> list[System]:
 
 def _compare(comparison: Comparison) -> int:
     """Train the runs that are not finished, then write and print the table; failed runs are reported too."""
-    from expire_span.compare.conduct import conduct
-    from expire_span.compare.page import write_page
-    from expire_span.compare.prepare import describe_plan
-    from expire_span.compare.table import collect_rows, print_table, score_name, with_found_score, write_table
+    from expire_span.lab.compare.conduct import conduct
+    from expire_span.lab.compare.outcome import read_outcome, score_name
+    from expire_span.lab.compare.page import write_page
+    from expire_span.lab.compare.prepare import describe_plan
+    from expire_span.lab.compare.table import print_table, write_table
     from expire_span.view.efficiency import measure, show_count
 
     def describe(name: str) -> str:
@@ -146,11 +130,10 @@ def _compare(comparison: Comparison) -> int:
     comparison.write()
     print(describe_plan(comparison), flush=True)
     failed = conduct(comparison, describe)
-    comparison = with_found_score(comparison)
-    rows = collect_rows(comparison)
-    write_table(comparison, rows)
-    page = write_page(comparison, rows)
-    print_table(comparison, rows)
+    outcome = read_outcome(comparison)
+    write_table(outcome)
+    page = write_page(outcome)
+    print_table(outcome)
     print(f"page {page}, table {comparison.path / 'table.md'}")
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())

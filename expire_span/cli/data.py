@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -35,14 +35,20 @@ class Data:
     meet_prob: tuple[float, ...] = (0.0,)
     """collision: probability, per frame of the training split, that the particles are made to meet, as easier lessons; several
     divide the split into as many equal parts, so that easy and hard rows are learned side by side."""
+    easy: Literal["latest", "now"] = "latest"
+    """collision: what the easy questions ask about: the pair that collided last, or the colours that the particles have now, as
+    in the released process."""
     books: int | None = None
     """books: number of books of PG-19 to download for each split; None downloads all."""
 
 
-def run_data(args: list[str]) -> int:
+def _usage() -> str:
     listed = "\n".join(f"  {name:<11}{text}" for name, text in NAMES.items())
-    usage = f"usage: {PROGRAM} data NAME [--from FILE|URL] [--to PLACE]\n\ndata sets:\n{listed}"
-    taken = take_name(args, "data", "name", NAMES, usage)
+    return f"usage: {PROGRAM} data NAME [--from FILE|URL] [--to PLACE]\n\ndata sets:\n{listed}"
+
+
+def run_data(args: list[str]) -> int:
+    taken = take_name(args, "data", "name", NAMES, _usage)
     if taken is None:
         return 0
     name, rest = taken
@@ -62,7 +68,12 @@ def _check(name: str, command: Data) -> None:
     if name == "collision" and command.source is not None:
         raise UserError(f"collision is simulated and takes no --from, got {command.source}")
     usual = Data()
-    for option, owner in (("frames", "collision"), ("meet_prob", "collision"), ("books", "books")):
+    for option, owner in (
+        ("frames", "collision"),
+        ("meet_prob", "collision"),
+        ("easy", "collision"),
+        ("books", "books"),
+    ):
         if getattr(command, option) != getattr(usual, option) and owner != {"pg19": "books"}.get(name, name):
             raise UserError(f"--{option.replace('_', '-')} is an option of {owner}, and {name} does not take it")
     if command.books is not None and command.source is not None:
@@ -77,5 +88,5 @@ def _make(name: str, place: Path, command: Data, report: Callable[[int, int | No
     if name == "enwik8":
         return datasets.make_enwik8(place, command.source, report)
     if name == "collision":
-        return datasets.make_collision(place, command.frames, report, meet_probs=command.meet_prob)
+        return datasets.make_collision(place, command.frames, report, meet_probs=command.meet_prob, easy=command.easy)
     return datasets.make_books(place, command.source, report, limit=command.books)

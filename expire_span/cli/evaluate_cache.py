@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from expire_span.disk.files import write_picture
 from expire_span.errors import UserError
-from expire_span.files import write_picture
 
 from .parsing import PROGRAM, options_at_least, parse
+
+MOST_QUESTIONS = 100_000
+"""Largest number of questions of each kind: all of them are held in memory."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ def run_evaluate_cache(args: list[str]) -> int:
     command = parse(EvaluateCache, args, f"{PROGRAM} evaluate-cache")
     options_at_least(command, 1, "context", "documents", "chunk")
     options_at_least(command, 0, "questions")
+    if command.questions > MOST_QUESTIONS:
+        raise UserError(f"--questions must be at most {MOST_QUESTIONS:,}, got {command.questions:,}")
     methods = [x.strip() for x in command.methods.split(",")]
     budgets = [_share(x) for x in command.budgets.split(",")]
     if "expire" in methods and command.adapter is None:
         raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
-    from expire_span.files import to_json, write_atomic
+    from expire_span.disk.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
     from expire_span.hf.evaluate import check_methods, evaluate
     from expire_span.hf.loading import open_model
@@ -119,12 +124,14 @@ def compare_with_expire(rows: list[dict[str, Any]]) -> None:
         if row["method"] not in ("none", "expire") and row["budget"] in ours:
             mean, low, high = bootstrap(ours[row["budget"]]["losses"], row["losses"])
             row["expire_minus_this"] = {"mean": mean, "low": low, "high": high}
-            print(f"expire - {row['method']} at {row['budget']:g}: {mean:+.4f} nats a token [{low:+.4f}, {high:+.4f}]")
+            told = f"{mean:+.4f} nats a token (95% interval {low:+.4f} to {high:+.4f})"
+            print(f"expire - {row['method']} at {row['budget']:g}: {told}")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Perplexity over the budget, a line for each method."""
+    """Perplexity over the budget, a line for each method; plain numbers on both axes, the legend beside them."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -134,6 +141,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.axhline(points[0][1], color="black", linestyle=":", label="full cache")
         else:
             axes.plot(*zip(*points), marker="o", label=name)
-    axes.set(xlabel="peak bytes, share of the full cache", ylabel="perplexity", xscale="log", yscale="log")
-    axes.legend()
+    axes.set(
+        xlabel="peak bytes, % of the full cache", ylabel="perplexity (lower is better)", xscale="log", yscale="log"
+    )
+    axes.xaxis.set_major_locator(FixedLocator(sorted({row["budget"] for row in rows})))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.set_title("Perplexity of each cache at equal peak bytes", loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     write_picture(path, figure, dpi=150)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.files import check_output, to_json, write_output
+from expire_span.disk.files import check_output, to_json, write_output
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
 

@@ -5,38 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from expire_span.runs import RunFolder, UserError
-from expire_span.task_configs import BooksTask
+from expire_span.runs import RunFolder
 
 from .bars import progress_bar
 from .parsing import warn
 
 
 def eval_file(run: RunFolder, path: Path, device: str) -> int:
-    """Print bits per byte, token or character of a file and the number of living memories along it, as JSON."""
-    task = run.config.task
-    tokenizer = getattr(task, "tokenizer", "")
-    if not tokenizer and not isinstance(task, BooksTask) and getattr(run.config.model, "vocab", None) != 256:
-        raise UserError(f"--file needs a run of text or books, got a run of task {task.kind}")
+    """Print bits per byte, token, character or word of a file and the number of living memories along it, as JSON."""
     from expire_span.checkpoint import load_model
-    from expire_span.stream import scoring
+    from expire_span.stream.scoring import score_file
+    from expire_span.tasks.registry import text_codec
     from expire_span.train.devices import check_device
 
+    codec = text_codec(run.config.task, "--file")
     decoder, _ = load_model(run, check_device(device), warn)
-    with progress_bar(path.name) as report:
-        if isinstance(task, BooksTask):
-            from expire_span.tasks.books import Books
-
-            ids = Books(task).encode(path)
-            found = scoring.score_characters(decoder, ids, lambda done: report(done, len(ids)))
-        elif tokenizer:
-            from expire_span.tasks.tokens import Tokenizer
-
-            ids, sizes = Tokenizer(tokenizer).encode(path.read_bytes(), str(path))
-            found = scoring.score_tokens(decoder, ids, sizes, lambda done: report(done, len(ids)))
-        else:
-            with open(path, "rb") as file:
-                size = path.stat().st_size or None  # unknown for a pipe
-                found = scoring.score_bytes(decoder, file, lambda done: report(done, size))
+    with progress_bar(path.name) as report, open(path, "rb") as file:
+        size = path.stat().st_size if codec.unit == "byte" else 0  # the number of other tokens is known at the end
+        found = score_file(decoder, codec, file, str(path), lambda done: report(done, size or None))
     print(json.dumps({"file": str(path), **found}, indent=2))
     return 0

@@ -20,14 +20,17 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Generate(OnAnyRun):
-    """Write text token by token, in bounded memory, with a run's newest checkpoint. Ctrl-C ends an endless one."""
+    """Write text token by token, in bounded memory, with a run's newest checkpoint, or with a retrofitted model. Ctrl-C ends
+    an endless one."""
 
+    adapter: Path | None = None
+    """Adapter folder of a retrofitted model; RUN is then its folder, .gguf file or hub name."""
     prompt: str = ""
     """Text to go on from; - reads it from standard input."""
     file: Path | None = None
     """File to go on from, of any length, in place of --prompt."""
     max_tokens: int | None = 256
-    """How many tokens to write, bytes where the run has no tokenizer; None never stops."""
+    """How many tokens to write (bytes, characters or words, as the run reads them); None never stops."""
     samples: int = 1
     """How many continuations to write; with more than one they are printed one after another at the end."""
     temperature: float = 1.0
@@ -44,13 +47,10 @@ class Generate(OnAnyRun):
 
 def run_generate(args: list[str]) -> int:
     command = parse(Generate, args, f"{PROGRAM} generate")
-    run = find_run(command.run, command.runs_dir)
-    tokenizer = getattr(run.config.task, "tokenizer", "")
-    if not tokenizer and getattr(run.config.model, "vocab", None) != 256:
-        raise UserError(f"generate needs a run of text, got a run of task {run.config.task.kind}")
+    run = find_run(command.run, command.runs_dir) if command.adapter is None else None
     _check(command)
     prompt = _read_prompt(command)
-    steps = _generate(command, run, tokenizer, prompt)
+    steps = _continue(command, prompt) if run is None else _generate(command, run, prompt)
     if command.samples > 1:
         for text in zip(*steps):
             _write(prompt + b"".join(text) + b"\n\n")
@@ -76,19 +76,43 @@ def _check(command: Generate) -> None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
 
 
-def _generate(command: Generate, run: RunFolder, tokenizer: str, prompt: bytes) -> Iterator[list[bytes]]:
+def _generate(command: Generate, run: RunFolder, prompt: bytes) -> Iterator[list[bytes]]:
     """New bytes of all samples, step by step, from the run's newest checkpoint."""
     from expire_span.checkpoint import load_model
-    from expire_span.generate import Sampling, generate_bytes, generate_text
-    from expire_span.tasks.tokens import Tokenizer
+    from expire_span.generate import Sampling, generate_text
+    from expire_span.tasks.registry import text_codec
     from expire_span.train.devices import check_device
 
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    codec = text_codec(run.config.task, "generate")
     decoder, _ = load_model(run, check_device(command.device), warn)
-    limits = {"max_tokens": command.max_tokens, "samples": command.samples}
-    if tokenizer:
-        return generate_text(decoder, Tokenizer(tokenizer), prompt, sampling, **limits)
-    return generate_bytes(decoder, prompt, sampling, **limits)
+    return generate_text(decoder, codec, prompt, sampling, max_tokens=command.max_tokens, samples=command.samples)
+
+
+def _continue(command: Generate, prompt: bytes) -> Iterator[list[bytes]]:
+    """New text of all samples, step by step, from a retrofitted model; it ends where each sample has an end token."""
+    import torch
+
+    from expire_span.generate import Sampling, generate_tokens
+    from expire_span.serve.detokenizer import TextWriter
+    from expire_span.serve.text import open_retrofit
+
+    if command.run is None or command.adapter is None:
+        raise UserError(
+            f"--adapter {command.adapter} needs its model, got none; give a folder, a .gguf file or a hub name"
+        )
+    sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    text = open_retrofit(command.run, command.adapter, "fp32", command.device)
+    ids = text.tokenizer.encode(prompt.decode(errors="replace"))
+    if not ids:
+        raise UserError("the prompt has no token; give --prompt some words")
+    writers: list[TextWriter | None] = [TextWriter(text.tokenizer, (), ids) for _ in range(command.samples)]
+    options = {"samples": command.samples, "max_tokens": command.max_tokens}
+    for step in generate_tokens(text.model, torch.tensor(ids), sampling, **options):
+        writers = [None if token in text.ends else writer for writer, token in zip(writers, step.tolist())]
+        if not any(writers):
+            return
+        yield [writer.add(token).encode() if writer else b"" for writer, token in zip(writers, step.tolist())]
 
 
 def _read_prompt(command: Generate) -> bytes:

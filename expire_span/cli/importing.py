@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.config import TrainConfig
 from expire_span.runs import UserError, check_name, check_new
+from expire_span.settings.run import TrainConfig
 
 from .parsing import PROGRAM, parse
 

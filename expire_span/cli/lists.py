@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from expire_span.recipe_facts import FACTS
-from expire_span.recipes import RECIPES, summary
+from expire_span.recipes import RECIPES, names_by_purpose, stages_of, summary
+from expire_span.recipes.facts import FACTS
 
-from .parsing import PROGRAM, parse, spell_out
+from .parsing import PROGRAM, parse
+
+MEANING = """TASK is the recommended run: on one GPU, unless the task is so small that two CPU cores do.
+TASK_tiny takes minutes on two CPU cores. TASK_paper is the published setting."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Memories:
 
 @dataclass(frozen=True)
 class Recipes:
-    """List the recipes with what to expect of each: size, hardware, time, score."""
+    """List the recipes by what they are for, with what to expect of each: hardware, time, score."""
 
     json: bool = False
     """Print names, summaries, expectations and full configs as JSON."""
@@ -32,7 +36,7 @@ def run_memories(args: list[str]) -> int:
     from expire_span.memories import describe
     from expire_span.models.systems import SYSTEMS
 
-    command = parse(Memories, spell_out(args), f"{PROGRAM} memories")
+    command = parse(Memories, args, f"{PROGRAM} memories")
     if command.json:
         print(json.dumps([describe(kind) for kind in SYSTEMS], indent=2))
         return 0
@@ -43,31 +47,46 @@ def run_memories(args: list[str]) -> int:
 
 
 def run_recipes(args: list[str]) -> int:
-    from expire_span.config import to_dict
-
-    command = parse(Recipes, spell_out(args), f"{PROGRAM} recipes")
+    command = parse(Recipes, args, f"{PROGRAM} recipes")
     if command.json:
-        print(json.dumps({name: _describe(name, to_dict(r())) for name, r in RECIPES.items()}, indent=2))
+        print(json.dumps({name: _describe(name) for name in RECIPES}, indent=2))
     else:
         print(recipe_table())
     return 0
 
 
-def _describe(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    facts = asdict(FACTS[name]) if name in FACTS else {}
-    return {"summary": summary(RECIPES[name]), **facts, "config": config}
+def _describe(name: str) -> dict[str, Any]:
+    from expire_span.settings.run import to_dict
+
+    group = next(purpose for purpose, names in names_by_purpose().items() if name in names)
+    about = {"group": group, "summary": summary(RECIPES[name]), **(asdict(FACTS[name]) if name in FACTS else {})}
+    return about | {"config": to_dict(RECIPES[name]()), "stages": [to_dict(stage()) for stage in stages_of(name)[:-1]]}
 
 
 def recipe_table() -> str:
-    """Every recipe in two lines: what to expect of it, and what it is."""
-    width, lines = max(map(len, RECIPES)) + 2, []
-    for name, recipe in RECIPES.items():
-        facts = FACTS.get(name)
-        told = f"{facts.size:<7}{facts.hardware}, {facts.time}; {facts.score}" if facts else "nothing known"
-        lines += [f"  {name:<{width}}{told}", f"  {'':<{width}}{summary(recipe)}"]
+    """The recipes by what they are for, each in two lines: what to expect of it, and what it is; then its lessons."""
+    width, lines = max(map(len, RECIPES)) + 4, [MEANING]
+    for purpose, names in names_by_purpose().items():
+        lines.append(f"\nto {purpose}:")
+        for name in names:
+            facts = FACTS.get(name)
+            told = f"{facts.hardware}, {facts.time}; {facts.score}" if facts else "nothing known"
+            lines += [f"  {name:<{width - 2}}{told}", f"{'':<{width}}{summary(RECIPES[name])}"]
+            lessons = stages_of(name)[:-1]
+            lines += [f"{'':<{width}}stage {n}: {summary(lesson)}" for n, lesson in enumerate(lessons, 1)]
     return "\n".join(lines)
 
 
+START_HERE = ("recall", "text_tiny", "agent_corridor_tiny")
+"""A recipe of each kind that needs nothing but two CPU cores and a few minutes."""
+
+
 def recipe_lines() -> str:
+    """All recipes by what they are for, a line each, those to start with first."""
+    purposes = {f"to {purpose}": names for purpose, names in names_by_purpose().items()}
+    return "\n\n".join(_recipe_group(f"{t}:", names) for t, names in {"start here": START_HERE, **purposes}.items())
+
+
+def _recipe_group(title: str, names: Iterable[str]) -> str:
     width = max(map(len, RECIPES)) + 2
-    return "\n".join(f"  {name:<{width}}{summary(recipe)}" for name, recipe in RECIPES.items())
+    return "\n".join([title, *(f"  {name:<{width}}{summary(RECIPES[name])}" for name in names)])

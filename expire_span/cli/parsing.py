@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,47 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
     if usual and default is not None and ("-h" in args or "--help" in args):
         print(show_usual(prog, default, usual))
         raise SystemExit(0)
-    args = ["--help" if word == "--help-all" else word for word in args]
+    args = ["--help" if word == "--help-all" else word for word in as_switches(args, kind, default)]
     said = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(said), without_fields():
-            return tyro.cli(
-                kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff), **options
-            )
+            found = tyro.cli(kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,), **options)
+        check_widths(found)
+        return found
     except SystemExit as stop:
         if not stop.code:
             raise
     raise UserError(one_sentence(said.getvalue(), prog))
 
 
-def spell_out(args: list[str], flag: str = "--json") -> list[str]:
-    """Replace a flag without a value, such as --json, by the flag with the value True."""
-    out: list[str] = []
-    for word, after in zip(args, [*args[1:], "--"]):
-        out += [word, "True"] if word == flag and after.startswith("-") else [word]
+def as_switches(args: list[str], kind: Any, default: Any = None) -> list[str]:
+    """Switches with a value, such as --greedy True, as plain ones: --greedy, or --no-greedy for False."""
+    known, out, rest = find_switches(kind if default is None else default), [], list(args)
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
+        if word.replace("_", "-") not in known or not (equals or (rest and rest[0] in ("True", "False"))):
+            out.append(word + equals + value)
+            continue
+        value = value if equals else rest.pop(0)
+        if value not in ("True", "False"):
+            raise UserError(f"{word} must be one of True, False, got {value!r}")
+        *path, last = word[2:].split(".")
+        out.append(word if value == "True" else "--" + ".".join([*path, f"no-{last}"]))
     return out
+
+
+def find_switches(command: Any, prefix: str = "--") -> set[str]:
+    """The options of a command (a dataclass, or one with values) that are switches, those of settings inside it included."""
+    found: set[str] = set()
+    for field in dataclasses.fields(command):
+        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value, name = made if isinstance(command, type) else getattr(command, field.name), field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            found |= find_switches(value, prefix if prefix == "--" and name in UNNAMED else f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            found.add(prefix + name)
+    return found
 
 
 def one_sentence(said: str, prog: str) -> str:
@@ -95,12 +117,27 @@ def warn(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
 
 
-def options_at_least(command: Any, least: int, *names: str) -> None:
+def options_at_least(command: Any, least: float, *names: str) -> None:
     """Refuse options of a command whose values are smaller than `least`; None is allowed."""
     for name in names:
         value = getattr(command, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN is refused too
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+UNNAMED = ("config", "expiry", "learning")
+"""Settings whose fields are options of the command itself."""
+
+
+def check_widths(command: Any, prefix: str = "") -> None:
+    """Refuse whole numbers that no library can count with, in options and in the settings inside them."""
+    for field in dataclasses.fields(command):
+        value, name = getattr(command, field.name), prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            check_widths(value, "" if not prefix and name in UNNAMED else f"{name}.")
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                raise UserError(f"--{name} must be less than 2**63 in size, got {number}")
 
 
 def check_port(port: int) -> None:
@@ -122,11 +159,13 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def take_name(args: list[str], verb: str, what: str, known: Iterable[str], usage: str) -> tuple[str, list[str]] | None:
+def take_name(
+    args: list[str], verb: str, what: str, known: Iterable[str], usage: Callable[[], str]
+) -> tuple[str, list[str]] | None:
     """The name that a verb needs before its options, and the options; None if --help was given, after printing the usage."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     if args and args[0] in ("-h", "--help"):
-        print(usage)
+        print(usage())
         return None
     raise UserError(f"{verb} needs a {what} before its options; known are: {', '.join(known)}")

@@ -12,6 +12,13 @@ from expire_span.runs import UserError
 from .parsing import PROGRAM, nearest, parse, take_name
 
 WORLDS = {"corridor": "Corridor", "portal": "Portal", "instruction": "Instruction"}
+GOALS = {
+    "corridor": "Remember the colour of the ball at the start, walk right to the end, and go through the door of that colour.",
+    "portal": "Pass all rooms: one door of each leads on, the other back to the start. Remember which was right.",
+    "instruction": "Walk about and listen; when you stand at the place that an instruction named, do what it asked.",
+}
+"""What a player has to do in each world."""
+SIGNS = "signs: @ you, ● ball, ■ box, D door, █ wall, ▒ coloured floor, · empty cell"
 KEYS = {"a": 0, "d": 1, "w": 2, "s": 3, "h": 0, "l": 1, "k": 2, "j": 3}
 """Moves by key: left, right, up, down; either wasd or hjkl."""
 
@@ -29,8 +36,7 @@ class Play:
 
 
 def run_play(args: list[str]) -> int:
-    usage = f"usage: {PROGRAM} play {'|'.join(WORLDS)} [--level Easy|Medium|Hard] [--seed N]\n\n{_keys('')}"
-    taken = take_name(args, "play", "world", WORLDS, usage)
+    taken = take_name(args, "play", "world", WORLDS, _usage)
     if taken is None:
         return 0
     world, rest = taken
@@ -42,8 +48,13 @@ def run_play(args: list[str]) -> int:
 
     engine = build_engine(level_config(WORLDS[world], command.level), 1)
     engine.reset(command.seed)
-    print(_keys(world))
+    print(f"{GOALS[world]}\n{SIGNS}\n{_keys(world)}")
     return _loop(engine, command)
+
+
+def _usage() -> str:
+    goals = "\n".join(f"  {world:<13}{goal}" for world, goal in GOALS.items())
+    return f"usage: {PROGRAM} play WORLD [--level Easy|Medium|Hard] [--seed N] [--no-colour]\n\n{goals}\n\n{SIGNS}\n{_keys('')}"
 
 
 def _keys(world: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from expire_span.checks import check_seed
 from expire_span.errors import UserError
-from expire_span.retrofit_configs import DistillConfig, RetrofitConfig, RetrofitTask
 from expire_span.runs import RunFolder, check_name, check_new
+from expire_span.settings.retrofit import DistillConfig, RetrofitConfig, RetrofitTask
 
 from .parsing import PROGRAM, parse
 
@@ -57,30 +57,24 @@ def run_retrofit(args: list[str]) -> int:
     command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
     check_seed(command.seed, "--seed")
     check_name(command.out.name)
-    check_new(command.out)
+    check_new(command.out, "--out")
     if not command.data.exists():
         raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
     from expire_span.train.distill import begin, check_extras
 
     check_extras(command.learning)
     task = RetrofitTask(model=command.model, data=str(command.data), dtype=command.dtype)
-    return _finish(begin(task, command.expiry, command.learning, command.out, seed=command.seed))
+    run = begin(task, command.expiry, command.learning, command.out, seed=command.seed)
+    print(tell(run, run.read_result() or {}))
+    return 0
 
 
-def resume_retrofit(run: RunFolder, *, allow_changed_data: bool) -> int:
-    """Continue an interrupted run; its model and text must be where they were when it began."""
-    from expire_span.train.distill import go_on
-
-    return _finish(go_on(run, allow_changed_data=allow_changed_data))
-
-
-def _finish(run: RunFolder) -> int:
-    result = run.read_result() or {}
-    print(
+def tell(run: RunFolder, result: dict[str, Any]) -> str:
+    """The result of a finished run in a sentence."""
+    return (
         f"{run.path / 'adapter'}: {result['live_at_end']:.0f} living memories per head at {result['context']} tokens "
         f"(budget {result['target']:.0f}), KL to the base model {result['score']:.4f} nats a token"
     )
-    return 0
 
 
 def _one_budget(args: list[str]) -> list[str]:

@@ -7,30 +7,31 @@ import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
-from expire_span.agent_configs import AgentRunConfig
-from expire_span.config import RunConfig
 from expire_span.memories import find_limits
 from expire_span.models.systems import mixer_config
-from expire_span.recipes import RECIPES, get_recipe
-from expire_span.retrofit_configs import RetrofitRunConfig
-from expire_span.runs import RunFolder, UserError, check_name, check_new, find_run
+from expire_span.recipes import RECIPES, get_recipe, stages_of
+from expire_span.runs import RunFolder, UserError, find_run
+from expire_span.settings.kinds import KINDS
+from expire_span.settings.run import RunConfig
 
-from .agent import eval_agent, resume_agent, train_agent
 from .files import eval_file
 from .lists import recipe_lines
-from .parsing import PROGRAM, is_first_process, parse, spell_out, take_name, warn
-from .retrofit import resume_retrofit
+from .parsing import PROGRAM, is_first_process, parse, take_name, warn
+from .short_help import show_usual
+from .stages import plan_stages, train_stages
+
+Settings = TypeVar("Settings", bound=RunConfig)
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Generic[Settings]):
     """Train a recipe; every field of it can be changed with an option."""
 
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    config: Annotated[Settings, tyro.conf.arg(name="")]
     name: str | None = None
     """Name of the run folder; the recipe's name by default."""
     runs_dir: Path = Path("runs")
@@ -38,7 +39,10 @@ class Train:
     mixer: str | None = None
     """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
     init_from: str | None = None
-    """A run whose newest weights are the initial weights: its name under --runs-dir, or its path. The shapes must match."""
+    """A run whose newest weights (of an agent its best) are the initial weights: its name under --runs-dir, or its path. The
+    shapes must match."""
+    stage: int | None = None
+    """Of a recipe with several stages: train this one alone, from --init-from; None trains all in turn."""
 
 
 @dataclass(frozen=True)
@@ -115,43 +119,37 @@ def find_adapter(name: str | None) -> Path | None:
     return next((place for place in places if (place / "adapter.json").is_file()), None)
 
 
-USUAL = (
-    "name",
-    "task.path",
-    "mixer",
-    "train.steps",
-    "train.batch",
-    "train.block",
-    "train.lr",
-    "train.budget.live",
-    "train.device",
-    "seed",
-    "init-from",
-)
-"""Options of train that most people need; the others have defaults that fit the recipe."""
-
-
 def run_train(args: list[str]) -> int:
-    usage = f"usage: {PROGRAM} train RECIPE [OPTIONS]\n\nrecipes:\n{recipe_lines()}"
-    taken = take_name(args, "train", "recipe", RECIPES, usage)
+    taken = take_name(args, "train", "recipe", RECIPES, _train_usage)
     if taken is None:
         return 0
     recipe, rest = taken
-    config = _with_mixer(get_recipe(recipe)(), rest)
-    if isinstance(config, AgentRunConfig):
-        return train_agent(recipe, config, rest)
-    command = parse(Train, rest, f"{PROGRAM} train {recipe}", Train(config), USUAL)
-    name = command.name or recipe
-    check_name(name)
-    path = command.runs_dir / name
+    configs = [_with_mixer(stage(), rest) for stage in stages_of(recipe)]
+    kind, prog = configs[-1].kind, f"{PROGRAM} train {recipe}"
+    usual = kind.load("command").USUAL
+    last, *lessons = [parse(config.typed(Train), rest, prog, Train(config), usual) for config in configs[::-1]]
+    check_given(last.config, f"train {recipe}")
+    stages = plan_stages(recipe, [*lessons[::-1], last])
     if is_first_process():
-        check_new(path)
-        for limit in find_limits(command.config):
+        for limit in dict.fromkeys(limit for stage in stages for limit in find_limits(stage.command.config)):
             warn(limit)
-    source = find_run(command.init_from, command.runs_dir) if command.init_from is not None else None
-    from expire_span.train.supervised import train
+    trainer = kind.load("trainer")
+    return [_finish(run) for run in train_stages(recipe, stages, trainer.train, trainer.resume)][-1]
 
-    return _finish(train(command.config, path, recipe=recipe, init_from=source))
+
+def check_given(config: RunConfig, verb: str) -> None:
+    """Refuse settings without what their kind of run cannot do without."""
+    for option, needed in config.kind.required.items():
+        part, name = option.split(".")
+        if not getattr(getattr(config, part), name):
+            raise UserError(f"{verb} needs {needed}")
+
+
+def _train_usage() -> str:
+    """Help on train without a recipe: where to start, the usual options, all recipes by group."""
+    config = get_recipe("text_tiny")()
+    usual = config.kind.load("command").USUAL
+    return show_usual(f"{PROGRAM} train RECIPE", Train(config), usual) + "\n\n" + recipe_lines()
 
 
 def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
@@ -163,59 +161,40 @@ def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
     return replace(config, model=replace(config.model, mixer=mixer_config(named[1])))
 
 
-def _finish(run: Any) -> int:
+def _finish(run: RunFolder) -> int:
     """Print the result of a finished run."""
-    result = run.read_result()
     if is_first_process():
-        live = " ".join(f"{x:.1f}" for x in result["live"])
-        print(
-            f"{run.name}: test {result['score_name']} {result['score']:.4f}, loss {result['loss']:.4f}, live memories {live} "
-            f"({result['live_share']:.1%} of those seen), run folder {run.path}"
-        )
+        print(run.config.kind.load("command").tell(run, run.read_result() or {}))
     return 0
 
 
 def run_resume(args: list[str]) -> int:
-    command = parse(Resume, spell_out(args, "--allow-changed-data"), f"{PROGRAM} resume")
+    command = parse(Resume, args, f"{PROGRAM} resume")
     run = find_run(command.run, command.runs_dir)
+    kind = run.config.kind
     if run.finished:
-        more = (
-            "" if isinstance(run.config, RetrofitRunConfig) else f"; train --init-from {run.path} trains its weights on"
-        )
+        more = kind.trained_on.format(path=run.path)
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume{more}")
-    if isinstance(run.config, AgentRunConfig):
-        return resume_agent(run)
-    if isinstance(run.config, RetrofitRunConfig):
-        return resume_retrofit(run, allow_changed_data=command.allow_changed_data)
     check_data_is_there(run, "put it back, or go to the folder that the training began in")
-    from expire_span.train.supervised import resume
-
-    return _finish(resume(run, allow_changed_data=command.allow_changed_data))
-
-
-OF_AGENTS = ("episodes", "greedy", "options", "control")
-"""Options of eval for runs of agents only."""
-OF_OTHERS = ("split", "batches", "batch", "block", "path", "file")
-"""Options of eval for supervised runs only."""
+    return _finish(kind.load("trainer").resume(run, allow_changed_data=command.allow_changed_data))
 
 
 def _check_fits_run(command: Eval, run: RunFolder) -> None:
     """Refuse options that this kind of run would ignore."""
-    plays = isinstance(run.config, AgentRunConfig)
-    defaults = {field.name: field.default for field in fields(Eval)}
-    for name in OF_OTHERS if plays else OF_AGENTS:
-        if getattr(command, name) != defaults[name]:
-            what = "an agent, which plays episodes" if plays else f"of task {run.config.task.kind}, not an agent"
-            meant = OF_AGENTS if plays else OF_OTHERS
+    known, own = {option for kind in KINDS for option in kind.eval_options}, run.config.kind.eval_options
+    for name in (field.name for field in fields(Eval)):
+        if name in known - set(own) and getattr(command, name) != getattr(Eval, name):
+            what = run.config.kind.called.format(task=run.config.task)
             raise UserError(
                 f"--{name} {getattr(command, name)} does nothing here: run {run.path} is {what}; its options are "
-                f"{', '.join(f'--{option}' for option in meant)}"
+                f"{', '.join(f'--{option}' for option in own)}"
             )
 
 
 def run_eval(args: list[str]) -> int:
     command = parse(Eval, args, f"{PROGRAM} eval")
     run = find_run(command.run, command.runs_dir)
+    run.check_can("eval")
     _check_fits_run(command, run)
     if command.file is not None:
         return eval_file(run, command.file, command.device)
@@ -223,42 +202,8 @@ def run_eval(args: list[str]) -> int:
         value = getattr(command, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} must be at least 1, got {value}")
-    if isinstance(run.config, AgentRunConfig):
-        return eval_agent(run, command)
-    if isinstance(run.config, RetrofitRunConfig):
-        raise UserError(
-            f"run {run.path} taught a Hugging Face model to forget; score it with: expire-span evaluate-cache"
-        )
-    print(json.dumps(_evaluate(with_data(run, command.path), command), indent=2))
+    print(json.dumps(run.config.kind.load("command").evaluate(run, command), indent=2))
     return 0
-
-
-def _evaluate(run: RunFolder, command: Eval) -> dict[str, Any]:
-    """The result of a supervised run's newest checkpoint on a split of its task."""
-    from expire_span.checkpoint import load_model
-    from expire_span.tasks.registry import build_task
-    from expire_span.train.devices import check_device
-    from expire_span.train.estimate import TOKEN_BYTES, check_fits
-    from expire_span.train.evaluate import evaluate
-
-    train = run.config.train
-    rows = command.batch or train.eval_batch or train.batch
-    block = command.block or train.eval_block or train.block
-    tokens = rows * block
-    check_fits(tokens * TOKEN_BYTES, f"a batch of {tokens:,} tokens", f"--batch {rows:,}", check_device("cpu"))
-    decoder, config = load_model(run, check_device(command.device), warn)
-    batches = command.batches or (config.train.eval_batches if command.split == "train" else None)
-    result = evaluate(
-        decoder,
-        build_task(config.task),
-        command.split,
-        batch=rows,
-        block=block,
-        batches=batches,
-        seed=config.seed,
-        precision=config.train.precision,
-    )
-    return result.per_row()
 
 
 def check_data_is_there(run: RunFolder, advice: str) -> None:

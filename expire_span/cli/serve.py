@@ -1,4 +1,4 @@
-"""`expire-span serve`: a retrofitted model over HTTP."""
+"""`expire-span serve`: a run's model, or a retrofitted one, over HTTP."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from expire_span.errors import UserError, describe
+from expire_span.extras import install_command
+from expire_span.shipped import SHIPPED
 
-from .parsing import PROGRAM, check_port, options_at_least, parse
+from .parsing import PROGRAM, check_port, options_at_least, parse, warn
+
+if TYPE_CHECKING:
+    from expire_span.serve.scheduler import Scheduler
+    from expire_span.serve.text import TextModel
 
 
 @dataclass(frozen=True)
 class Serve:
     """Serve completions and chat as OpenAI's API does; on this machine only, unless --host says otherwise."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder, .gguf file or hub name of a causal language model."""
-    adapter: Path
-    """Adapter folder."""
+    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = None
+    """A run of text, by name or folder; with --adapter, the folder, .gguf file or hub name of a causal language model; without
+    either, the model that ships with the package."""
+    adapter: Path | None = None
+    """Adapter folder, for a retrofitted model."""
+    runs_dir: Path = Path("runs")
+    """Folder of runs."""
     host: str = "127.0.0.1"
     """Address to listen on. The server has no authentication: put a proxy that has one before any other address."""
     port: int = 8000
@@ -31,38 +40,77 @@ class Serve:
     rows: int = 8
     """Largest number of requests that run at a time; others wait."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the model."""
+    """Precision of a retrofitted model; a run has its own."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    allow_host: tuple[str, ...] = ()
+    """Names under which clients may ask, besides this machine's addresses and localhost: that of a proxy, for example."""
+    max_waiting: int = 1024
+    """Largest number of texts that wait for their turn; more are refused with 429."""
+    max_prompt: int = 500_000
+    """Largest number of tokens of a prompt."""
+    max_body: int = 4_000_000
+    """Largest number of bytes of a request."""
+    patience: float = 30.0
+    """Seconds that a client may let the server wait: for a whole request, or for reading on in an answer."""
+    grace: float = 5.0
+    """Seconds that answers have to end after SIGTERM or Ctrl-C; then they are cut off. A second signal ends at once."""
 
 
 def run_serve(args: list[str]) -> int:
     command = parse(Serve, args, f"{PROGRAM} serve")
     check_port(command.port)
-    options_at_least(command, 1, "rows")
+    options_at_least(command, 1, "rows", "max_waiting", "max_prompt", "max_body")
+    options_at_least(command, 0, "grace")
+    options_at_least(command, 0.1, "patience")
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"serve needs {package}; install it with: pip install 'expire-span[hf,serve]'")
-    import uvicorn
+            raise UserError(f"serve needs {package}; install it with: {install_command('hf')}")
+    from expire_span.serve.scheduler import Scheduler
 
-    from expire_span.hf.adapter import read_head
-    from expire_span.hf.engine import AnswerEngine
-    from expire_span.hf.handle import load_adapter
-    from expire_span.hf.loading import open_model
-    from expire_span.hf.serve import build_app
-
-    read_head(command.adapter)  # before the model is loaded, which takes a while
     with _listen(command.host, command.port) as listener:
-        model, tokenizer = open_model(command.model, command.dtype, command.device)
-        engine = AnswerEngine(load_adapter(model, command.adapter), tokenizer, rows=command.rows)
-        config = uvicorn.Config(build_app(engine, command.model), log_level="warning")
-        server = _stopping_first(uvicorn.Server, engine)(config)
-        print(f"serving {command.model} at http://{command.host}:{command.port}/v1; Ctrl-C stops", file=sys.stderr)
+        scheduler = Scheduler(_open(command), rows=command.rows, waiting=command.max_waiting)
         try:
-            server.run(sockets=[listener])
+            _serve(command, scheduler, listener)
         finally:
-            engine.close()
+            scheduler.close()
     return 0
+
+
+def _open(command: Serve) -> TextModel:
+    from expire_span.serve.text import open_retrofit, open_run
+    from expire_span.train.devices import check_device
+
+    if command.adapter is not None:
+        if command.model is None:
+            raise UserError(
+                f"--adapter {command.adapter} needs its MODEL, got none; give a folder, a .gguf file or a hub name"
+            )
+        return open_retrofit(command.model, command.adapter, command.dtype, command.device)
+    return open_run(command.model, command.runs_dir, check_device(command.device), warn)
+
+
+def _serve(command: Serve, scheduler: Scheduler, listener: socket.socket) -> None:
+    from expire_span.serve.http import Limits, build_app, problem
+    from expire_span.web.hosts import LOOPBACK, OwnHosts, is_loopback
+    from expire_span.web.server import Server, ServerConfig, exempt_loaded
+
+    limits = Limits(max_body=command.max_body, max_prompt=command.max_prompt, patience=command.patience)
+    names = {*LOOPBACK, command.host, *command.allow_host}
+    hosts = OwnHosts(names, any_address=not is_loopback(command.host), hint="; allow a name with --allow-host")
+    name = command.model or SHIPPED.name
+    app = build_app(scheduler, name, limits=limits, hosts=hosts)
+
+    def refuse() -> None:
+        told = f"answers under way have {command.grace:g} s to end; a second signal ends at once"
+        print(f"stopping: {told}", file=sys.stderr)
+        scheduler.refuse()
+
+    config = ServerConfig(app, patience=command.patience, grace=command.grace, problem=problem)
+    address = f"http://{command.host}:{listener.getsockname()[1]}/v1"
+    print(f"serving {name} at {address}; Ctrl-C stops", file=sys.stderr, flush=True)
+    exempt_loaded()
+    Server(config, refuse, scheduler.stop).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -74,15 +122,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             f"cannot listen on {host}, port {port}: {describe(error)}; give another --port or --host"
         ) from error
-
-
-def _stopping_first(kind: Any, engine: Any) -> Any:
-    """A uvicorn server that ends the engine's requests when it is asked to stop: it waits for all connections to close, and an
-    answer may be endless."""
-
-    class Stopping(kind):
-        def handle_exit(self, *signal: Any) -> None:
-            engine.stop()
-            super().handle_exit(*signal)
-
-    return Stopping

@@ -11,6 +11,7 @@ import tyro
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse
+from .runs import with_data
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def run_ship(args: list[str]) -> int:
     if command.batches < 1:
         raise UserError(f"--batches must be at least 1, got {command.batches}")
     run = find_run(command.run, command.runs_dir)
+    if "path" in run.config.kind.eval_options:
+        with_data(run, command.path)  # a place that is not there is refused with the option that this command has
     sample = None if command.sample is None else command.sample.read_bytes()
     if sample == b"":
         raise UserError(f"--sample {command.sample} is empty; give a file with text, or leave it out")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from expire_span.runs import UserError
 
-from .parsing import PROGRAM, nearest, parse, spell_out
+from .parsing import PROGRAM, nearest, parse
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def run_study(args: list[str]) -> int:
 
 
 def run_entrances(args: list[str]) -> int:
-    command = parse(Entrances, spell_out(args, "--quick"), f"{PROGRAM} study entrances")
+    command = parse(Entrances, args, f"{PROGRAM} study entrances")
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("entrances-quick" if command.quick else "entrances")
-    from expire_span.study.entrances import EntrancesSettings, collect_facts, run_study
+    from expire_span.lab.study.entrances import EntrancesSettings, collect_facts, run_study
 
     quick, seeds = command.quick, command.seeds
     settings = EntrancesSettings.quick(seeds or 2) if quick else EntrancesSettings(seeds=seeds or 5)
@@ -86,17 +86,17 @@ def run_word_rnn(args: list[str]) -> int:
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds, steps=command.steps)
     if command.path and not Path(command.path).is_file():
         raise UserError(f"--path {command.path} is not a file; give a text file, or none for the built-in tales")
-    from expire_span.study.word_rnn import WordSettings, collect_facts, run_study
+    from expire_span.lab.study.word_rnn import WordSettings, collect_facts, run_study
 
     return _show(*run_study(WordSettings(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
 
 
 def run_questions(args: list[str]) -> int:
-    command = parse(Questions, spell_out(args, "--quick"), f"{PROGRAM} study questions")
+    command = parse(Questions, args, f"{PROGRAM} study questions")
     jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("questions-quick" if command.quick else "questions")
-    from expire_span.study.questions.page import collect_facts
-    from expire_span.study.questions.study import QuestionsSettings, run_study
+    from expire_span.lab.study.questions.page import collect_facts
+    from expire_span.lab.study.questions.study import QuestionsSettings, run_study
 
     quick, seeds = command.quick, command.seeds
     settings = QuestionsSettings.quick(seeds or 1) if quick else QuestionsSettings(seeds=seeds or 3)

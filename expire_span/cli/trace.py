@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from expire_span.files import check_output, write_output
+from expire_span.disk.files import check_output, seal_line, write_output
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, read_text_option
@@ -43,24 +43,23 @@ def run_trace(args: list[str]) -> int:
         check_output(command.out)
     adapter = find_adapter(command.run)
     raw = None if command.text is None else read_text_option(command.text)
-    from expire_span.view.agent import AgentReader
     from expire_span.view.limit import Cut
     from expire_span.view.source import open_adapter, open_reader
     from expire_span.view.trace import encode
 
     cut = Cut(command.max_span, command.live)
     reader = open_adapter(adapter, command.model) if adapter else open_reader(find_run(command.run, command.runs_dir))
-    if command.episode is not None and not isinstance(reader, AgentReader):
+    if command.episode is not None and not reader.plays:
         raise UserError(f"--episode {command.episode} is for agents, which play episodes; {reader.name} reads a sample")
     if raw is None:
         lines = reader.trace_sample(command.tokens, cut, command.episode)
     else:
         lines = reader.trace_text(raw, cut, command.tokens)
     if command.out is not None:
-        write_output(command.out, b"".join(encode(line) for line in lines))
+        write_output(command.out, b"".join(seal_line(encode(line)) for line in lines))
         print(command.out)
         return 0
     for line in lines:
-        sys.stdout.buffer.write(encode(line))
+        sys.stdout.buffer.write(seal_line(encode(line)))
         sys.stdout.buffer.flush()
     return 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from expire_span.runs import RunFolder, UserError, find_run
 
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verify(OnRun):
-    """Stream tokens with deletion and without it, and print the largest difference between the logits."""
+    """Stream tokens with deletion and without it, and print the largest difference between the logits.
 
+    Of an adapter folder: check also that it is whole and belongs to its base model; with `model`, `tokens` and `device` alone.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|ADAPTER")]
+    """Name of a run under --runs-dir, or the path of its folder, or of an adapter folder."""
+    model: str | None = None
+    """Of an adapter: its base model; None takes the one that the adapter names."""
     file: Path | None = None
     """Text to stream; random tokens by default."""
     tokens: int | None = None
-    """How many of them; None takes three times the model's longest memory, at most 4096."""
+    """How many of them; None takes three times the model's longest memory, at most 4096 (512 of an adapter)."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N. On a GPU float32 sums are taken in another order, and differ by more."""
 
@@ -35,6 +44,8 @@ def run_verify(args: list[str]) -> int:
         return verify_adapter(args)
     command = parse(Verify, args, f"{PROGRAM} verify")
     run = find_run(command.run, command.runs_dir)
+    if command.model is not None:
+        raise UserError(f"--model {command.model} is for adapters; {run.path} is a run, which has a model of its own")
     if command.tokens is not None and command.tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     from expire_span.checkpoint import load_model
@@ -61,10 +72,7 @@ def describe_deletions(found: Verdict) -> str:
 
 
 def _tokens_of(file: Path, run: RunFolder) -> list[int]:
-    """The tokens of a file for the run's model: bytes, or those of its tokenizer."""
-    path = getattr(run.config.task, "tokenizer", "")
-    if not path:
-        return list(file.read_bytes())
-    from expire_span.tasks.tokens import Tokenizer
+    """The tokens of a file for the run's model."""
+    from expire_span.tasks.registry import text_codec
 
-    return Tokenizer(path).encode(file.read_bytes(), str(file))[0].tolist()
+    return text_codec(run.config.task, "--file").encode(file.read_bytes(), str(file)).tolist()

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.extras import install_command
 from expire_span.runs import UserError, find_run
 
-from .parsing import PROGRAM, check_port, parse, spell_out
+from .parsing import PROGRAM, check_port, parse
 from .runs import find_adapter
 
 
@@ -31,15 +32,16 @@ class View:
 
 
 def run_view(args: list[str]) -> int:
-    command = parse(View, spell_out(args, "--no-browser"), f"{PROGRAM} view")
+    command = parse(View, args, f"{PROGRAM} view")
     check_port(command.port)
     path = None if command.source is None else Path(command.source)
     trace = path if path is not None and path.is_file() else None
     adapter = find_adapter(command.source)
     run = None if trace or adapter else find_run(command.source, command.runs_dir)
     _check_extra()
-    from expire_span.view.server import Source, bind_port, exempt_loaded, leave_a_core, serve
+    from expire_span.view.server import Source, bind_port, leave_a_core, serve
     from expire_span.view.trace import read_lines
+    from expire_span.web.server import exempt_loaded
 
     if trace is not None:
         next(read_lines(trace))  # a file that is not a trace is refused before a server starts
@@ -64,7 +66,7 @@ def _check_extra() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"view needs {' and '.join(missing)}; install with: pip install 'expire-span[view]'")
+        raise UserError(f"view needs {' and '.join(missing)}; install with: {install_command('view')}")
 
 
 def _open_browser(address: str) -> None:

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from expire_span.checks import check_count, require, show
-from expire_span.config import from_dict
+from expire_span.disk.files import read_json, to_json, write_together
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import read_json, to_json, write_together
-from expire_span.retrofit_configs import RetrofitConfig
+from expire_span.settings.retrofit import RetrofitConfig
+from expire_span.settings.run import from_dict
 
 FORMAT = 1
 _SAMPLES = 64

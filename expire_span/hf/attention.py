@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from expire_span.ops import expire_attention, spans_of_heads
-from expire_span.ops.reference import ages, expiry_mask
+from expire_span.ops.reference import ages
+from expire_span.ops.rule import exact_span, fade
 
 NAME = "expire_span"
-KEPT = float(2**28)
+KEPT = float(2**62)
 """Span of tokens that are always kept, longer than any stream. It is finite, so that the ordinary deletion rule applies."""
+
+KEPT_BEFORE = float(2**28)
+"""What `KEPT` was when caches were saved by earlier versions."""
 
 
 def is_kept(span: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ class LayerReading:
     """The predictor's input, [B, T, C], which caches for learning store."""
     predictor: nn.Module | None = None
     slots: Any = None
-    """The `LayerSlots` of the layer, where one token of each row is decoded over slots; else None."""
+    """The `SlotAttention` of the layer, where one token of each row is decoded over slots; else None."""
 
 
 def register() -> None:
@@ -104,7 +108,8 @@ def dense_weights(q: Tensor, k: Tensor, r: LayerReading, q_pos: Tensor, k_pos: T
     batch, kv_heads, slots = k.shape[:3]
     span = spans_of_heads(r.span, kv_heads).expand(batch, kv_heads, slots)
     k_pos = (k_pos if k_pos.dim() == 3 else k_pos.expand(batch, slots).unsqueeze(1)).expand(batch, kv_heads, slots)
-    mask = expiry_mask(span, ages(q_pos, k_pos, causal=True), ramp=r.ramp, include_self=True).unsqueeze(2)
+    age, span = ages(q_pos, k_pos, causal=True), exact_span(span).unsqueeze(-2)
+    mask = fade(span - age.to(span.dtype), r.ramp).masked_fill(age < 0, 0).unsqueeze(2)
     if r.documents is not None:
         same = r.documents.unsqueeze(-1) == r.documents.unsqueeze(-2)
         mask = mask * same[:, None, None]

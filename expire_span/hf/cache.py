@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from expire_span.disk.files import write_atomic
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import write_atomic
 from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
-from expire_span.tensor_files import check_tensors, to_bytes
+from expire_span.store.tensor_files import check_tensors, to_bytes
 
-from .attention import LayerReading
-from .rotary import rotate_keys
+from .attention import KEPT, KEPT_BEFORE, LayerReading, is_kept
 
 
 class ForgettingLayer(CacheLayerMixin):
@@ -70,22 +69,31 @@ class ForgettingLayer(CacheLayerMixin):
 class ExpiringLayer(ForgettingLayer):
     """One layer's memories: an `ExpiringMemory` with a row for each batch row and key/value head."""
 
-    def __init__(self, ramp: float, cap: int | None = None, inverse_frequencies: Tensor | None = None) -> None:
+    def __init__(self, ramp: float, cap: int | None = None) -> None:
         super().__init__()
         self.ramp, self.cap = ramp, cap
-        self.inverse_frequencies = inverse_frequencies
         self.memory: ExpiringMemory | None = None
         self.seen = 0
         self.staged: LayerReading | None = None
+        self.padded = False
+        """Whether a mask came with tokens read so far, so that some of them may be padding."""
 
     @property
     def has_buffers(self) -> bool:
         return self.memory is not None
 
-    def stage(self, reading: LayerReading) -> None:
-        """Store the spans of the next tokens, which `update` needs and transformers does not pass to it."""
+    def stage(self, reading: LayerReading, *, padded: bool = False) -> None:
+        """Store the spans of the next tokens, which `update` needs and transformers does not pass to it. padded: whether they
+        come with a mask."""
         self._check_fits(reading.span)
-        self.staged = reading
+        self.staged, self.padded = reading, self.padded or padded
+
+    def count_kept(self) -> Tensor | int:
+        """Number of memories of each row that are kept for ever, [B, 1]. Until it reaches `keep_first`, it is the number of
+        tokens that the row has read, padding not counted."""
+        if self.memory is None:
+            return 0
+        return is_kept(self.memory.span).sum(-1).flatten(1).amin(1, keepdim=True)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows = tuple(key_states.shape[:2])
@@ -140,7 +148,7 @@ class ExpiringLayer(ForgettingLayer):
     # The interface of transformers
 
     def reset(self) -> None:
-        self.memory, self.seen, self.staged = None, 0, None
+        self.memory, self.seen, self.staged, self.padded = None, 0, None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda memory: memory.select(beam_idx))
@@ -164,17 +172,13 @@ class ExpiringLayer(ForgettingLayer):
         if self.memory is not None:
             self.memory = change(self.memory)
 
-    # Additions of this package
 
-    def rebase(self, offset: int) -> None:
-        """Subtract `offset` from all positions and rotate stored keys back by as much."""
-        self.seen -= offset
-        if self.memory is None:
-            return
-        self.memory = self.memory.rebase(offset)
-        if self.inverse_frequencies is not None and "k" in self.memory.slots:
-            turned = rotate_keys(self.memory.slots["k"], -offset, self.inverse_frequencies)
-            self.memory = self.memory.replace_field("k", turned)
+def with_kept_for_ever(memory: ExpiringMemory | None) -> ExpiringMemory | None:
+    """A memory that was saved before first tokens were kept beyond `KEPT_BEFORE` tokens, with today's span for them."""
+    if memory is None:
+        return None
+    span = memory.slots["span"]
+    return memory.replace_field("span", span.masked_fill(span > KEPT_BEFORE / 2, KEPT))
 
 
 class ExpiringCache(Cache):
@@ -182,14 +186,17 @@ class ExpiringCache(Cache):
 
     layers: list[ExpiringLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: list[ExpiringLayer], identify: Callable[[], str] | None = None) -> None:
-        """identify: gives the hash of the model's weights, which a saved cache names; None leaves it out."""
+    def __init__(
+        self, layers: list[ExpiringLayer], identify: Callable[[], str] | None = None, maker: Any = None
+    ) -> None:
+        """identify: gives the hash of the model's weights, which a saved cache names; None leaves it out.
+        maker: a weak reference to the `Retrofit` that may use the cache; None allows all with the same settings."""
         super().__init__(layers=layers)  # type: ignore[arg-type]
-        self.identify = identify
+        self.identify, self.maker = identify, maker
 
     @property
     def seen(self) -> int:
-        """Tokens read so far, since the last rebase."""
+        """Tokens read so far."""
         return self.layers[0].seen
 
     @property
@@ -218,7 +225,7 @@ class ExpiringCache(Cache):
 
     def fork(self, copies: int = 1) -> ExpiringCache:
         """An independent copy in which each row occurs `copies` times, so that it can be continued in several ways."""
-        twin = ExpiringCache([], self.identify)
+        twin = ExpiringCache([], self.identify, self.maker)
         for layer in self.layers:
             other = object.__new__(type(layer))
             vars(other).update(vars(layer), staged=None)
@@ -228,17 +235,14 @@ class ExpiringCache(Cache):
             twin.batch_repeat_interleave(copies)
         return twin
 
+    def __copy__(self) -> ExpiringCache:
+        return self.fork()
+
     def to(self, device: torch.device | str) -> ExpiringCache:
+        """Move this cache itself, as a module moves; a fork stays where it is."""
         for layer in self.layers:
             layer._change(lambda memory: memory.map_tensors(lambda x: x.to(device)))
         return self
-
-    def rebase(self, offset: int) -> None:
-        """Subtract `offset` from all positions, so that an endless stream keeps small positions and exact rotary angles."""
-        if not 0 <= offset <= self.seen:
-            raise ValueError(f"offset must lie between 0 and the {self.seen} tokens seen, got {offset}")
-        for layer in self.layers:
-            layer.rebase(offset)
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [{"seen": x.seen, "memory": None if x.memory is None else x.memory.state_dict()} for x in self.layers]
@@ -253,7 +257,7 @@ class ExpiringCache(Cache):
                 raise ValueError(f"the saved cache has ramp {memory['ramp']}, this retrofit has {layer.ramp}")
             found.append((saved["seen"], None if memory is None else ExpiringMemory.from_state_dict(memory)))
         for layer, (seen, memory) in zip(self.layers, found):
-            layer.seen, layer.memory = seen, memory
+            layer.seen, layer.memory, layer.padded = seen, with_kept_for_ever(memory), True
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file, whole or not at all; it names the model by the hash of its weights."""

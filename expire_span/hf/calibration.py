@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from expire_span.ops.rule import is_alive
+
 from .handle import Retrofit
 from .observing import observed
 from .predictors import StandardisedLifetimes
@@ -186,7 +188,7 @@ def _meet(
 
 def _living(span: Tensor, rest: Tensor, ramp: float) -> Tensor:
     """Mean number of living memories per head at the end of a context, for spans [N, Hkv] and the rest [N] of each memory."""
-    alive = (span + ramp > rest.unsqueeze(1)).float().sum(0).mean()
+    alive = is_alive(span - rest.unsqueeze(1), ramp).float().sum(0).mean()
     return alive / (rest == 0).sum()
 
 

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import output_capturing
 
 from expire_span.checks import check_count, show
-from expire_span.retrofit_configs import RetrofitConfig
+from expire_span.settings.retrofit import RetrofitConfig
 
 from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, LayerReading, register
 from .cache import ExpiringCache, ExpiringLayer
+from .calls import check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
+from .decoding import RetrofitModel
 from .layouts import AttentionLayer, find_layers, table_length, text_config
 from .learning import LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
 from .predictors import build_predictor, with_plain_states
-from .rotary import inverse_frequencies
+from .rotary import has_exact_angles, restore_angles, use_exact_angles
 from .slots import SlotCache
 
 HARD_EDGE = 0.5
@@ -76,12 +79,15 @@ class Retrofit:
         """Factor of all predicted spans at run time; with a value other than 1 the model is not what was trained."""
         self.lora: list[nn.Parameter] = []
         """The LoRA weights, where there are any; see `add_lora`."""
-        self._length = table_length(text_config(model))
+        self.length = table_length(text_config(model))
+        """Most tokens of a context, where the model has a learned table of positions; else None."""
         configs: dict[int, Any] = {
             id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
         }
         self.configs = list(configs.values())
-        self._frequencies = {x.index: inverse_frequencies(model, x.module) for x in layers}
+        self.endless = all(has_exact_angles(model, x.module) for x in layers)
+        """Whether positions are rotary, with angles that do not change with the context's length: a stream then has no end."""
+        self._angles: list[Any] = []
         self._hooks: list[Any] = []
         self._paused = False
         self._attach()
@@ -94,12 +100,12 @@ class Retrofit:
         layers = []
         for x in self.layers:
             kind = LearningLayer if learning and x.window is None else ExpiringLayer
-            layers.append(kind(self.ramp_of(x), self.config.cap, self.frequencies_of(x)))
-        return ExpiringCache(layers, lambda: base_hash(self.model))
+            layers.append(kind(self.ramp_of(x), self.config.cap))
+        return ExpiringCache(layers, lambda: base_hash(self.model), weakref.ref(self))
 
-    def frequencies_of(self, layer: AttentionLayer) -> Tensor | None:
-        """The layer's rotary frequencies, or None where positions are not rotary or change with the length of a context."""
-        return self._frequencies[layer.index]
+    def for_stream(self) -> RetrofitModel:
+        """What `expire_span.Stream` asks of a model."""
+        return RetrofitModel(self)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Everything that a retrofit trains: the predictors' weights, and the LoRA weights where there are any."""
@@ -192,10 +198,13 @@ class Retrofit:
     def _take_over(self) -> None:
         for config in self.configs:
             config._attn_implementation_internal = NAME
+        self._angles = use_exact_angles(self.model)
 
     def _restore(self) -> None:
         for config, name in zip(self.configs, self._before):
             config._attn_implementation_internal = name
+        restore_angles(self._angles)
+        self._angles = []
 
     def _before_layer(
         self, layer: AttentionLayer, module: Any, args: tuple, kwargs: dict[str, Any]
@@ -215,23 +224,23 @@ class Retrofit:
         hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         past = kwargs.get("past_key_values", kwargs.get("layer_past"))
         if isinstance(past, SlotCache):
-            step = past.layers[layer.index].slots
+            step = past.layers[layer.index].attention
             return LayerReading(hidden, step.clock.now, self.ramp_of(layer), hidden=hidden, slots=step)
-        cache, mask = _expiring(past, layer.index), kwargs.get("attention_mask")
+        cache, mask = expiring_cache(past, layer.index), kwargs.get("attention_mask")
         start = 0 if cache is None else cache.layers[layer.index].seen
         reading = LayerReading(self.spans(layer, hidden), start, self.ramp_of(layer), self.config.impl, hidden=hidden)
         if cache is None and mask is None:
-            reading.documents = _packed_documents(kwargs.get("position_ids"), hidden)
+            reading.documents = find_documents(kwargs.get("position_ids"), hidden)
         real = self._real_tokens(mask, start, hidden.shape[1])
         if layer.window is None and self.config.keep_first:
-            reading.span = self._keep_first(reading, real)
+            reading.span = self._keep_first(reading, real, None if cache is None else cache.layers[layer.index])
         if real is not None:  # padding gets a span of -ramp: no query sees it, and it is deleted at once
             new = real[:, -hidden.shape[1] :].to(hidden.device)
             reading.span = torch.where(new.unsqueeze(1), reading.span, -reading.ramp)
-        reading.wants_weights = bool(kwargs.get("output_attentions")) or _collects_attentions()
+        reading.wants_weights = bool(kwargs.get("output_attentions")) or collects_attentions()
         if cache is not None:
             reading.predictor = self.predictor_of(layer)
-            cache.layers[layer.index].stage(reading)
+            cache.layers[layer.index].stage(reading, padded=real is not None)
         return reading
 
     def spans(self, layer: AttentionLayer, hidden: Tensor) -> Tensor:
@@ -256,25 +265,30 @@ class Retrofit:
     def _check_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse, before anything is computed, a cache that does not fit or that a failed forward pass left, a call without new
         tokens, and tokens beyond a learned position table."""
+        if self._paused:
+            return
+        names = ("input_ids",) if len(args) < 2 else inspect.signature(model.forward).parameters
+        kwargs = {**kwargs, **dict(zip(names, args))}
         past = kwargs.get("past_key_values")
-        given = (kwargs.get("input_ids"), args[0] if args else None, kwargs.get("inputs_embeds"))
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         new = next((x.shape[1] for x in given if x is not None), None)
+        check_mask_values(kwargs.get("attention_mask"))
         if isinstance(past, ExpiringCache):
             past.check_whole()
-            self._check_cache(past)
-            _check_new_tokens(past, new, kwargs)
-        if self._length is None:
+            self.check_cache(past)
+            check_new_tokens(past, new, kwargs)
+        if self.length is None:
             return  # rotary positions have no limit, and asking a cache on a GPU for its length may wait for the device
         tokens = (0 if past is None else int(past.get_seq_length())) + (new or 0)
-        if tokens > self._length:
+        if tokens > self.length:
             kind = type(self.model).__name__
             raise ValueError(
-                f"{kind} has a learned table of {self._length} positions, got a context of {tokens} tokens; "
+                f"{kind} has a learned table of {self.length} positions, got a context of {tokens} tokens; "
                 "models with rotary positions can go on for ever"
             )
 
-    def _check_cache(self, cache: ExpiringCache) -> None:
-        """Refuse a cache that another retrofit made: its memories would be deleted by that one's ramp and cap."""
+    def check_cache(self, cache: ExpiringCache) -> None:
+        """Refuse a cache that another retrofit made: its memories are another model's, deleted by that one's ramp and cap."""
         if len(cache.layers) != len(self.layers):
             raise ValueError(
                 f"this cache has {len(cache.layers)} layers, the model has {len(self.layers)}; make one with new_cache()"
@@ -286,6 +300,11 @@ class Retrofit:
                 raise ValueError(
                     f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"
                 )
+        if cache.maker is not None and cache.maker() is not self:
+            raise ValueError(
+                "this cache was made by the retrofit of another model, or by an earlier one of this model; make one with "
+                "new_cache()"
+            )
 
     def _real_tokens(self, mask: Any, start: int, count: int) -> Tensor | None:
         """The checked attention mask as booleans, of all tokens seen or of the new ones only, [B, tokens]; None if there is
@@ -299,20 +318,21 @@ class Retrofit:
             raise ValueError(f"attention_mask must cover {start + count} tokens, got {mask.shape[1]}")
         return mask.to(torch.bool)
 
-    def _keep_first(self, reading: LayerReading, real: Tensor | None) -> Tensor:
+    def _keep_first(self, reading: LayerReading, real: Tensor | None, cache: ExpiringLayer | None) -> Tensor:
         """The spans of `reading` with KEPT for the first tokens of each row, padding not counted, and of each packed
         document."""
         span, start, keep = reading.span, reading.start, self.config.keep_first
-        if start >= keep and real is None:
+        padded = cache is not None and cache.padded
+        if start >= keep and real is None and not padded:
             return span
         count = span.shape[-1]
         place = torch.arange(start, start + count, device=span.device)
         if reading.documents is not None:
             begins = torch.nn.functional.pad(reading.documents.diff(dim=-1) != 0, (1, 0), value=True)
             place = place - torch.where(begins, place, 0).cummax(-1).values
-        elif real is not None:
-            before = start if real.shape[1] == count else 0
-            place = before + real.to(span.device).cumsum(-1)[:, -count:] - 1
+        elif real is not None or padded:
+            new = place.new_ones(len(span), count) if real is None else real[:, -count:].to(span.device)
+            place = new.cumsum(-1) - 1 if cache is None else new.cumsum(-1) - 1 + cache.count_kept()
         return torch.where((place < keep).expand(len(span), count).unsqueeze(1), KEPT, span)
 
     @property
@@ -331,54 +351,3 @@ class Retrofit:
         longest = self.config.max_span * max(self.dial, 1.0) + self.config.ramp
         lives = [longest if x.window is None else x.window for x in self.layers]
         return math.ceil(max(lives))
-
-
-def _expiring(past: Any, layer: int) -> ExpiringCache | None:
-    """The cache if it is an `ExpiringCache`, else None. An empty cache that grows, which transformers makes by itself for a
-    plain forward pass, is allowed; a filled one is refused, and so is one of a fixed size."""
-    if past is None or isinstance(past, ExpiringCache):
-        return past
-    if past.is_compileable or past.get_seq_length(layer) > 0:
-        raise ValueError(
-            f"a retrofitted model needs its own cache, got a {type(past).__name__}; "
-            "pass past_key_values=handle.new_cache() to generate() or to the model"
-        )
-    return None
-
-
-def _check_new_tokens(cache: ExpiringCache, count: int | None, kwargs: dict[str, Any]) -> None:
-    """Refuse a call in which all tokens are placed where the cache has read already. `generate` makes one if it is given fewer
-    tokens than its cache has read: it takes them for all tokens from the beginning, and drops as many as were read."""
-    places = kwargs.get("position_ids")
-    if count == 0:
-        end = 0
-    elif cache.seen == 0 or places is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
-        return  # positions of padded rows count from their first real token
-    elif places.device.type != "cpu" and count == 1:
-        return  # a step of decoding does not wait for the device
-    else:
-        end = int(places.max()) + 1
-    if end <= cache.seen:
-        raise ValueError(
-            f"there are no tokens beyond the {cache.seen} that the cache has read; give generate all tokens from the "
-            "beginning, followed by the new ones, or a new cache"
-        )
-
-
-def _collects_attentions() -> bool:
-    """Whether transformers collects attention weights in this forward pass; GPT-2 does not pass output_attentions down."""
-    if torch.compiler.is_compiling():
-        return False
-    collector = getattr(output_capturing, "_active_collector", None)
-    return collector is not None and "attentions" in (collector.get() or ())
-
-
-def _packed_documents(position_ids: Any, hidden: Tensor) -> Tensor | None:
-    """Ids [B, T] of packed documents, found where position_ids start again; None if each row is one document."""
-    if position_ids is None or hidden.shape[1] == 1 or torch.compiler.is_compiling():
-        return None
-    steps = position_ids.diff(dim=-1)
-    if bool((steps == 1).all()):
-        return None
-    ids = torch.nn.functional.pad((steps != 1).cumsum(-1), (1, 0))
-    return ids.expand(hidden.shape[0], -1)

@@ -3,54 +3,88 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import tokenizers
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
-from expire_span.errors import UserError
+from expire_span.checks import as_whole, show
+from expire_span.errors import UserError, is_out_of_memory
 
 from .adapter import read_head
+from .gguf import check_gguf
 from .layouts import check_config
+from .model_files import INDEX, Shapes, check_index, check_model_size, check_tables, check_weights
 
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
+"""Errors whose text is a sentence for a user; others are told with their name."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
     """The causal model and tokenizer in a folder, a GGUF file, or on the hub under a name; never from pickled weights."""
-    options: dict[str, Any] = {"dtype": DTYPES[dtype]}
-    path, told = Path(name), name
+    where, path = find_device(device), Path(name)
+    files, read_shapes = _check_files(name)
+    settings = str(path / "config.json") if path.is_dir() else name
+    # Without this, transformers asks in the terminal whether to run code of the model's folder.
+    extra: dict[str, Any] = {"trust_remote_code": False, **files}
+    place = str(path.parent) if "gguf_file" in files else name
+    told = f"cannot load the model {name}" + (f", see {settings}" if path.is_dir() else "")
+    with _quiet(), _explained(told):
+        config = AutoConfig.from_pretrained(place, **extra)
+        check_config(config, (config.architectures or [type(config).__name__])[0])
+        if (shapes := read_shapes()) is not None:
+            check_model_size(config, shapes, settings)
+    with _quiet(), _explained(told):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **_options(dtype, extra))
+    model, found = loaded
+    _check_weights(name, found)
+    _check_ends(name, model)
+    if "gguf_file" in files:
+        model.name_or_path = name  # transformers names the file's folder, where nothing tells which file it was
+        _check_numbers(name, model, shapes or {})
+    with _quiet(), _explained(lambda: f"the model {name} has no tokenizer that can be read{_blame(path)}"):
+        tokenizer = AutoTokenizer.from_pretrained(place, **extra)
+        _try_tokenizer(tokenizer)
+    return model.to(where).eval(), tokenizer
+
+
+def _options(dtype: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """How weights are loaded: never pickled ones, and what does not fit is reported instead of raised, for `_check_weights`."""
+    safe = {} if "gguf_file" in extra else {"use_safetensors": True}
+    return {"dtype": DTYPES[dtype], "output_loading_info": True, "ignore_mismatched_sizes": True, **safe, **extra}
+
+
+def _check_files(name: str) -> tuple[dict[str, str], Callable[[], Shapes | None]]:
+    """What transformers must be told about a model's files, and what reads the shapes of its weights; None on the hub. Files
+    that are missing, damaged, or could run code are refused."""
+    path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"no model file at {path}")
-        name, options["gguf_file"] = str(path.parent), path.name
-    else:
-        _check_folder(name)
-        options["use_safetensors"] = True
-    extra: dict[str, Any] = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
-    # Without this, transformers asks in the terminal whether to run code of the model's folder.
-    extra["trust_remote_code"] = False
-    where = find_device(device)
-    with _explained(f"cannot load the model {told}"):
-        config = AutoConfig.from_pretrained(name, **extra)
-    check_config(config, (config.architectures or [type(config).__name__])[0])
-    with _explained(f"cannot load the model {told}"):
-        options |= extra | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
-    model, found = loaded
-    if "gguf_file" in extra:
-        model.name_or_path = str(path)  # transformers names the file's folder, where nothing tells which file it was
-    else:
-        _check_weights(name, found)
-    with _explained(f"the model {told} has no tokenizer that can be read, save one in its folder"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **extra)
-    return model.to(where).eval(), tokenizer
+        shapes = check_gguf(path)
+        return {"gguf_file": path.name}, lambda: shapes
+    if path.is_dir():
+        settings = check_tables(path)
+        return {}, lambda: check_weights(path, settings)
+    if len(path.parts) > 2 or path.is_absolute() or name.startswith("."):  # a hub name is owner/name
+        raise UserError(f"no model at {path}: give a folder, a .gguf file, or the name of a model on the hub")
+    with _explained(f"cannot load the model {name}"):
+        missing_is_fine: Any = {"_raise_exceptions_for_missing_entries": False}
+        index = cached_file(name, INDEX, **missing_is_fine)
+    if index is not None:
+        check_index(Path(index))
+    return {}, lambda: None
 
 
 def open_base(folder: Path, name: str | None = None, device: str = "auto") -> tuple[str, Any, Any]:
@@ -70,18 +104,73 @@ def open_base(folder: Path, name: str | None = None, device: str = "auto") -> tu
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Tell what transformers cannot load, and the first line of its reason: files are missing or damaged, the settings do not
-    fit together, or a package is needed, as for most quantised models."""
+def _explained(what: str | Callable[[], str]) -> Iterator[None]:
+    """Tell what cannot be loaded, and the first lines of the reason. Damaged files make transformers and tokenizers raise
+    anything at all, and Rust panic; only a lack of memory and a user's stop pass."""
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"
+        if isinstance(error, UserError) or is_out_of_memory(error) or not (panicked or isinstance(error, Exception)):
+            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"{what}: {' '.join(lines[:2])}") from error
+        reason = (
+            " ".join(lines[:2]) if isinstance(error, PLAIN) and lines else f"{type(error).__name__} {lines[:1] or ''}"
+        )
+        raise UserError(f"{what if isinstance(what, str) else what()}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' reports of what it loads: what matters in them is an error here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _blame(path: Path) -> str:
+    """Which of a folder's tokenizer files cannot be read, as the end of a clause; nothing for other places."""
+    if not path.is_dir():
+        return ""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return f", save one in its folder (there is no {file})"
+    try:
+        tokenizers.Tokenizer.from_file(str(file))
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        return f", see {file}"
+    return f", see {path / 'tokenizer_config.json'}"
+
+
+def _try_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that loads and cannot read or write."""
+    ids = tokenizer.encode("A b.", add_special_tokens=False)
+    if not ids:
+        raise ValueError("it reads 'A b.' as no tokens")
+    tokenizer.decode(ids)
+    template = tokenizer.chat_template
+    if not isinstance(template, (str, dict, NoneType)) or "\ud800" <= max(str(template)) <= "\udfff":
+        raise ValueError(f"its chat_template must be text, got {show(template)}")
+
+
+def _check_ends(name: str, model: Any) -> None:
+    """Refuse tokens that end an answer and are no tokens."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    for token in found if isinstance(found, list) else [found]:
+        if token is not None and as_whole(token) is None:
+            raise UserError(
+                f"the generation_config.json of {name} must have whole numbers as eos_token_id, got {show(found)}"
+            )
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse weights that are missing or have other shapes; transformers would replace them by random ones."""
+    """Refuse weights that are missing or have other shapes, which transformers would replace by random ones, and weights that
+    the model would leave out."""
     for key, *shapes in sorted(found["mismatched_keys"]):
         sizes = " and ".join(str(tuple(x)) for x in shapes)
         raise UserError(
@@ -89,8 +178,25 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
         )
     if missing := sorted(found["missing_keys"]):
         raise UserError(
-            f"the folder {name} lacks weights of a causal language model ({len(missing)} in all, the first is {missing[0]}); "
+            f"{name} lacks weights of a causal language model ({len(missing)} in all, the first is {missing[0]}); "
             "give a model that was saved whole, as a ...ForCausalLM"
+        )
+    if spare := sorted(found["unexpected_keys"]):
+        raise UserError(
+            f"the weights of {name} hold {spare[0]} ({len(spare)} such in all), which its config.json does not describe; "
+            "give the config and the weights of one model"
+        )
+
+
+def _check_numbers(name: str, model: Any, shapes: Shapes) -> None:
+    """Refuse a GGUF file that holds other numbers than its model: transformers drops tensors that it does not know."""
+    have, took = sum(map(math.prod, shapes.values())), sum(p.numel() for p in model.parameters())
+    if have != took:
+        odd = next((x for x in shapes if not x.startswith(("blk.", "token_embd.", "output", "position_embd."))), None)
+        hint = f", the first of another name is {odd}" if odd else ""
+        raise UserError(
+            f"{name} holds {have:,} numbers, and the model that transformers makes of it has {took:,}{hint}; it would compute "
+            "something else: take the same model as a folder of safetensors"
         )
 
 
@@ -105,21 +211,6 @@ def find_device(device: str) -> torch.device:
     if kind == "cuda" and int(number or 0) >= count:
         raise UserError(f"device {device} needs a GPU of that number, got {count} here; use cpu or auto")
     return torch.device(device)
-
-
-def _check_folder(name: str) -> None:
-    path = Path(name)
-    named = len(path.parts) > 2 or path.is_absolute() or name.startswith(".")  # a hub name is owner/name
-    if named and not path.exists():
-        raise UserError(f"no model at {path}: give a folder, a .gguf file, or the name of a model on the hub")
-    if path.is_dir() and not any(path.glob("*.safetensors")):
-        pickled = sorted(x.name for pattern in PICKLED for x in path.glob(pattern))
-        if pickled:
-            raise UserError(
-                f"{path} has pickled weights only ({pickled[0]}), which can run code when loaded; if you trust them, open the "
-                "model with transformers and save it again with save_pretrained, which writes safetensors"
-            )
-        raise UserError(f"{path} has no *.safetensors weights")
 
 
 def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list[Tensor]:

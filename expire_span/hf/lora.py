@@ -11,24 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.errors import UserError
+from expire_span.extras import install_command
+from expire_span.store.device_memory import check_fits
 
 NAME = "expire_span"
+LEARNED_BYTES = 16
+"""Bytes per number that learns: its value, its gradient and two running means of Adam, each in float32."""
 
 
 def add_lora(model: Any, rank: int, seed: int = 0) -> list[nn.Parameter]:
     """Wrap all linear layers except the output layer and return the new weights, whose initial contribution is zero."""
     if importlib.util.find_spec("peft") is None:
-        raise UserError("LoRA needs peft; install it with: pip install 'expire-span[hf,peft]'")
+        raise UserError(f"LoRA needs peft; install it with: {install_command('hf')}")
     from peft import LoraConfig, inject_adapter_in_model
 
+    names = _linear_names(model)
+    _check_size(model, names, rank)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_linear_names(model), lora_dropout=0.0)
+        settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, lora_dropout=0.0)
         inject_adapter_in_model(settings, model, adapter_name=NAME)
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
     return [p for name, p in model.named_parameters() if "lora_" in name]
+
+
+def _check_size(model: Any, names: list[str], rank: int) -> None:
+    """Refuse a rank whose weights cannot fit: each layer gets two matrices, one with a side of its input, one of its output."""
+    count = rank * sum(sum(model.get_submodule(name).weight.shape) for name in names)
+    device = next(model.parameters()).device
+    check_fits(LEARNED_BYTES * count, f"low-rank additions of {count:,} numbers", f"rank {rank:,}", device)
 
 
 def _linear_names(model: Any) -> list[str]:

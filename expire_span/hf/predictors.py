@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from expire_span.models.lifetimes import Lifetimes
 from expire_span.ops.slots import SpanForm
-from expire_span.retrofit_configs import RetrofitConfig
+from expire_span.settings.retrofit import RetrofitConfig
 
 
 class StandardisedLifetimes(Lifetimes):

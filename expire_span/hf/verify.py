@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from expire_span.store.device_memory import check_fits
+
 from .handle import Retrofit
 
 
@@ -15,6 +17,7 @@ def streamed_error(handle: Retrofit, count: int, seed: int = 0) -> tuple[float, 
         raise ValueError(f"a stream to verify needs at least 2 tokens, got {count}; give more")
     model = handle.model
     device = next(model.parameters()).device
+    check_fits(4 * count * model.config.vocab_size, f"the logits of {count:,} tokens", f"tokens {count:,}", device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (1, count), generator=generator).to(device)
     undeleted = model(ids, use_cache=False).logits

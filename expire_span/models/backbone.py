@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.checks import show
-from expire_span.model_configs import BackboneConfig
 from expire_span.models import systems
+from expire_span.settings.models import BackboneConfig
 from expire_span.store import SteadyMemory, trim_states
 
 from .mixer import Keep, Mixer, MixerAux, build_mixer, check_start

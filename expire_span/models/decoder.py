@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from expire_span.model_configs import DecoderConfig
+from expire_span.settings.models import DecoderConfig
 
 from .backbone import Backbone, BackboneAux, Block, check_config
 from .mixer import Keep
-
-DecoderAux = BackboneAux
-"""The report of the decoder's backbone, under the name it had in 0.1."""
 
 
 class DecoderOutput(NamedTuple):
@@ -36,7 +32,6 @@ class Decoder(nn.Module):
         self.backbone = Backbone(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=config.norm_kind == "layer")
         nn.init.normal_(self.embed.weight, std=1.0 if config.norm_kind == "layer" else 0.5)
-        self.register_load_state_dict_pre_hook(_rename_old_weights)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -93,13 +88,3 @@ def check_tokens(tokens: Tensor) -> Tensor:
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be integers, got {tokens.dtype}; convert them by tokens.long()")
     return tokens.long()  # bytes are often held as uint8, which an embedding does not take
-
-
-def upgrade_name(name: str) -> str:
-    """The current name of a weight: checkpoints of 0.1 name the blocks' weights without the prefix `backbone.`"""
-    return re.sub(r"^((?:decoder\.)?)(blocks\.|norm\.|relative_keys)", r"\1backbone.\2", name)
-
-
-def _rename_old_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for name in [name for name in weights if name.startswith(prefix)]:
-        weights[prefix + upgrade_name(name.removeprefix(prefix))] = weights.pop(name)

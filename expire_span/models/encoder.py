@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from expire_span.model_configs import DecoderConfig
+from expire_span.settings.models import DecoderConfig
 
 from .decoder import Decoder, DecoderOutput
 from .kit.expiring import ExpiringAttention

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expire_span.config import DecoderConfig
 from expire_span.models.systems.expire_span import ExpireSpanConfig, PaperDetails
+from expire_span.settings.run import DecoderConfig
 
 from .decoder import Decoder
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.agent_configs import ObservationField, PolicyConfig
+from expire_span.settings.agent import ObservationField, PolicyConfig
 
 from .backbone import Backbone, BackboneAux, Block
 from .mixer import Keep

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,12 +29,11 @@ from expire_span.models.step_products import StepStates, add_linear, fold_gain, 
 class StateStep:
     """The step of one layer whose state is a dict of tensors of fixed shapes (`Mixer.fixed_state`), overwritten in place."""
 
-    def __init__(self, mixer: Mixer, norm: nn.Module) -> None:
-        self.mixer, self.norm = mixer, norm
-        self.state: dict[str, Tensor] = {}
+    memory = None  # no slots
 
-    def allocate(self, rows: int) -> None:
-        self.state = dict(self.mixer.initial_state(rows))
+    def __init__(self, mixer: Mixer, norm: nn.Module, rows: int) -> None:
+        self.mixer, self.norm = mixer, norm
+        self.state: dict[str, Tensor] = dict(mixer.initial_state(rows))
 
     def load(self, rows: Tensor, state: dict[str, Tensor]) -> None:
         for name, x in self.state.items():
@@ -49,26 +49,29 @@ class StateStep:
 class BlockStep:
     """The step of one block: memory system and feed-forward part."""
 
-    def __init__(self, block: Block, clock: StreamPosition) -> None:
+    def __init__(self, block: Block, clock: StreamPosition, rows: int) -> None:
         rules = slot_rules(block.mixer)
         assert rules is not None or block.mixer.fixed_state
         self.block, self.pre_norm = block, block.pre_norm
         norm = block.norm1 if self.pre_norm else nn.Identity()
-        self.memory: Any = StateStep(block.mixer, norm)
-        if rules is not None:
+        self.layer: SlotStep | StateStep
+        if rules is None:
+            self.layer = StateStep(block.mixer, norm, rows)
+        else:
             assert isinstance(block.mixer, AttentionMixer)
-            self.memory = SlotStep(block.mixer, rules, clock, norm)
+            self.layer = SlotStep(block.mixer, rules, clock, norm)
+            self.layer.memory.allocate(rows)
         ff = block.ff
         self.squares = self.pre_norm and ff.activation == "relu2" and are_plain(ff.up, ff.down)
         self.down = ff.down.weight.detach()
-        fused = isinstance(self.memory, SlotStep) and self.memory.fused
+        fused = isinstance(self.layer, SlotStep) and self.layer.fused
         self.folded = self.squares and fused and folds(block.norm2, self.down)
         up: Any = ff.up
         self.up = fold_gain(up.weight, block.norm2) if self.folded else None
         self.square = _square_relu_on_gpu if fused else _square_relu
 
     def __call__(self, states: StepStates) -> StepStates:
-        block, states = self.block, self.memory.add(states)
+        block, states = self.block, self.layer.add(states)
         x = states.x
         if not self.pre_norm:
             x = block.norm1(x)
@@ -105,14 +108,10 @@ class Stepper:
         self.decoder, self.rows = decoder, rows
         config, weight = decoder.config, decoder.embed.weight
         rotary = (config.head_dim, config.rotary_base) if config.positions == "rotary" else None
-        self.clock = StreamPosition(weight.device, rotary, weight.dtype)
-        self.blocks = [BlockStep(block, self.clock) for block in decoder.layers()]
-        for step in self.blocks:
-            step.memory.allocate(rows)
-
-    @property
-    def slot_layers(self) -> list[SlotStep]:
-        return [step.memory for step in self.blocks if isinstance(step.memory, SlotStep)]
+        self.clock = StreamPosition(weight.device, rotary, weight.dtype, rows)
+        self.blocks = [BlockStep(block, self.clock, rows) for block in decoder.layers()]
+        self.layers = [step.layer for step in self.blocks]
+        self.memories = [layer.memory for layer in self.layers if layer.memory is not None]
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
@@ -123,14 +122,33 @@ class Stepper:
 
     def compact(self) -> None:
         """Delete dead memories in all layers and begin the clock's next epoch. Only work on the device is done here."""
-        for layer in self.slot_layers:
-            layer.compact()
+        for memory in self.memories:
+            memory.compact()
         self.clock.begin_epoch()
+
+    def begin(self, rows: list[int], state: list[Any]) -> None:
+        """Nothing to do: these layers keep no first tokens."""
+
+    def prepare(self) -> str:
+        return "step"
+
+    def clear(self, rows: list[int]) -> None:
+        """Empty the memories of these rows."""
+        where = torch.tensor(rows, device=self.clock.on_device.device)
+        self.clock.start_rows(where, 0)
+        for layer in self.layers:
+            if isinstance(layer, StateStep):
+                layer.load(where, layer.mixer.initial_state(len(rows)))
+            else:
+                layer.memory.slots.clear(where)
+
+    def to_state(self) -> None:
+        """None: memories in slots cannot be given back to the decoder."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that steps change, by name."""
-        found: dict[str, Tensor] = {}
-        for n, step in enumerate(self.blocks):
-            part = step.memory.slots.tensors() if isinstance(step.memory, SlotStep) else step.memory.state
+        found = {"epochs": self.clock.epochs}
+        for n, layer in enumerate(self.layers):
+            part = layer.state if isinstance(layer, StateStep) else layer.memory.slots.tensors()
             found |= {f"layer{n}.{name}": x for name, x in part.items()}
         return found

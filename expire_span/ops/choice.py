@@ -36,7 +36,7 @@ def resolve_impl(
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
     if device.type == "mps" and impl != "reference":
         raise ValueError(
-            f"impl={impl!r} sorts lifetimes in float64, which Apple's GPUs (device mps) do not have; move tensors to the CPU"
+            f"impl={impl!r} does not run on Apple's GPUs (device mps); move tensors to the CPU or use impl='reference'"
         )
     if impl in ("reference", "chunked"):
         return impl

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import fused
+from . import fused, rule
 from .lists import LiveList
 from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
@@ -42,20 +42,22 @@ def chunked_attention(
     scale: float,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    documents: tuple[Tensor, Tensor] | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Normalised inputs: span, k_pos [B, P, S] with P = 1 or Hkv, q_pos [B, 1, T]; see `expire_attention`."""
+    """Normalised inputs: span, k_pos [B, P, S] with P = 1 or Hkv, q_pos [B, 1, T], documents [B, T] and [B, S]; see
+    `expire_attention`."""
     no_keys = q.new_zeros(0, q.shape[-1]) if relative_keys is None else relative_keys
     chunk = chunk or _choose_chunk(q, span, ramp, fuses=relative_keys is None and normalizer_eps == 0)
     options = (ramp, causal, include_self, scale, normalizer_eps, chunk)
-    return _forward_op(q, k, v, span, q_pos, k_pos, no_keys, *options)[0]
+    return _forward_op(q, k, v, span, q_pos, k_pos, *(documents or (None, None)), no_keys, *options)[0]
 
 
 def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
     """Queries per chunk. Long chunks need the CPU's fused kernel (fuses), which does not store their scores."""
     if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
-    life = (span.detach() + ramp).clamp(0, q.shape[2]).double().mean()
+    life = rule.lifetime(span, ramp).clamp_max(q.shape[2]).double().mean()
     if life > _LONG_LIFE:
         return _LONG_CHUNK if fuses else _CHUNK
     return _SHORT_CHUNK
@@ -100,7 +102,7 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
 def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     """The mask [N, 1, 1, C, n - full] of the entries that need one, and, with relative keys, the ages of all entries."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
-    q_pos = live.positions(p.q_pos).unsqueeze(2)
+    q_pos = live.of_queries(p.q_pos).unsqueeze(2)
     first = 0 if p.relative_keys.shape[0] else live.full
     age = q_pos - k_pos[:, None, first:]
     age = age if p.causal else age.abs()
@@ -109,9 +111,9 @@ def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     if live.valid is not None:
         visible = visible & live.valid[:, None, live.full :]
     span, steps = span[:, None, live.full :], part.to(span.dtype)
-    visible = visible & (span + p.ramp > steps)  # as in the definition
-    mask = (1 + (span - steps) / p.ramp).clamp(0, 1)
-    mask = mask.masked_fill(~visible, 0).to(p.q.dtype)
+    if p.q_doc is not None and p.k_doc is not None:
+        visible = visible & (live.of_queries(p.q_doc).unsqueeze(2) == live.take(p.k_doc)[:, None, live.full :])
+    mask = rule.fade(span - steps, p.ramp).masked_fill_(~visible, 0).to(p.q.dtype)
     every = age[:, None, None] if p.relative_keys.shape[0] else None
     return mask[:, None, None], every
 
@@ -146,6 +148,8 @@ def _forward_op(
     span: Tensor,
     q_pos: Tensor,
     k_pos: Tensor,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
     relative_keys: Tensor,
     ramp: float,
     causal: bool,
@@ -155,7 +159,7 @@ def _forward_op(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the logarithm of each query's normaliser [B, Hq, T] (zeros where the backward pass does not use it)."""
-    p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logs = torch.zeros(q.shape[:3], dtype=p.q.dtype, device=q.device)
     rows, log_rows = (rows_of_queries(x, k.shape[1], span.shape[1]) for x in (y, logs))
@@ -182,7 +186,7 @@ def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_forward_op.register_fake
-def _(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
+def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk):
     work = torch.promote_types(q.dtype, torch.float32)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
@@ -201,6 +205,8 @@ def _backward_op(
     span: Tensor,
     q_pos: Tensor,
     k_pos: Tensor,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
     relative_keys: Tensor,
     ramp: float,
     causal: bool,
@@ -209,7 +215,7 @@ def _backward_op(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    p = lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk)
     kv_heads, parts = k.shape[1], span.shape[1]
     # dy may be an expanded scalar with stride 0 (the gradient of a sum); batched matrix products are slow on such a tensor.
     dys, ys, logs = (rows_of_queries(x.to(p.q.dtype).contiguous(), kv_heads, parts) for x in (dy, y, logs))
@@ -265,8 +271,7 @@ def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: 
     live.add_states(dv, c.weight.flatten(2, 3).mT @ dy)
     ds = (dy @ c.v.mT).unflatten(2, (group, -1)).sub_(delta)
     dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
-    on_ramp = (c.mask > 0) & (c.mask < 1)
-    fade = torch.where(on_ramp[:, 0, 0], dmask, 0).sum(1) / p.ramp
+    fade = rule.slope(dmask, c.mask[:, 0, 0]).sum(1) / p.ramp
     live.add(dspan, F.pad(fade, (live.full, 0)).to(dspan.dtype))
     flat = ds.flatten(2, 3)
     live.add_states(dk, flat.mT @ c.q)
@@ -303,7 +308,9 @@ def _relative_backward(p: Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tenso
 
 
 @_backward_op.register_fake
-def _(dy, y, logs, q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk):
+def _(
+    dy, y, logs, q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk
+):
     parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
     rows = (batch * parts, kv_heads // parts, memories, dim)
     dk, dv = (memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
@@ -319,7 +326,7 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dy, _):
     options = (ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.chunk)
     dq, dk, dv, dspan, drel = _backward_op(dy, *ctx.saved_tensors, *options)
-    return dq, dk, dv, dspan, None, None, drel, *(None for _ in options)
+    return dq, dk, dv, dspan, None, None, None, None, drel, *(None for _ in options)
 
 
 def _refuse_second(ctx, *_):

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from .reference import ages, expiry_mask, without_unseen
+from .reference import ages, in_one_document, without_unseen
+from .rule import fade
 
 
 def decode_attention(
@@ -25,10 +26,15 @@ def decode_attention(
     causal: bool,
     include_self: bool,
     scale: float,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Normalised inputs: span, k_pos [B, 1 or Hkv, S], q_pos [B, 1, T] with few T; see `expire_attention`."""
+    """Normalised inputs: span, k_pos [B, 1 or Hkv, S], q_pos [B, 1, T] with few T, documents [B, T] and [B, S]; see
+    `expire_attention`."""
     age = ages(q_pos, k_pos, causal=causal)
-    mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)  # [B, P, T, S]
+    mask = fade(span.unsqueeze(-2) - age.to(span.dtype), ramp)  # [B, P, T, S]
+    mask.masked_fill_(age < 0 if include_self else age <= 0, 0)
+    if documents is not None:
+        mask = torch.where(in_one_document(*documents), mask, 0)
     if q.device.type != "cpu" or torch.compiler.is_compiling():
         return _attend(q, *without_unseen(k, v, mask), mask, scale)
     # On the CPU, checking the output for NaN costs less than cleaning all memories first, which is needed only if one holds NaN

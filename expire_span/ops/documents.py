@@ -1,4 +1,7 @@
-"""Packed documents: several texts in one row, between which there is no attention."""
+"""Packed documents: several texts in one row, between which there is no attention.
+
+Every implementation compares document ids with each other, as integers, and leaves positions and lifetimes alone.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from .inputs import as_boundaries
 
 Documents = Tensor | tuple[Tensor, Tensor]
 Boundaries = Tensor | Sequence[int]
-
-_FAR_APART = 2**40
-"""Distance in steps between two documents after `move_apart`: longer than any lifetime."""
 
 
 def document_ids(
@@ -54,18 +54,3 @@ def _expand(ids: Tensor | None, q: Tensor, what: str, count: int, check: bool) -
     if check and bool((ids[..., 1:] < ids[..., :-1]).any()):
         raise ValueError(f"documents of {what} must not decrease along a row; give the documents increasing ids")
     return ids.long().expand(batch, count)
-
-
-def move_apart(
-    documents: tuple[Tensor, Tensor], span: Tensor, q_pos: Tensor, k_pos: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Span and positions [B, P, .] with documents shifted so far apart that no memory is alive for another document's query."""
-    q_rank, k_rank = (rank.unsqueeze(1) for rank in _ranks(*documents))
-    return span.clamp_max(_FAR_APART / 4), q_pos + q_rank * _FAR_APART, k_pos + k_rank * _FAR_APART
-
-
-def _ranks(q_doc: Tensor, k_doc: Tensor) -> tuple[Tensor, Tensor]:
-    """Renumber document ids 0, 1, 2, .. in each row's order, since any integers are allowed and large ones would overflow."""
-    ordered = torch.cat([q_doc, k_doc], 1).sort(1).values
-    q_rank, k_rank = (torch.searchsorted(ordered, ids.contiguous()) for ids in (q_doc, k_doc))
-    return q_rank, k_rank

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import inputs
 from .choice import DECODE_QUERIES, Impl, resolve_impl
-from .documents import Boundaries, Documents, document_ids, move_apart
+from .documents import Boundaries, Documents, document_ids
 
 
 def expire_attention(
@@ -115,7 +115,7 @@ class _Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that every implementation takes."""
+        """The options that every implementation takes, `documents` apart."""
         return dict(ramp=self.ramp, include_self=self.include_self, scale=self.scale)
 
     @property
@@ -134,17 +134,14 @@ class _Call:
         return self.q.shape[2] <= DECODE_QUERIES and not self.learns
 
     def lifetimes_by_head(self) -> tuple[Tensor, Tensor, Tensor]:
-        """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head.
-
-        With packed documents, the positions of different documents are moved far apart.
-        """
+        """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
         (batch, kv_heads), span, k_pos = self.k.shape[:2], self.span, self.k_pos
         span = span.unsqueeze(1) if span.dim() == 2 else spans_of_heads(span, kv_heads)
         q_pos = self.q_pos.expand(batch, -1).unsqueeze(1)
         k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
         if span.shape[1] != k_pos.shape[1]:  # one of them is given per head, so the other is expanded
             span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
-        return (span, q_pos, k_pos) if self.ids is None else move_apart(self.ids, span, q_pos, k_pos)
+        return span, q_pos, k_pos
 
 
 def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
@@ -169,17 +166,17 @@ def _run_chunked(call: _Call, causal: bool) -> Tensor:
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=causal, **call.options)
+        return decode_attention(*tensors, causal=causal, documents=call.ids, **call.options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=causal, **call.options, **call.paper_options)
+    return chunked_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
 
 
 def _run_reference(call: _Call, causal: bool) -> Tensor:
     from .reference import reference_attention
 
-    by_head = (x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head())
-    return reference_attention(call.q, call.k, call.v, *by_head, causal=causal, **call.options, **call.paper_options)
+    tensors = (call.q, call.k, call.v, *(x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head()))
+    return reference_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
 
 
 def attend_in_segments(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import rule
 from .lists import LiveList
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -72,19 +73,19 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def ramp_gradient(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Forward, mask: Tensor, scale: float
 ) -> Tensor | None:
-    """The gradient of the mask, summed over heads and over the queries for which a memory is on its ramp, [N, n].
+    """The gradient of span / ramp, summed over heads and queries, [N, n].
 
     k, v [N, K, n, D] and mask [N, 1, 1, C, n] of the entries that have a mask. None where none of them is on its ramp.
     """
-    on_ramp, width = (mask > 0) & (mask < 1), mask.shape[-1]  # [N, 1, 1, C, n]
-    columns = on_ramp.any(3).flatten(0, 2).any(0).nonzero().squeeze(1)
+    width = mask.shape[-1]
+    columns = rule.is_on_ramp(mask).any(3).flatten(0, 2).any(0).nonzero().squeeze(1)
     if not len(columns):
         return None
     begin, end = int(columns[0]), int(columns[-1]) + 1
     # If most columns between the first and the last are needed, views of all of them are cheaper than a copy.
     if 2 * len(columns) >= end - begin:
         columns = slice(begin, end)
-    k, v, on_ramp = k[:, :, columns], v[:, :, columns], on_ramp[..., columns]
+    k, v = k[:, :, columns], v[:, :, columns]
     size = mask.shape[3]
     # Transposed copies: a CPU multiplies them four times as fast as strided views of the gathered memories.
     k, v = (x.mT.contiguous().flatten(0, 1) for x in (k, v))  # [N*K, D, r]
@@ -94,5 +95,5 @@ def ramp_gradient(
     weight *= torch.bmm(dy.flatten(0, 1), v).sub_(delta)
     part = weight.view(len(q), -1, q.shape[2] // size, size, k.shape[2]).sum((1, 2))  # [N, C, r]
     found = part.new_zeros(len(q), width)
-    found[:, columns] = part.masked_fill_(~on_ramp[:, 0, 0], 0).sum(1)
+    found[:, columns] = rule.slope(part, mask[:, 0, 0, :, columns]).sum(1)
     return found

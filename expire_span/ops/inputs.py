@@ -18,7 +18,9 @@ from torch.autograd import forward_ad
 from expire_span.checks import show
 
 LONGEST_RAMP = 2.0**30
-"""The GPU kernels count steps in 32-bit integers, and packed documents lie 2**40 steps apart: ramps must be far shorter."""
+"""The GPU kernels count steps in 32-bit integers, which ramps must fit."""
+SHORTEST_RAMP = 2.0**-30
+"""Far shorter than the distance between any span and the next whole step, and 1 / ramp times any age is still a float32."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -132,8 +134,8 @@ def check_numbers(ramp: float, scale: float | None, normalizer_eps: float) -> No
 
 def check_ramp(ramp: float) -> None:
     _check_single("ramp", ramp)
-    if not 0 < ramp <= LONGEST_RAMP:
-        raise ValueError(f"ramp must be greater than 0 and at most {LONGEST_RAMP:g}, got {ramp}")
+    if not SHORTEST_RAMP <= ramp <= LONGEST_RAMP:
+        raise ValueError(f"ramp must be at least {SHORTEST_RAMP:g} and at most {LONGEST_RAMP:g}, got {ramp}")
 
 
 def check_switches(**switches: object) -> None:

@@ -5,6 +5,10 @@ stays dead, so a chunk's list is made from the list before it: the survivors, fo
 is therefore proportional to their total length. Short chunks waste less work, since fewer of their listed memories are dead for
 most of their queries. Several consecutive chunks can share one `LiveList` with a row for each of them, so that short chunks do
 not need one call of PyTorch each.
+
+Lists are computed from integers only. Ages are integers, so only the whole steps of a lifetime matter, and a position plus a
+number of whole steps is exact however large the position is. A list may hold a few dead memories, whose mask is 0; it never
+lacks a living one.
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-_MARGIN = 1e-2
-"""Steps by which lists keep memories too long, so that rounding never drops a living one. A dead one in a list has a mask of
-0."""
+from .rule import lifetime, whole_steps
 
 
 @dataclass
@@ -57,9 +59,9 @@ class LiveList:
         into = rows[:, :, :, self.start : self.stop].unflatten(3, (self.chunks, -1))
         into.copy_(part.movedim(1, 3))
 
-    def positions(self, q_pos: Tensor) -> Tensor:
-        """Positions of the queries, [N, T] -> [N*R, C]."""
-        return q_pos[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).flatten(0, 1)
+    def of_queries(self, rows: Tensor) -> Tensor:
+        """One number of each query of these chunks, [N, T] -> [N*R, C]."""
+        return rows[:, self.start : self.stop].unflatten(1, (self.chunks, -1)).flatten(0, 1)
 
     def take(self, rows: Tensor) -> Tensor:
         """One number of each listed memory, [N, S] -> [N*R, n]."""
@@ -127,28 +129,35 @@ def live_lists(
     include_self: bool,
     chunk: int,
     together: int = 1,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> Iterator[LiveList]:
-    """The live lists of all chunks, in order; each holds up to `together` chunks. span, k_pos [N, S], q_pos [N, T]."""
+    """The live lists of all chunks, in order; each holds up to `together` chunks. span, k_pos [N, S], q_pos [N, T].
+
+    documents: ids of the queries [N, T] and of the memories [N, S].
+    """
     count = q_pos.shape[1]
     if count == 0 or k_pos.shape[1] == 0:
         return
     q_pos, k_pos, span = q_pos.contiguous(), k_pos.contiguous(), span.contiguous()
     starts = list(range(0, count, chunk))
     stops = [min(s + chunk, count) for s in starts]
-    first = q_pos[:, starts].contiguous()  # [N, chunks]
-    last = q_pos[:, [s - 1 for s in stops]].contiguous()
-    life = span.detach().double() + (ramp + _MARGIN)
-    base = q_pos[:, :1]
-    death = (k_pos - base).double() + life
-    dies = torch.searchsorted((first - base).double(), death) - 1  # last chunk that still sees it
-    born = torch.searchsorted(last, k_pos) if causal else _first_chunk(k_pos - base, life, last - base)
-    whole = _whole_chunks(span, first, last, k_pos, causal, include_self, dies)
+    ends = [s - 1 for s in stops]
+    first, last = (q_pos[:, at].contiguous() for at in (starts, ends))  # [N, chunks]
+    life = lifetime(span, ramp)
+    dies = torch.searchsorted(first, k_pos + life) - 1  # last chunk that still sees it
+    # In encoders queries also see later memories, from less than `life` steps before these on.
+    born = torch.searchsorted(last, k_pos if causal else k_pos - life + 1)
+    whole = _whole_chunks(span, life, first, last, k_pos, causal, include_self)
+    if documents is not None:
+        of_queries, of_memories = (ids.contiguous() for ids in documents)
+        _keep_in_documents(born, dies, whole, of_queries[:, starts], of_queries[:, ends], of_memories)
     groups = _groups(count, chunk, together)
     candidates = _sweep(born, dies, groups) if causal else _everything(born, len(groups))
     for (begin, end), (index, valid) in zip(groups, candidates):
         ids = torch.arange(begin, end, device=born.device)
         index, valid = _of_each_chunk(index, valid, born, dies, ids)
-        yield _arrange(starts[begin], stops[end - 1], index, valid, whole, ids)
+        if index.shape[1]:  # chunks that see nothing have no list: their queries' outputs are zero
+            yield _arrange(starts[begin], stops[end - 1], index, valid, whole, ids)
 
 
 def _groups(count: int, chunk: int, together: int) -> list[tuple[int, int]]:
@@ -158,22 +167,28 @@ def _groups(count: int, chunk: int, together: int) -> list[tuple[int, int]]:
     return groups + ([(whole, whole + 1)] if count % chunk else [])
 
 
-def _first_chunk(k_pos: Tensor, life: Tensor, last: Tensor) -> Tensor:
-    """For encoders, where queries also see later memories: the first chunk whose last query is within `life` steps of it."""
-    return torch.searchsorted(last.double(), k_pos.double() - life)
-
-
 def _whole_chunks(
-    span: Tensor, first: Tensor, last: Tensor, k_pos: Tensor, causal: bool, include_self: bool, dies: Tensor
+    span: Tensor, life: Tensor, first: Tensor, last: Tensor, k_pos: Tensor, causal: bool, include_self: bool
 ) -> Tensor:
     """The range of chunks [a, b) in which a memory has full weight for every query, [N, S, 2]; empty for encoders."""
     if not causal:
         return torch.zeros(*k_pos.shape, 2, dtype=torch.int64, device=k_pos.device)
-    base = first[:, :1]
     begins = torch.searchsorted(first, k_pos, right=not include_self)
-    full_until = (k_pos - base).double() + span.detach().double() - _MARGIN
-    ends = torch.searchsorted((last - base).double(), full_until, right=True)
+    oldest = torch.minimum(whole_steps(torch.floor(span.detach())), life - 1)  # the oldest age of full weight
+    ends = torch.searchsorted(last, k_pos + oldest, right=True)
     return torch.stack([begins, ends], -1)
+
+
+def _keep_in_documents(born: Tensor, dies: Tensor, whole: Tensor, first: Tensor, last: Tensor, k_doc: Tensor) -> None:
+    """Narrow these ranges of chunks, in place: to those with queries of a memory's document, `whole` to those with no others.
+
+    first, last [N, chunks]: documents of the chunks' first and last queries.
+    """
+    torch.maximum(born, torch.searchsorted(last, k_doc), out=born)
+    torch.minimum(dies, torch.searchsorted(first, k_doc, right=True) - 1, out=dies)
+    begins, ends = whole.unbind(-1)
+    begins.copy_(torch.maximum(begins, torch.searchsorted(first, k_doc)))
+    ends.copy_(torch.minimum(ends, torch.searchsorted(last, k_doc, right=True)))
 
 
 def _sweep(born: Tensor, dies: Tensor, groups: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -220,8 +235,6 @@ def _squeeze(index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 def _arrange(start: int, stop: int, index: Tensor, valid: Tensor, whole: Tensor, ids: Tensor) -> LiveList:
     """Build the `LiveList` of the chunks `ids`: memories of full weight first, or a plain range where they are consecutive."""
-    if index.shape[1] == 0:
-        return LiveList(start, stop, len(ids), index, None, None, 0)
     ranges, chunk = _pick(whole, index), ids.repeat(whole.shape[0]).unsqueeze(1)  # [N*R, n, 2], [N*R, 1]
     is_full = (ranges[..., 0] <= chunk) & (chunk < ranges[..., 1]) & valid
     fully = int(is_full.sum(1).min())

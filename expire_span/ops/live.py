@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .rule import lifetime
+
 
 def _age_limits(span: Tensor, k_pos: Tensor, first: int, last: int, youngest: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest age of each memory among the queries first..last; `youngest` is the smallest age that counts."""
@@ -20,7 +22,7 @@ def _age_limits(span: Tensor, k_pos: Tensor, first: int, last: int, youngest: in
 def live_queries(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float, include_self: bool) -> Tensor:
     """For how many of the queries first..last each memory is alive. span, k_pos [.., S] -> [.., S]."""
     low, high = _age_limits(span, k_pos, first, last, 0 if include_self else 1)
-    oldest = torch.ceil(span + ramp) - 1
+    oldest = lifetime(span, ramp) - 1
     return (torch.minimum(oldest, high) - low + 1).clamp_min(0)
 
 
@@ -31,8 +33,7 @@ def ramp_loss(span: Tensor, k_pos: Tensor, first: int, last: int, *, ramp: float
     for every query that sees it there.
     """
     low, high = _age_limits(span, k_pos, first, last, 1)
-    fixed = span.detach()
-    youngest = torch.maximum(torch.floor(fixed) + 1, low)
-    oldest = torch.minimum(torch.ceil(fixed + ramp) - 1, high)
+    youngest = torch.maximum(torch.floor(span.detach()) + 1, low)
+    oldest = torch.minimum(lifetime(span, ramp) - 1, high)
     count = (oldest - youngest + 1).clamp_min(0)
     return (count * (span - (youngest + oldest) / 2)).sum(-1, dtype=torch.float64).to(span.dtype) / ramp

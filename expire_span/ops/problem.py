@@ -31,6 +31,8 @@ class Problem:
     span: Tensor  # [N, S]
     q_pos: Tensor  # [N, T]
     k_pos: Tensor  # [N, S]
+    q_doc: Tensor | None  # [N, T], ids of packed documents
+    k_doc: Tensor | None  # [N, S]
     relative_keys: Tensor  # [M, D]
     ramp: float
     causal: bool
@@ -59,7 +61,9 @@ class Problem:
     @property
     def never_expires(self) -> bool:
         """Whether this is plain causal attention: queries and memories have the same positions, and no memory fades."""
-        if not (self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]):
+        if self.q_doc is not None or not (
+            self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]
+        ):
             return False
         last = (self.q_pos[:, -1:] - self.k_pos).to(self.span.dtype)
         rises = bool((self.k_pos.diff() > 0).all())
@@ -75,10 +79,13 @@ class Problem:
             include_self=self.include_self,
             chunk=self.chunk,
             together=self.together,
+            documents=None if self.q_doc is None or self.k_doc is None else (self.q_doc, self.k_doc),
         )
 
 
-def lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_self, scale, eps, chunk) -> Problem:
+def lay_out(
+    q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk
+) -> Problem:
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(work), v.to(work)
@@ -90,6 +97,8 @@ def lay_out(q, k, v, span, q_pos, k_pos, relative_keys, ramp, causal, include_se
         span.to(torch.promote_types(span.dtype, torch.float32)).flatten(0, 1),
         q_pos.expand(-1, parts, -1).flatten(0, 1),
         k_pos.flatten(0, 1),
+        None if q_doc is None else q_doc.repeat_interleave(parts, 0),
+        None if k_doc is None else k_doc.repeat_interleave(parts, 0),
         relative_keys.to(work),
         ramp,
         causal,

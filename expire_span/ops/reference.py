@@ -2,7 +2,7 @@
 
 With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
 
-    m_ti  = clamp(1 + r / ramp, 0, 1), and 0 where i may not be seen (i > t, or i = t without include_self)
+    m_ti  = clamp(1 + r / ramp, 0, 1), and 0 where i may not be seen (i > t, i = t without include_self, another document)
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
@@ -23,14 +23,19 @@ def ages(q_pos: Tensor, k_pos: Tensor, *, causal: bool) -> Tensor:
     return age if causal else age.abs()
 
 
+def in_one_document(q_doc: Tensor, k_doc: Tensor) -> Tensor:
+    """Which memories belong to the document of which queries, for every head. q_doc [B, T], k_doc [B, S] -> [B, 1, T, S]."""
+    return (q_doc.unsqueeze(-1) == k_doc.unsqueeze(-2)).unsqueeze(1)
+
+
 def expiry_mask(span: Tensor, age: Tensor, *, ramp: float, include_self: bool) -> Tensor:
     """The soft mask m in [0, 1]; the span gets a gradient only where 0 < m < 1. span [.., S], age [.., T, S] -> [.., T, S]."""
     span, steps = span.unsqueeze(-2), age.to(span.dtype)
     mask = 1 + (span - steps) / ramp
     on_ramp = (mask > 0) & (mask < 1)
-    # Stores delete a memory where span + ramp <= age. The clamp below rounds differently and could be above 0 there; a query
-    # that sees nothing else would then read a memory that a store has deleted.
-    visible = (age >= 0 if include_self else age > 0) & (span + ramp > steps)
+    # Stores delete a memory where span - age <= -ramp. The quotient above may round to more than -1 there; a query that sees
+    # nothing else would then read a memory that a store has deleted.
+    visible = (age >= 0 if include_self else age > 0) & (span - steps > -ramp)
     return torch.where(visible, torch.where(on_ramp, mask, (mask >= 1).to(mask.dtype)), 0)
 
 
@@ -56,14 +61,20 @@ def reference_attention(
     scale: float,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S]."""
+    """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S].
+
+    documents: ids of the queries [B, T] and of the memories [B, S].
+    """
     if k.shape[2] == 0:
         return torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     k, v, span, q_pos, k_pos = (x.repeat_interleave(group, dim=1) for x in (k, v, span, q_pos, k_pos))
     age = ages(q_pos, k_pos, causal=causal)  # [B, H, T, S]
     mask = expiry_mask(span, age, ramp=ramp, include_self=include_self)
+    if documents is not None:
+        mask = torch.where(in_one_document(*documents), mask, 0)
     k, v = without_unseen(k, v, mask)
     scores = q @ k.transpose(-1, -2)
     if relative_keys is not None:

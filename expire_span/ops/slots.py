@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .rule import fade
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -38,7 +40,7 @@ def attend_slots(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Tensor,
+    remaining: Tensor,
     *,
     ramp: float,
     scale: float,
@@ -48,12 +50,12 @@ def attend_slots(
 ) -> Tensor:
     """y [B, Hq, D] for queries q [B, Hq, D] over slots k, v [B, Hkv, W, D].
 
-    left [B, Hkv, W]: steps that each memory has left, <= 0 for dead memories and empty slots; it may be overwritten.
+    remaining [B, Hkv, W]: span - age of each memory, minus infinity for empty slots.
     age [B, Hkv, W]: steps since each memory was written; needed only with relative_keys [M, D].
     """
     heads = k.shape[1]
     q = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]: the heads of a group are queries of their key/value head
-    mask = left.mul_(1 / ramp).clamp_(0, 1)
+    mask = fade(remaining, ramp)
     if relative_keys is None and normalizer_eps == 0 and q.dtype == mask.dtype:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.log_().unsqueeze(2), scale=scale)
         return y.flatten(1, 2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from expire_span.ops.rule import NEVER
+
 from .interface import Store
 from .memory import ExpiringMemory
-from .rule import NEVER
 from .steady import SteadyMemory, trim_states
 
 __all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "trim_states"]

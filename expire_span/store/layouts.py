@@ -6,7 +6,8 @@ reading gathers a rectangle. `compact` deletes dead memories and chooses the lay
 than `MOST_PADDING` slots per living memory.
 
 Appending writes into spare slots of buffers that several versions of a store share. Only the newest version, whose `used`
-equals the shared `tail`, may write in place; an older version copies the buffers first. A block longer than half of what is
+equals the shared `tail`, may write in place; an older version copies the buffers first. So buffers are shared only together
+with their `tail`: `with_buffers` sees to that wherever a store is handed on. A block longer than half of what is
 stored is not written into spare slots: old and new memories are concatenated into a new rectangle, and the next compaction
 chooses the layout again.
 """
@@ -21,7 +22,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .rule import NEVER, blank, order_living_last, take_slots, wipe
+from expire_span.ops.rule import NEVER
+
+from .order import blank, order_living_last, take_slots, wipe
 from .segments import Segments
 
 LEAST_SPARE = 32
@@ -106,7 +109,13 @@ class Layout(ABC):
         return Rectangle(self.rows, buffers, used, self.packed, [used])
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Layout:
-        return replace(self, buffers={name: fn(x) for name, x in self.buffers.items()}, tail=[self.used])
+        return self.with_buffers({name: fn(x) for name, x in self.buffers.items()})
+
+    def with_buffers(self, buffers: dict[str, Tensor]) -> Layout:
+        """The layout with other buffers. Where any is still an old one, as after `x.to(device)` on the same device, both
+        layouts share `tail`, so that only one of them writes in place."""
+        shared = any(_share_memory(x, self.buffers[name]) for name, x in buffers.items())
+        return replace(self, buffers=buffers, tail=self.tail if shared else [self.used])
 
     def index_tensors(self) -> tuple[Tensor, ...]:
         """Tensors that say where each row lies in the buffers; a rectangle needs none."""
@@ -207,10 +216,9 @@ class SegmentLayout(Layout):
         buffers = {name: self.read(name) for name in self.buffers}
         return Rectangle(self.rows, buffers, self.used, self.packed, [self.used])
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SegmentLayout:
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Layout:
         moved = replace(self.segments, starts=fn(self.segments.starts), counts=fn(self.segments.counts))
-        buffers = {name: fn(x) for name, x in self.buffers.items()}
-        return replace(self, buffers=buffers, segments=moved, tail=[self.used])
+        return replace(super().map_tensors(fn), segments=moved)
 
     def index_tensors(self) -> tuple[Tensor, ...]:
         return self.segments.starts, self.segments.counts
@@ -235,6 +243,10 @@ def _compact_to_segments(layout: Layout, alive: Tensor, counts: Tensor, total: i
         flat = x.flatten(0, lead - 1)
         buffers[name] = segments.fill(flat.index_select(0, source), target, blank(name))
     return SegmentLayout(layout.rows, buffers, width, width, [width], segments=segments, mean_packed=typical)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def widen(x: Tensor, room: int, dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 A store holds, for each of its rows, memories sorted by birth: a position, a span, and the fields. Rows are independent: each
 keeps its own memories. Appending takes time in proportion to what is appended. Compaction removes expired memories by copying
 the living ones, and runs once about half as many memories were appended as it had kept. So its cost per memory is constant on
-average, and the bytes held stay within a constant factor of the living memories' bytes. rule.py decides which memories are
+average, and the bytes held stay within a constant factor of the living memories' bytes. ops/rule.py decides which memories are
 dead, layouts.py how the others are stored.
 """
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from expire_span.ops.inputs import check_ramp, check_spans
+from expire_span.ops.rule import NEVER, steps_left
 
 from .interface import Store
 from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
-from .rule import NEVER, blank, find_living, steps_left
+from .order import blank, find_living
 from .segments import Segments
 
 
@@ -131,8 +132,9 @@ class ExpiringMemory(Store):
 
         A span is -ramp or more, as for the operator: at -ramp a memory is dead at birth. Spans are stored in float32, as the
         operator compares them; float64 spans stay float64 where all fields of floating-point numbers are float64 too.
-        check_values: refuse decreasing positions, NaN spans and spans below -ramp. On a GPU the host must wait for the device
-        to read the values; switch the check off where they are known to be valid.
+        check_values: refuse decreasing positions, NaN spans and spans below -ramp, and fields of another dtype than is stored.
+        On a GPU the host must wait for the device to read the values; switch the check off where they are known to be valid.
+        Without it, fields are converted to the stored dtype, as for a layer that is called with and without autocast.
         """
         for name, x in {"pos": pos, "span": span, **fields}.items():
             if not isinstance(x, Tensor):
@@ -150,6 +152,7 @@ class ExpiringMemory(Store):
         new = {"pos": pos.to(torch.int64).expand(*self.rows, count), "span": self._comparable(span, fields), **fields}
         self._check_shapes(new, count)
         if check_values:
+            self._check_dtypes(new)
             self._check_rising(new["pos"])
         return replace(self, layout=self.layout.append(new, count), block=count)
 
@@ -171,11 +174,13 @@ class ExpiringMemory(Store):
 
     def with_span(self, span: Tensor) -> ExpiringMemory:
         """The same memories with newly predicted spans [*rows, used]; empty slots stay empty."""
+        if tuple(span.shape) != (*self.rows, self.used):  # a width of 1 would be broadcast
+            raise ValueError(f"span must have shape {(*self.rows, self.used)}, got {tuple(span.shape)}")
         layout = self.layout.as_rectangle()
         fresh = torch.where(layout.read("pos") == NEVER, 0, span.detach()).to(layout.buffers["span"].dtype)
         room = layout.buffers["span"].new_zeros(*self.rows, layout.capacity - layout.used)
         buffers = layout.buffers | {"span": torch.cat([fresh, room], -1)}
-        return replace(self, layout=replace(layout, buffers=buffers))
+        return replace(self, layout=layout.with_buffers(buffers))
 
     def forget_rows(self, rows: Tensor) -> ExpiringMemory:
         """Empty the batch rows marked in `rows` [B] (bool)."""
@@ -187,27 +192,19 @@ class ExpiringMemory(Store):
         buffers = {}
         for name, x in layout.buffers.items():
             buffers[name] = x.masked_fill(gone.reshape(-1, *(1,) * (x.dim() - 1)), blank(name))
-        return replace(self, layout=replace(layout, buffers=buffers, tail=[layout.used]))
+        return replace(self, layout=layout.with_buffers(buffers))
 
     def join(self, later: ExpiringMemory) -> ExpiringMemory:
         """Add all memories of another store with the same rows, born after this one's in every row."""
         joined = self.as_rectangle().append(later.pos, later.span, check_values=False, **later.fields)
         return replace(joined, layout=joined.layout.as_rectangle().order_living_last())
 
-    def rebase(self, offset: int) -> ExpiringMemory:
-        """Subtract `offset` from all positions, so that they stay small in a stream without end."""
-        if not isinstance(offset, int):
-            raise ValueError(f"offset must be a whole number of steps, got {offset!r}; give int(offset)")
-        pos = self.slots["pos"]
-        buffers = self.slots | {"pos": torch.where(pos == NEVER, NEVER, pos - offset)}
-        return replace(self, layout=replace(self.layout, buffers=buffers), now=self.now - offset)
-
     def replace_field(self, name: str, x: Tensor) -> ExpiringMemory:
-        """The store with another buffer for one field, of the same shape as `slots[name]`."""
+        """The store with a copy of x as its buffer for one field, of the same shape as `slots[name]`."""
         held = {key: tuple(buffer.shape) for key, buffer in self.slots.items()}
         if held.get(name) != tuple(x.shape):
             raise ValueError(f"{name} must be one of the fields {held}, with its shape, got {tuple(x.shape)}")
-        return replace(self, layout=replace(self.layout, buffers=self.slots | {name: x}))
+        return replace(self, layout=self.layout.with_buffers(self.slots | {name: x.clone()}))
 
     def fork(self) -> ExpiringMemory:
         """An independent copy."""
@@ -282,6 +279,12 @@ class ExpiringMemory(Store):
                 held = (*expected, *self.slots[name].shape[len(expected) :])  # a width of 1 would be broadcast
                 raise ValueError(f"{name} must have shape {held}, as what is stored, got {tuple(x.shape)}")
 
+    def _check_dtypes(self, new: dict[str, Tensor]) -> None:
+        for name, x in new.items():
+            held = self.slots[name].dtype if self.used else x.dtype
+            if x.dtype != held:
+                raise ValueError(f"{name} must be {held}, as what is stored, got {x.dtype}; give it as .to({held})")
+
     def _check_rising(self, pos: Tensor) -> None:
         last = (
             self.slots["pos"][..., self.used - 1 : self.used] if self.used and self.segments is None else pos[..., :0]
@@ -290,7 +293,7 @@ class ExpiringMemory(Store):
         if bool((steps < 0).any()):
             raise ValueError(
                 f"positions must not decrease from one memory to the next, got a step of {int(steps.min())}; "
-                "append memories in order of birth, or rebase the store first"
+                "append memories in order of birth"
             )
 
     def _evict(self) -> ExpiringMemory:

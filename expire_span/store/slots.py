@@ -10,26 +10,28 @@ row in memory:
     head 0: [fresh slots | older slots, counts[0] of capacity[0] in use], head 1: [fresh slots | ..], ..
 
 Positions count from the last compaction (a memory in an older slot has a negative one), so that they never grow large and
-float32 holds them exactly. A memory's `edge` is its span + ramp: it is dead for a query at t once `edge - (t - pos) <= 0`, the
-rule of rule.py. An empty slot has an edge of minus infinity. Older slots are in no particular order.
+float32 holds them exactly. ops/rule.py says which memories are dead. An empty slot has a span of minus infinity. Older slots
+are in no particular order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from .rule import NEVER, find_weakest, steps_left
+from expire_span.ops.rule import NEVER, is_alive, steps_left
+
+from .order import find_weakest
 
 FRESH = 32
 """Number of steps, and so of memories appended per head, between two compactions."""
-FRESH_BEFORE = 64
-"""What `FRESH` was when streams were saved without it."""
 DEAD = float("-inf")
-"""The edge of an empty slot."""
+"""The span of an empty slot."""
+OLDEST = -(2**29)
+"""Earliest position of a slot's memory, where counting down in float32 ends too. Only memories that are kept for ever get
+there, and their age no longer matters."""
 ROUND = 64
 """Capacities are multiples of this."""
 
@@ -40,10 +42,15 @@ def choose_capacity(needed: int, limit: int) -> int:
     return max(ROUND, -(-wanted // ROUND) * ROUND)
 
 
+def smallest_bytes(heads: int, head_dim: int, element: int) -> int:
+    """Bytes of one row of a layer with the smallest number of slots, for keys and values of `element` bytes a number."""
+    return heads * (FRESH + ROUND) * (2 * head_dim * element + 8)
+
+
 class Slots:
     """Memories of `rows` batch rows and len(capacity) key/value heads; `capacity` gives the older slots of each head.
 
-    Fields: k, v [rows, total, D], pos and edge [rows, total], with the slots of all heads one after another.
+    Fields: k, v [rows, total, D], pos and span [rows, total], with the slots of all heads one after another.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class Slots:
         self.k = torch.zeros(rows, total, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.pos = torch.zeros(rows, total, device=device)
-        self.edge = torch.full((rows, total), DEAD, device=device)
+        self.span = torch.full((rows, total), DEAD, device=device)
         self.counts = torch.zeros(rows, self.heads, dtype=torch.int32, device=device)
         """Older slots in use, [rows, heads]."""
         self.evicted = torch.zeros(rows, self.heads, dtype=torch.int64, device=device)
@@ -104,11 +111,11 @@ class Slots:
 
     @property
     def bytes_held(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.k, self.v, self.pos, self.edge, self.counts))
+        return sum(x.numel() * x.element_size() for x in (self.k, self.v, self.pos, self.span, self.counts))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that steps change, by name, with the batch row in dimension 0."""
-        return {name: getattr(self, name) for name in ("k", "v", "pos", "edge", "counts", "evicted")}
+        return {name: getattr(self, name) for name in ("k", "v", "pos", "span", "counts", "evicted")}
 
     # Reading
 
@@ -127,8 +134,8 @@ class Slots:
 
     def left(self, column: int | Tensor, width: int | None = None) -> Tensor:
         """Steps that each memory has left for a query at the fresh slot `column`, [rows, heads, width]; dead where <= 0."""
-        edge, pos = self.by_head(self.edge, width), self.by_head(self.pos, width)
-        left = edge + (pos - column)
+        span, pos = self.by_head(self.span, width), self.by_head(self.pos, width)
+        left = span + (pos - column) + self.ramp
         if self.uniform:
             return left
         inside = torch.arange(left.shape[2], device=left.device) < self.bounds.diff()[:, None]
@@ -140,18 +147,18 @@ class Slots:
 
     # Changing
 
-    def append(self, k: Tensor, v: Tensor, edge: Tensor, column: int) -> None:
-        """Write one memory of each row and head, k, v [rows, heads, D] and edge [rows, heads], into the fresh slot `column`."""
+    def append(self, k: Tensor, v: Tensor, span: Tensor, column: int) -> None:
+        """Write one memory of each row and head, k, v [rows, heads, D] and span [rows, heads], into the fresh slot `column`."""
         if self.uniform:
             shape = (self.rows, self.heads, FRESH + self.capacity[0])
             self.k.view(*shape, -1).select(2, column).copy_(k)
             self.v.view(*shape, -1).select(2, column).copy_(v)
-            self.edge.view(shape).select(2, column).copy_(edge)
+            self.span.view(shape).select(2, column).copy_(span)
             return
         place = (self.bounds[:-1] + column).to(torch.int64)
         self.k.index_copy_(1, place, k.to(self.k.dtype))
         self.v.index_copy_(1, place, v.to(self.v.dtype))
-        self.edge.index_copy_(1, place, edge)
+        self.span.index_copy_(1, place, span)
 
     def evict(self, column: int | Tensor) -> None:
         """After one append, evict a memory of every head that has more than `cap` alive for a query at `column`."""
@@ -161,7 +168,7 @@ class Slots:
         place, living = find_weakest(left, pos)
         place = place.clamp(max=FRESH + max(self.capacity) - 1) + self.bounds[:-1]
         over = living > self.cap
-        self.edge.scatter_(1, place, torch.where(over, DEAD, self.edge.gather(1, place)))
+        self.span.scatter_(1, place, torch.where(over, DEAD, self.span.gather(1, place)))
         self.evicted += over
 
     def compact(self) -> None:
@@ -169,7 +176,7 @@ class Slots:
 
         Memories that do not fit there are lost, so the caller must grow `capacity` in time: see `Slots.grown`.
         """
-        alive = steps_left(self.edge, self.pos, FRESH, 0.0) > 0  # [rows, total]
+        alive = is_alive(self.span + (self.pos - FRESH), self.ramp)  # [rows, total]
         upto = alive.cumsum(1)
         before = torch.nn.functional.pad(upto, (1, 0))[:, self._first - FRESH]  # living in the heads before the slot's
         target = self._first + (upto - before - 1)
@@ -186,11 +193,11 @@ class Slots:
         self.v.copy_(self.v.gather(1, wide))
         pos = torch.where(self._is_fresh, self._column, self.pos.gather(1, source) - FRESH)
         self.pos.copy_(pos)
-        self.edge.copy_(self.edge.gather(1, source).masked_fill_(~filled, DEAD))
+        self.span.copy_(self.span.gather(1, source).masked_fill_(~filled, DEAD))
 
     def clear(self, rows: Tensor) -> None:
         """Forget everything that the rows with these indices hold."""
-        self.edge.index_fill_(0, rows, DEAD)
+        self.span.index_fill_(0, rows, DEAD)
         self.counts.index_fill_(0, rows, 0)
         self.evicted.index_fill_(0, rows, 0)
 
@@ -218,15 +225,15 @@ class Slots:
         counts = alive.sum(-1)
         self.counts[rows] = counts.to(torch.int32)
         order = (~alive).to(torch.int8).argsort(dim=-1, stable=True)  # the living first
-        edge = torch.where(alive, span + self.ramp, DEAD).gather(-1, order)
-        born = torch.where(alive, (pos - now + column).float(), 0.0).gather(-1, order)
+        span = torch.where(alive, span, DEAD).gather(-1, order)
+        born = torch.where(alive, (pos - now + column).clamp_min(OLDEST).float(), 0.0).gather(-1, order)
         for head, width in enumerate(widest):
             assert width <= self.capacity[head], (width, self.capacity)
             place = slice(self.starts[head] + FRESH, self.starts[head] + FRESH + width)
             pick = order[:, head, :width].unsqueeze(-1).expand(-1, -1, self.head_dim)
             self.k[rows, place] = k[:, head].gather(1, pick).to(self.k.dtype)
             self.v[rows, place] = v[:, head].gather(1, pick).to(self.v.dtype)
-            self.edge[rows, place] = edge[:, head, :width]
+            self.span[rows, place] = span[:, head, :width]
             self.pos[rows, place] = born[:, head, :width]
 
     # Other sizes and rows
@@ -237,9 +244,10 @@ class Slots:
             self.rows, self.head_dim, capacity, ramp=self.ramp, cap=self.cap, dtype=self.k.dtype, device=self.k.device
         )
         place = self._index + (new.bounds[:-1] - self.bounds[:-1])[self._head]
-        for name in ("k", "v", "pos", "edge"):
+        for name in ("k", "v", "pos", "span"):
             getattr(new, name).index_copy_(1, place, getattr(self, name))
-        new.counts, new.evicted = self.counts, self.evicted
+        new.counts.copy_(self.counts)
+        new.evicted.copy_(self.evicted)
         return new
 
     def selected(self, rows: Tensor) -> Slots:
@@ -257,10 +265,6 @@ class Slots:
             getattr(new, name).copy_(x.index_select(0, rows))
         return new
 
-    def map_keys(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace all keys [rows, total, D] by fn(keys), in place."""
-        self.k.copy_(fn(self.k))
-
 
 def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -> Tensor:
     """For each head, the largest number of living memories of any row, [heads], on their device; arguments as in
@@ -271,9 +275,4 @@ def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -
     return alive.sum(-1).expand(-1, heads).amax(0)
 
 
-__all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living"]
-
-
-def split_by_head(x: Tensor, sizes: Sequence[int], empty: float = 0.0) -> Tensor:
-    """A field [rows, total, ..] of slots with `sizes` per head as [rows, heads, most slots, ..], filled up with `empty`."""
-    return pad_sequence(list(x.transpose(0, 1).split(list(sizes))), padding_value=empty).transpose(0, 2)
+__all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living", "smallest_bytes"]

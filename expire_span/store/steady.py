@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.ops.rule import NEVER, steps_left
+
 from .interface import Store
-from .rule import NEVER, find_living, order_living_last, steps_left, take_slots, wipe
+from .order import find_living, order_living_last, take_slots, wipe
 
 
 @dataclass(frozen=True, eq=False)

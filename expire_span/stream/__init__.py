@@ -2,7 +2,8 @@
 
 from expire_span.sampling import Sampling
 
+from .interface import Prefilled
 from .stream import Stream
 from .tokens import Events, Step
 
-__all__ = ["Events", "Sampling", "Step", "Stream"]
+__all__ = ["Events", "Prefilled", "Sampling", "Step", "Stream"]

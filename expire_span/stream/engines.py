@@ -1,27 +1,28 @@
-"""How a stream's steps run: in place over buffers of fixed size, or by ordinary calls of the decoder.
+"""How a stream's steps run: in place over buffers of static shapes, or by ordinary calls of the model.
 
 An engine keeps `logits` [rows, V] of the next token of every row. `advance` draws tokens from them (or takes given ones), and
-computes the next logits. `SteadyEngine` decodes in buffers of fixed size, so that on a GPU each step is one replay of a
-recorded CUDA graph. `PlainEngine` (plain_engine.py) is for memory systems whose states have no fixed shapes.
+computes the next logits. `SlotEngine` decodes in buffers of static shapes, so that on a GPU each step is one replay of a
+recorded CUDA graph. `PlainEngine` (plain_engine.py) is for models whose memories have no static shapes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MixerAux
-from expire_span.models.slot_step import Memories, SlotStep
 from expire_span.models.state import bytes_of
-from expire_span.models.stepping import StateStep, Stepper
 from expire_span.ops.graphs import record_graph
 from expire_span.sampling import Sampling, draw
-from expire_span.store.slots import FRESH, FRESH_BEFORE
+from expire_span.store.slots import FRESH
+
+from .interface import Prefilled, StreamModel
+
+LONG = 16
+"""Number of given tokens from which it is faster to take memories out of slots and read the tokens in one call."""
 
 
 class Engine(ABC):
@@ -30,29 +31,44 @@ class Engine(ABC):
     lookahead = False
     """Whether the host may launch a step before it has read the tokens of the one before."""
 
-    def __init__(self, decoder: Decoder, rows: int) -> None:
-        self.decoder, self.rows = decoder, rows
-        device, vocab = decoder.embed.weight.device, decoder.config.vocab
-        self.device = device
-        self.logits = torch.zeros(rows, vocab, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    def __init__(self, model: StreamModel, rows: int) -> None:
+        self.model, self.rows, self.device = model, rows, model.device
+        self.active = [False] * rows
+        """Which rows are in use; the others are idle."""
+        self.logits = torch.zeros(rows, model.vocab, device=self.device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.position = 0
         """Number of steps taken since the stream began."""
 
+    def load(self, rows: list[int], prompts: Prefilled) -> None:
+        """Replace the memories of the rows with the numbers `rows` by those of prompts that were read."""
+        self._load(rows, prompts)
+        self.logits[torch.tensor(rows, device=self.device)] = prompts.logits.float()
+        for row in rows:
+            self.active[row] = True
+
     @abstractmethod
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
-        """Replace the memories of the rows with the numbers `rows` by a decoder's state after their prompts.
+    def _load(self, rows: list[int], prompts: Prefilled) -> None: ...
 
-        state: one part per layer, with len(rows) batch rows; logits [len(rows), V]: those of the next token; reports: what each
-        layer reported about the last block that it read.
-        """
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget what these rows hold; they are idle from now on."""
+        if rows:
+            self._drop(rows)
+        for row in rows:
+            self.active[row] = False
 
-    def drop(self, rows: Collection[int]) -> None:  # noqa: B027 (slots are freed with the stream)
-        """Free the memories of rows that are idle from now on, where a row has memory of its own."""
+    @abstractmethod
+    def _drop(self, rows: Sequence[int]) -> None: ...
 
     @abstractmethod
     def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
         """Feed one token to every row: drawn from the logits, or, where `sampling` is None, those in `tokens` [rows]."""
+
+    def feed(self, tokens: Tensor) -> None:
+        """Feed given tokens [rows, T] to the rows."""
+        for column in tokens.to(self.device).unbind(1):
+            self.tokens.copy_(column)
+            self.advance(None)
 
     @property
     @abstractmethod
@@ -64,12 +80,12 @@ class Engine(ABC):
     def bytes_held(self) -> int: ...
 
     @abstractmethod
-    def selected(self, rows: Tensor) -> Engine:
+    def selected(self, rows: list[int]) -> Engine:
         """An independent copy with these rows."""
 
     @abstractmethod
     def packed(self) -> tuple[dict[str, Tensor], Any]:
-        """Tensors and plain values from which `unpacked` restores everything."""
+        """Tensors and plain values from which `unpacked` restores everything but `active`."""
 
     @abstractmethod
     def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None: ...
@@ -79,17 +95,17 @@ class Engine(ABC):
         self.tokens.copy_(draw(self.logits, sampling, generator))
 
 
-class SteadyEngine(Engine):
+class SlotEngine(Engine):
     """Decodes in place over slots. After each compaction the counts of older slots are copied to the host in the background;
     the host reads them before the next compaction, `FRESH` steps later, to see whether the slots must grow."""
 
-    def __init__(self, decoder: Decoder, rows: int, stepper: Stepper | None = None) -> None:
-        super().__init__(decoder, rows)
-        self.stepper = stepper or Stepper(decoder, rows)
+    def __init__(self, model: StreamModel, rows: int) -> None:
+        super().__init__(model, rows)
+        self.stepper = model.stepper(rows)
         self.clock = self.stepper.clock
         self.lookahead = self._on_gpu = self.device.type == "cuda"
         # Steps in plain PyTorch take the index of the fresh slot from the host: a recorded graph would repeat the same index.
-        self._replays = self._on_gpu and all(layer.fused for layer in self.stepper.slot_layers)
+        self._replays = self._on_gpu and all(memory.fused for memory in self.stepper.memories)
         self._graphs: dict[Any, Any] = {}
         self._warm: set[Any] = set()
         self._pool: Any = None
@@ -101,25 +117,35 @@ class SteadyEngine(Engine):
 
     # Rows
 
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
+    def _load(self, rows: list[int], prompts: Prefilled) -> None:
+        """The host waits once, for the counts of all layers."""
         self._note_counts()
-        where = torch.tensor(rows, device=self.device)
-        for step, part in zip(self.stepper.blocks, state):
-            memory = step.memory
-            if isinstance(memory, StateStep):
-                memory.load(where, part)
-                continue
-            self._load_slots(where, [(memory, memory.memories(part))])
-        self.logits[where] = logits.float()
-
-    def _load_slots(self, rows: Tensor, found: list[tuple[SlotStep, Memories]]) -> None:
-        """Put memories into the rows of some layers. The host waits once for the counts of all of them."""
-        counts = torch.cat([layer.count(memories) for layer, memories in found]).tolist()
-        for layer, memories in found:
-            own, counts = counts[: layer.kv_heads], counts[layer.kv_heads :]
-            if layer.make_room([max(a, b) for a, b in zip(own, layer.most)]):
+        where, parts = torch.tensor(rows, device=self.device), list(zip(self.stepper.layers, prompts.state))
+        slots = [(layer, layer.memories(part)) for layer, part in parts if layer.memory is not None]
+        counts = torch.cat([layer.memory.count(found) for layer, found in slots]).tolist() if slots else []
+        for layer, found in slots:
+            memory = layer.memory
+            own, counts = counts[: memory.heads], counts[memory.heads :]
+            if memory.make_room([max(a, b) for a, b in zip(own, memory.most)]):
                 self._forget_graphs()
-            layer.load(rows, memories, own)
+            layer.load(where, found, own)
+        for layer, part in parts:
+            if layer.memory is None:
+                layer.load(where, part)
+        if slots:
+            self.clock.start_rows(where, slots[0][1].now)  # every layer has read as many tokens
+        self.stepper.begin(rows, prompts.state)
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        self.stepper.clear(list(rows))
+
+    def feed(self, tokens: Tensor) -> None:
+        state = self.stepper.to_state() if tokens.shape[1] >= LONG else None
+        if state is None:
+            super().feed(tokens)
+            return
+        self.load(list(range(self.rows)), self.model.prefill(tokens, state))
+        self.position += tokens.shape[1]
 
     def read_in_step(self, prompts: dict[int, Tensor]) -> None:
         """Read prompts of different lengths, {row: tokens [T]}, one token per row and step; shorter ones begin later, so that
@@ -131,20 +157,13 @@ class SteadyEngine(Engine):
             table[longest - len(prompt) :, row] = prompt
             begins.setdefault(longest - len(prompt), []).append(row)
         table = table.to(self.device)
+        for row in prompts:
+            self.active[row] = True
         for n in range(longest):
             if n in begins:
-                self._clear(begins[n])
+                self.stepper.clear(begins[n])
             self.tokens.copy_(table[n])
             self.advance(None)
-
-    def _clear(self, rows: list[int]) -> None:
-        """Empty the memories of these rows."""
-        where = torch.tensor(rows, device=self.device)
-        for step in self.stepper.blocks:
-            if isinstance(step.memory, SlotStep):
-                step.memory.slots.clear(where)
-            else:
-                step.memory.load(where, step.block.mixer.initial_state(len(rows)))
 
     # Steps
 
@@ -158,7 +177,7 @@ class SteadyEngine(Engine):
             self.logits.copy_(self.stepper.logits(self.tokens))
             self.clock.on_device += 1
 
-        self._run(("step", sampling, id(generator)), step, generator)
+        self._run((self.stepper.prepare(), sampling, id(generator)), step, generator)
         self.clock.column += 1
         self.position += 1
 
@@ -191,14 +210,16 @@ class SteadyEngine(Engine):
 
     def _compact(self) -> None:
         self._note_counts()
-        layers = self.stepper.slot_layers
-        grown = [layer.make_room(layer.most) for layer in layers]
+        if idle := [row for row, active in enumerate(self.active) if not active]:
+            self.stepper.clear(idle)  # what they have read meanwhile must not make the slots grow
+        memories = self.stepper.memories
+        grown = [memory.make_room(memory.most) for memory in memories]
         if any(grown):
             self._forget_graphs()
         self._run("compact", self.stepper.compact)
         self.clock.epoch, self.clock.column = self.clock.epoch + FRESH, 0
-        if layers:
-            self._ask_counts(torch.stack([layer.slots.counts for layer in layers]))
+        if memories:
+            self._ask_counts(torch.stack([memory.slots.counts for memory in memories]))
 
     def _ask_counts(self, counts: Tensor) -> None:
         """Start copying counts [layers, rows, heads] to the host; the host waits for them at the next compaction only."""
@@ -219,67 +240,49 @@ class SteadyEngine(Engine):
             self._counts = None
 
     def _share_counts(self, counts: Tensor) -> None:
-        for layer, of_layer in zip(self.stepper.slot_layers, counts):
-            layer.note_counts(of_layer)
+        for memory, of_layer in zip(self.stepper.memories, counts):
+            memory.note_counts(of_layer)
 
     # Reports and copies
 
     @property
     def live(self) -> Tensor:
-        counts = []
-        for step in self.stepper.blocks:
-            if isinstance(step.memory, SlotStep):
-                counts.append(step.memory.slots.live(self.clock.column).float().mean(1))
-            else:
-                counts.append(torch.ones(self.rows, device=self.device))
-        return torch.stack(counts)
+        one = torch.ones(self.rows, device=self.device)  # a state of fixed size counts as one memory
+        memories, column = [layer.memory for layer in self.stepper.layers], self.clock.column
+        return torch.stack([one if m is None else m.slots.live(column).float().mean(1) for m in memories])
 
     @property
     def bytes_held(self) -> int:
         return bytes_of(self.stepper.tensors())
 
-    def selected(self, rows: Tensor) -> SteadyEngine:
-        self._note_counts()
-        other = SteadyEngine(self.decoder, len(rows))
+    def selected(self, rows: list[int]) -> SlotEngine:
+        other = SlotEngine(self.model, len(rows))
         other.unpacked(*self.packed(rows))
+        other.active = [self.active[row] for row in rows]
         return other
 
-    def packed(self, rows: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+    def packed(self, rows: list[int] | None = None) -> tuple[dict[str, Tensor], Any]:
         self._note_counts()
         tensors = {"logits": self.logits, **self.stepper.tensors()}
         if rows is not None:
-            tensors = {name: x.index_select(0, rows.to(x.device)) for name, x in tensors.items()}
-        layers = self.stepper.slot_layers
+            picked = torch.tensor(rows, device=self.device)
+            tensors = {name: x.index_select(0, picked) for name, x in tensors.items()}
+        memories = self.stepper.memories
         meta = {"epoch": self.clock.epoch, "column": self.clock.column, "position": self.position, "fresh": FRESH}
-        meta["capacity"] = [list(layer.slots.capacity) for layer in layers]
-        return tensors, meta | {"most": [layer.most for layer in layers]}
+        meta["capacity"] = [list(memory.slots.capacity) for memory in memories]
+        return tensors, meta | {"most": [memory.most for memory in memories]}
 
     def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        if meta["fresh"] != FRESH:
+            saved = f"it was saved with {meta['fresh']} fresh slots, and this version has {FRESH}"
+            raise ValueError(f"{saved}; read the prompts again")
         self.position = meta["position"]
         self.logits.copy_(tensors["logits"])
-        if meta.get("fresh", FRESH_BEFORE) != FRESH:
-            self._load_other_slots(tensors, meta)
-            return
-        for layer, capacity, most in zip(self.stepper.slot_layers, meta["capacity"], meta["most"]):
-            layer.allocate(self.rows, capacity=capacity)
-            layer.most = list(most)
-            layer.refresh()
+        for memory, capacity, most in zip(self.stepper.memories, meta["capacity"], meta["most"]):
+            memory.allocate(self.rows, capacity=capacity)
+            memory.most = list(most)
+            memory.refresh()
         self.clock.set(meta["epoch"], meta["column"])
         for name, x in self.stepper.tensors().items():
             x.copy_(tensors[name])
-
-    def _load_other_slots(self, tensors: dict[str, Tensor], meta: Any) -> None:
-        """Load a stream that was saved with another number of fresh slots: its living memories go into older slots."""
-        self.clock.set(meta["epoch"] + meta["column"], 0)
-        rows, capacities = torch.arange(self.rows, device=self.device), iter(meta["capacity"])
-        for n, step in enumerate(self.stepper.blocks):
-            begin, memory = f"layer{n}.", step.memory
-            own = {name.removeprefix(begin): x.to(self.device) for name, x in tensors.items() if name.startswith(begin)}
-            if isinstance(memory, StateStep):
-                memory.load(rows, own)
-                continue
-            found = memory.read_saved(
-                own, next(capacities), meta.get("fresh", FRESH_BEFORE), meta["epoch"], meta["column"]
-            )
-            self._load_slots(rows, [(memory, found)])
-            memory.slots.evicted.copy_(own["evicted"])
+        self.clock.turn_to_epoch()

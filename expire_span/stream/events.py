@@ -7,34 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.models.slot_step import SlotStep
 from expire_span.store.slots import FRESH, Slots
 
-from .engines import Engine, SteadyEngine
+from .engines import Engine, SlotEngine
 from .tokens import Events
 
 Living = set[tuple[int, int, int]]
 """Memories, each as (row, head, position at which it was written)."""
 
 
+def count_by_head(engine: Engine) -> list[Tensor]:
+    """Number of living memories, [rows, heads] for each layer, 0 for idle rows; no heads where a layer keeps no slots."""
+    if not isinstance(engine, SlotEngine):
+        return [torch.empty(engine.rows, 0)] * engine.model.layers
+    none, active = torch.empty(engine.rows, 0), torch.tensor(engine.active).unsqueeze(1)
+    return [none if x is None else x.live(engine.clock.column).cpu() * active for x in _slots_of(engine)]
+
+
 def remember_living(engine: Engine) -> list[Living]:
     """Which memories are alive for the next step, for each layer; none where a layer keeps no slots."""
-    if not isinstance(engine, SteadyEngine):
-        return [set() for _ in engine.decoder.blocks]
+    if not isinstance(engine, SlotEngine):
+        return [set() for _ in range(engine.model.layers)]
     column = engine.clock.column
-    layers = [_slots_of(step.memory) for step in engine.stepper.blocks]
-    return [set() if slots is None else _living(slots, column, engine.position) for slots in layers]
+    return [set() if slots is None else _living(slots, column, engine.position) for slots in _slots_of(engine)]
 
 
-def find_events(engine: Engine, before: list[Living], active: list[bool]) -> list[Events]:
-    """The births and deaths in the rows marked `active` in the step that was just taken, for each layer, given the memories
+def find_events(engine: Engine, before: list[Living]) -> list[Events]:
+    """The births and deaths in the active rows in the step that was just taken, for each layer, given the memories
     that were alive before it."""
     nothing = Events(torch.empty(engine.rows, 0), [])
-    if not isinstance(engine, SteadyEngine):
+    if not isinstance(engine, SlotEngine):
         return [nothing] * len(before)
-    column, found = engine.clock.column, []
-    for step, living in zip(engine.stepper.blocks, before):
-        slots = _slots_of(step.memory)
+    active, column, found = engine.active, engine.clock.column, []
+    for slots, living in zip(_slots_of(engine), before):
         if slots is None:
             found.append(nothing)
             continue
@@ -46,8 +51,8 @@ def find_events(engine: Engine, before: list[Living], active: list[bool]) -> lis
     return found
 
 
-def _slots_of(memory: Any) -> Slots | None:
-    return memory.slots if isinstance(memory, SlotStep) else None
+def _slots_of(engine: SlotEngine) -> list[Slots | None]:
+    return [None if layer.memory is None else layer.memory.slots for layer in engine.stepper.layers]
 
 
 def _living(slots: Slots, column: int, position: int) -> Living:
@@ -58,4 +63,6 @@ def _living(slots: Slots, column: int, position: int) -> Living:
 
 def _newest_spans(slots: Slots, column: int) -> Tensor:
     assert 0 <= column < FRESH
-    return (slots.by_head(slots.edge)[:, :, column] - slots.ramp).cpu()
+    return slots.by_head(slots.span)[:, :, column].to(
+        "cpu", copy=True
+    )  # a copy on the CPU too, where callers mark idle rows

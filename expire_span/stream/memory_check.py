@@ -7,23 +7,8 @@ from pathlib import Path
 
 import torch
 
-from expire_span.models.decoder import Decoder
-from expire_span.models.slot_step import slot_rules
-from expire_span.models.state import bytes_of
-from expire_span.store.slots import FRESH, ROUND
-
 MEMORY_REPORT = Path("/proc/meminfo")
 """Where Linux says how much memory programs can still get."""
-
-
-def bytes_per_row(decoder: Decoder) -> int:
-    """Least number of bytes that one row occupies: its logits and probabilities, and in every layer its fresh slots with the
-    smallest number of older slots, or, where the layer keeps no slots, the state that it begins with."""
-    c, element = decoder.config, decoder.embed.weight.element_size()
-    slots = c.num_kv_heads * (FRESH + ROUND) * (2 * c.head_dim * element + 8)
-    mixers = [block.mixer for block in decoder.layers()]
-    layers = sum(bytes_of(m.initial_state(1)) if slot_rules(m) is None else slots for m in mixers)
-    return layers + 8 * c.vocab
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -42,9 +27,9 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def check_room(decoder: Decoder, rows: int, each: int) -> None:
-    """Refuse more rows, of at least `each` bytes, than fit into the free memory of the decoder's device."""
-    free = free_bytes(decoder.embed.weight.device)
+def check_room(device: torch.device, rows: int, each: int) -> None:
+    """Refuse more rows, of at least `each` bytes, than fit into the free memory of the device."""
+    free = free_bytes(device)
     if free is not None and rows * each > free:
         raise ValueError(
             f"{rows} rows need at least {rows * each / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free; "

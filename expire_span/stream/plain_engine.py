@@ -1,20 +1,20 @@
-"""Steps of a stream by ordinary calls of the decoder, for memory systems whose states have no fixed shapes."""
+"""Steps of a stream by ordinary calls of the model, for models whose memories have no static shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from expire_span.models.decoder import Decoder
 from expire_span.models.mixer import MixerAux
 from expire_span.models.state import bytes_of, pack, select_rows, unpack
 from expire_span.sampling import Sampling
 from expire_span.store import ExpiringMemory
 
 from .engines import Engine
+from .interface import Prefilled, StreamModel
 
 
 class Group(NamedTuple):
@@ -28,18 +28,17 @@ class Group(NamedTuple):
 
 
 class PlainEngine(Engine):
-    """Calls the decoder for every step, once for each group of rows."""
+    """Calls the model for every step, once for each group of rows."""
 
-    def __init__(self, decoder: Decoder, rows: int) -> None:
-        super().__init__(decoder, rows)
+    def __init__(self, model: StreamModel, rows: int) -> None:
+        super().__init__(model, rows)
         self.groups: list[Group] = []
 
-    def load(self, rows: list[int], state: list[Any], logits: Tensor, reports: Sequence[MixerAux] = ()) -> None:
-        self.drop(rows)
-        self.logits[torch.tensor(rows, device=self.device)] = logits.float()
-        self.groups.append(Group(rows, state, _count_reported(state, reports, len(rows), self.device)))
+    def _load(self, rows: list[int], prompts: Prefilled) -> None:
+        self._drop(rows)
+        self.groups.append(_group(rows, prompts))
 
-    def drop(self, rows: Collection[int]) -> None:
+    def _drop(self, rows: Sequence[int]) -> None:
         gone, kept = set(rows), []
         for group in self.groups:
             stay = [n for n, row in enumerate(group.rows) if row not in gone]
@@ -51,18 +50,21 @@ class PlainEngine(Engine):
     def advance(self, sampling: Sampling | None, generator: torch.Generator | None = None) -> None:
         if sampling is not None:
             self._draw(sampling, generator)
-        groups, after = [], self.logits.clone()
+        self.feed(self.tokens.unsqueeze(1))
+
+    def feed(self, tokens: Tensor) -> None:
+        tokens, groups, after = tokens.to(self.device), [], self.logits.clone()
         for rows, state, _ in self.groups:
             where = torch.tensor(rows, device=self.device)
-            logits, state, aux = self.decoder(self.tokens[where].unsqueeze(1), state)
-            after[where] = logits[:, -1].float()
-            groups.append(Group(rows, state, _count_reported(state, aux.layers, len(rows), self.device)))
+            read = self.model.prefill(tokens[where], state)
+            after[where] = read.logits.float()
+            groups.append(_group(rows, read))
         # Everything changes at the end, so that a step that was interrupted, as by Ctrl-C, can be taken again.
-        self.groups, self.logits, self.position = groups, after, self.position + 1
+        self.groups, self.logits, self.position = groups, after, self.position + tokens.shape[1]
 
     @property
     def live(self) -> Tensor:
-        found = torch.zeros(len(self.decoder.blocks), self.rows, device=self.device)
+        found = torch.zeros(self.model.layers, self.rows, device=self.device)
         for rows, state, reported in self.groups:
             for n, part in enumerate(state):
                 memory = _memory_of(part)
@@ -74,14 +76,14 @@ class PlainEngine(Engine):
     def bytes_held(self) -> int:
         return sum(bytes_of(group.state) for group in self.groups)
 
-    def selected(self, rows: Tensor) -> PlainEngine:
-        other = PlainEngine(self.decoder, len(rows))
-        other.logits.copy_(self.logits.index_select(0, rows.to(self.device)))
-        other.position, wanted = self.position, rows.tolist()
+    def selected(self, rows: list[int]) -> PlainEngine:
+        other = PlainEngine(self.model, len(rows))
+        other.logits.copy_(self.logits[torch.tensor(rows, device=self.device)])
+        other.position, other.active = self.position, [self.active[row] for row in rows]
         for group in self.groups:
-            new = [n for n, row in enumerate(wanted) if row in group.rows]
+            new = [n for n, row in enumerate(rows) if row in group.rows]
             if new:
-                other.groups.append(_choose(group, new, [group.rows.index(wanted[n]) for n in new]))
+                other.groups.append(_choose(group, new, [group.rows.index(rows[n]) for n in new]))
         return other
 
     def packed(self) -> tuple[dict[str, Tensor], Any]:
@@ -92,12 +94,13 @@ class PlainEngine(Engine):
     def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
         tensors = {name: x.to(self.device) for name, x in tensors.items()}
         self.logits.copy_(tensors["logits"])
-        layers = len(self.decoder.blocks)
         for n, (rows, state) in enumerate(unpack(tensors, meta["groups"])):
-            # Streams that were saved before their counts were have none.
-            unknown = torch.full((layers, len(rows)), torch.nan, device=self.device)
-            self.groups.append(Group(rows, state, tensors.get(f"live{n}", unknown)))
+            self.groups.append(Group(rows, state, tensors[f"live{n}"]))
         self.position = meta["position"]
+
+
+def _group(rows: list[int], read: Prefilled) -> Group:
+    return Group(rows, read.state, _count_reported(read.state, read.reports, len(rows), read.logits.device))
 
 
 def _choose(group: Group, rows: list[int], places: list[int]) -> Group:

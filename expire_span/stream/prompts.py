@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from expire_span.checks import show
 from expire_span.models.decoder import Decoder
-from expire_span.models.mixer import MixerAux
 
 PROMPT_BLOCK = 1024
 """Tokens of a row that one forward pass reads on a CPU."""
@@ -21,29 +19,26 @@ GPU_BLOCK = 65_536
 Prompt = Sequence[int] | bytes | Tensor
 
 
-def check_prompt(prompt: Prompt, vocab: int, row: int) -> Tensor:
+def check_prompt(prompt: Prompt, vocab: int, row: int | None = None) -> Tensor:
     """The prompt as tokens [T]."""
+    where = "" if row is None else f" for row {row}"
     is_bytes = isinstance(prompt, (bytes, bytearray))
     try:
         tokens = torch.tensor(bytearray(prompt), dtype=torch.uint8) if is_bytes else torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):  # text, None, lists of unequal lengths
         wanted = "bytes, a list of integers or a tensor of them"
         raise ValueError(
-            f"a prompt must be {wanted}, got {show(prompt)} for row {row}; text is encoded first, as in text.encode()"
+            f"a prompt must be {wanted}, got {show(prompt)}{where}; text is encoded first, as in text.encode()"
         ) from None
     if tokens.dim() != 1 or not len(tokens):
-        raise ValueError(
-            f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)} for row {row}"
-        )
+        raise ValueError(f"a prompt must be a list of at least one token, got shape {tuple(tokens.shape)}{where}")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"a prompt must consist of integers, got {tokens.dtype} for row {row}")
+        raise ValueError(f"a prompt must consist of integers, got {tokens.dtype}{where}")
     tokens = tokens.to(torch.int64).cpu()
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
-        wrong = high if high >= vocab else low
-        raise ValueError(
-            f"tokens must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong} in the prompt of row {row}"
-        )
+        wrong, where = high if high >= vocab else low, where.replace(" for", " of")
+        raise ValueError(f"tokens must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong} in the prompt{where}")
     return tokens
 
 
@@ -66,16 +61,3 @@ def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator
         block = block.to(device, non_blocking=True)
         logits, state, aux = decoder(block, state)
         yield block, logits, state, aux
-
-
-@torch.inference_mode()
-def read_prompt(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any]:
-    """Feed tokens [B, T]; returns the logits after the last one [B, V] and the state."""
-    return read_with_reports(decoder, prompt)[:2]
-
-
-@torch.inference_mode()
-def read_with_reports(decoder: Decoder, prompt: Tensor) -> tuple[Tensor, Any, list[MixerAux]]:
-    """The same, and what each layer reported about the last block."""
-    *_, (_, logits, state, aux) = deque(read_blocks(decoder, prompt), maxlen=1)
-    return logits[:, -1].float(), state, aux.layers

@@ -10,21 +10,17 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
+from expire_span.disk.files import check_plain, write_atomic
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import check_plain, write_atomic
-from expire_span.models.decoder import Decoder
-from expire_span.tensor_files import check_tensors, digest_tensors, to_bytes
+from expire_span.store.tensor_files import check_tensors, to_bytes
 
-FORMAT = 1
+from .interface import StreamModel
 
-
-def fingerprint(decoder: Decoder) -> str:
-    """sha256 of a decoder's weights and their names."""
-    return digest_tensors(decoder.state_dict())
+FORMAT = 2
 
 
-def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    head = {"format": FORMAT, "model": fingerprint(decoder), **meta}
+def write_saved(path: Path, model: StreamModel, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    head = {"format": FORMAT, "model": model.fingerprint(), **meta}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     data = to_bytes(plain, {"stream": json.dumps(head)})
     try:
@@ -35,7 +31,7 @@ def write_saved(path: Path, decoder: Decoder, tensors: dict[str, Tensor], meta: 
         ) from error
 
 
-def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_saved(path: Path, model: StreamModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         check_plain(path)
         if path.is_dir():
@@ -50,7 +46,7 @@ def read_saved(path: Path, decoder: Decoder) -> tuple[dict[str, Tensor], dict[st
     meta = meta if isinstance(meta, dict) else {}
     if meta.get("format") != FORMAT:
         raise UserError(f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}")
-    mine = fingerprint(decoder)
+    mine = model.fingerprint()
     if meta.get("model") != mine:
         raise UserError(
             f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {mine[:12]}); "

@@ -1,9 +1,9 @@
-"""Bits per byte of a file of any length, read as one stream in blocks; memory is bounded by the living memories."""
+"""Bits per byte (token, character, word) of a file, read as one stream in blocks; memory is bounded by the living memories."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, BinaryIO
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
+from expire_span.tasks.contract import Codec
 
 from .prompts import PROMPT_BLOCK
 
@@ -24,39 +25,28 @@ STRETCHES = 64
 
 
 Progress = Callable[[int], None]
-"""Called after each block with the number of bytes or tokens read so far."""
+"""Called after each block with the number of tokens read so far."""
 
 
-def score_bytes(decoder: Decoder, file: BinaryIO, progress: Progress | None = None) -> dict[str, Any]:
-    """Score a file of bytes as one stream. The first byte has nothing before it and is not scored."""
-
-    def blocks(size: int) -> Iterator[Tensor]:
-        while block := file.read(size):
-            yield torch.frombuffer(bytearray(block), dtype=torch.uint8)
-
-    total = _score(decoder, blocks, progress)
-    if not total.scored:
-        raise ValueError(f"a file to score must hold at least 2 bytes, got {total.seen}")
-    return {"bytes": total.seen, "bits_per_byte": total.bits / total.scored, **total.memory()}
-
-
-def score_tokens(
-    decoder: Decoder, ids: np.ndarray, sizes: np.ndarray, progress: Progress | None = None
+def score_file(
+    decoder: Decoder, codec: Codec, file: BinaryIO, source: str = "the file", progress: Progress | None = None
 ) -> dict[str, Any]:
-    """The same for tokens that stand for `sizes` bytes each; those of the first token are not scored."""
-    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)), progress)
-    if not total.scored:
-        raise ValueError(f"a file to score must hold at least 2 tokens, got {total.seen}")
-    scores = {"bits_per_token": total.bits / total.scored, "bits_per_byte": total.bits / int(sizes[1:].sum())}
-    return {"bytes": int(sizes.sum()), "tokens": total.seen, **scores, **total.memory()}
+    """Score a file as one stream of the codec's tokens. The first one has nothing before it and is not scored.
 
-
-def score_characters(decoder: Decoder, ids: np.ndarray, progress: Progress | None = None) -> dict[str, Any]:
-    """The same for tokens that stand for one character each."""
-    total = _score(decoder, lambda size: iter(torch.from_numpy(ids).split(size)), progress)
+    Files of bytes are never in memory as a whole.
+    """
+    if codec.unit == "byte":
+        sizes, blocks = None, lambda size: map(codec.encode, iter(lambda: file.read(size), b""))
+    else:
+        ids, sizes = codec.measure(file.read(), source)
+        blocks = lambda size: (ids[start : start + size] for start in range(0, len(ids), size))  # noqa: E731
+    total, unit = _score(decoder, blocks, progress), codec.unit
     if not total.scored:
-        raise ValueError(f"a file to score must hold at least 2 characters, got {total.seen}")
-    return {"characters": total.seen, "bits_per_character": total.bits / total.scored, **total.memory()}
+        raise ValueError(f"a file to score must hold at least 2 {unit}s, got {total.seen}")
+    scores = {f"{unit}s": total.seen, f"bits_per_{unit}": total.bits / total.scored}
+    if sizes is not None:
+        scores |= {"bytes": int(sizes.sum()), "bits_per_byte": total.bits / int(sizes[1:].sum())}
+    return {**scores, **total.memory()}
 
 
 @dataclass
@@ -115,14 +105,14 @@ class _Total:
 
 
 @torch.inference_mode()
-def _score(decoder: Decoder, blocks: Callable[[int], Iterator[Tensor]], progress: Progress | None) -> _Total:
-    """Score every token but the first. `blocks(size)` yields the stream's tokens in blocks of at most `size`."""
+def _score(decoder: Decoder, blocks: Callable[[int], Iterable[np.ndarray]], progress: Progress | None) -> _Total:
+    """Score every token but the first. `blocks(size)` gives the stream's tokens in blocks of at most `size`."""
     decoder.eval()
     device = decoder.embed.weight.device
     total, state = _Total(), None
     last = torch.zeros(0, dtype=torch.int64, device=device)
     for block in blocks(GPU_SCORED_BLOCK if device.type == "cuda" else PROMPT_BLOCK):
-        tokens = torch.cat([last, block.to(device, torch.int64)])
+        tokens = torch.cat([last, torch.from_numpy(block.astype(np.int64)).to(device)])
         last, total.seen = tokens[-1:], total.seen + len(block)
         if len(tokens) > 1:
             logits, state, aux = decoder(tokens[None, :-1], state)

@@ -1,10 +1,11 @@
-"""`Stream`: rows that read prompts and generate any number of tokens from them."""
+"""`Stream`: rows that read prompts and generate any number of tokens from them, of any model that forgets."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from torch import Tensor
 
 from expire_span.checks import as_whole, show
 from expire_span.errors import UserError
-from expire_span.models.decoder import Decoder
-from expire_span.models.encoder import Encoder
-from expire_span.models.stepping import can_step
 from expire_span.sampling import Sampling
 
-from .engines import Engine, SteadyEngine
-from .events import find_events, remember_living
-from .memory_check import bytes_per_row, check_room
+from .decoders import model_of
+from .engines import Engine, SlotEngine
+from .events import count_by_head, find_events, remember_living
+from .interface import Prefilled
+from .memory_check import check_room
 from .plain_engine import PlainEngine
-from .prompts import Prompt, check_prompt, group_by_length, read_with_reports
+from .prompts import Prompt, check_prompt, group_by_length
 from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 
@@ -32,35 +32,55 @@ STEPPED = 512
 
 
 class Stream:
-    """Rows of a decoder that read and generate tokens, each with its own prompt and start.
+    """Rows of a model that read and generate tokens, each with its own prompt and start.
 
-        stream = Stream(decoder, rows=2)
+        stream = Stream(model, rows=2)  # a Decoder, or what expire_span.hf.retrofit returns
         stream.read([b"Once upon a time", b"It was"])
         for step in stream.generate(Sampling(temperature=0.8)):
-            ...  # step.tokens [rows]; stream.replace(1, b"And then") while the others go on
+            ...  # step.tokens [rows]; stream.join(b"And then", row=1) while the others go on
 
     Memory is bounded by the living memories. On a GPU a step is one replay of a CUDA graph, and the host reads a step's tokens
-    while the next step runs, so that neither waits for the other. The decoder's weights must not change while a stream uses
+    while the next step runs, so that neither waits for the other. The model's weights must not change while a stream uses
     them.
     """
 
-    def __init__(self, decoder: Decoder, rows: int = 16, *, recorded: bool = True) -> None:
-        """recorded: if False, steps on a GPU are launched kernel by kernel instead of as CUDA graphs, for tests and
+    def __init__(self, model: Any, rows: int = 16, *, static_shapes: bool | None = None, recorded: bool = True) -> None:
+        """static_shapes: whether to decode in place over buffers of static shapes, where the model can; None does so where it
+        is faster. recorded: if False, steps on a GPU are launched kernel by kernel instead of as CUDA graphs, for tests and
         benchmarks."""
-        _check_decoder(decoder)
+        self._model = model_of(model)
         count = as_whole(rows)
         if count is None or count < 1:
             raise ValueError(f"rows must be a whole number of at least 1, got {show(rows)}")
-        self.decoder, rows = decoder.eval(), count
-        self.steady = can_step(decoder)
-        check_room(decoder, rows, bytes_per_row(decoder))
+        self.model, rows = model, count
+        wanted = self._model.prefers_steps if static_shapes is None else static_shapes
+        kind = SlotEngine if wanted and self._model.can_step else PlainEngine
+        check_room(self._model.device, rows, self._model.row_bytes)
         with torch.inference_mode():
-            self._engine: Engine = (SteadyEngine if self.steady else PlainEngine)(decoder, rows)
-        if isinstance(self._engine, SteadyEngine) and not recorded:
+            self._engine: Engine = kind(self._model, rows)
+        if isinstance(self._engine, SlotEngine) and not recorded:
             self._engine.launch_plainly()
-        self._active = [False] * rows
         self._flights: deque[Flight] = deque()
         self._generator: tuple[int, torch.Generator] | None = None
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether the rows' memories lie in buffers of static shapes, which steps change in place."""
+        return isinstance(self._engine, SlotEngine)
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Which rows are in use."""
+        return tuple(self._engine.active)
+
+    @property
+    def length(self) -> int | None:
+        """Most tokens that a row may read; None where the model has no limit."""
+        return self._model.length
 
     @property
     def rows(self) -> int:
@@ -80,38 +100,73 @@ class Stream:
             raise ValueError(f"read takes a list of prompts, one for each row, got {show(prompts)}; give [prompt]")
         if not 1 <= len(prompts) <= self.rows:
             raise ValueError(f"read takes 1 to {self.rows} prompts, one for each row, got {len(prompts)}")
-        found = {n: check_prompt(prompt, self.decoder.config.vocab, n) for n, prompt in enumerate(prompts)}
+        found = {n: check_prompt(prompt, self._model.vocab, n) for n, prompt in enumerate(prompts)}
         self._flights.clear()
-        self._active = [n in found for n in range(self.rows)]
         self._engine.drop([n for n in range(self.rows) if n not in found])
         if self._reads_in_step(found):
-            assert isinstance(self._engine, SteadyEngine)
+            assert isinstance(self._engine, SlotEngine)
             self._engine.read_in_step(found)
             return
         for rows, block in group_by_length(found):
-            logits, state, reports = read_with_reports(self.decoder, block)
-            self._engine.load(rows, state, logits, reports)
+            self._engine.load(rows, self._model.prefill(block))
 
     def _reads_in_step(self, prompts: dict[int, Tensor]) -> bool:
         """Whether to read prompts step by step; see `STEPPED`."""
         lengths = {len(prompt) for prompt in prompts.values()}
-        if not (isinstance(self._engine, SteadyEngine) and self._engine.device.type == "cuda"):
-            return False
-        rules: list[Any] = [getattr(block.mixer, "rules", None) for block in self.decoder.layers()]
-        # Initial memories are stored by the decoder's initial state only.
-        starts = any(getattr(rule, "initial_memories", 0) for rule in rules)
-        return len(lengths) > 1 and max(lengths) <= STEPPED and not starts
+        fast = self.static_shapes and self._model.reads_in_step and self.device.type == "cuda"
+        return fast and len(lengths) > 1 and max(lengths) <= STEPPED
 
     @torch.inference_mode()
-    def replace(self, row: int, prompt: Prompt) -> None:
-        """Empty row `row` and let it read a new prompt; the other rows go on as they are."""
+    def prefill(self, prompt: Prompt, before: Prefilled | None = None) -> Prefilled:
+        """Read a prompt, or its next part after what was read before, for a row that will join; no row changes meanwhile."""
+        tokens = check_prompt(prompt, self._model.vocab)
+        state = None if before is None else self._own(before).state
+        return replace(self._model.prefill(tokens.unsqueeze(0), state), reader=self.model)
+
+    def _own(self, read: Prefilled) -> Prefilled:
+        if read.reader not in (None, self.model):
+            raise ValueError(
+                "this prompt was read by another model, whose memories mean nothing here; read it with this one"
+            )
+        return read
+
+    @torch.inference_mode()
+    def join(self, prompt: Prompt | Prefilled, row: int | None = None) -> int:
+        """Let a row begin with a prompt, or with what `prefill` has read; the other rows go on as they are. Returns its number.
+
+        row: which one; what it held is deleted. None takes the first idle row.
+        """
+        if row is None and all(self._engine.active):
+            raise ValueError(f"all {self.rows} rows are in use; let one leave first, or say which row to replace")
+        row = self._engine.active.index(False) if row is None else self._check_row(row)
+        self._engine.load([row], self._own(prompt) if isinstance(prompt, Prefilled) else self.prefill(prompt))
+        self._drop_flights(row)
+        return row
+
+    @torch.inference_mode()
+    def leave(self, row: int) -> None:
+        """Delete what a row holds; it is idle until another prompt joins there."""
         row = self._check_row(row)
-        tokens = check_prompt(prompt, self.decoder.config.vocab, row)
-        logits, state, reports = read_with_reports(self.decoder, tokens.unsqueeze(0))
-        self._engine.load([row], state, logits, reports)
-        self._active[row] = True
+        self._engine.drop([row])
+        self._drop_flights(row)
+
+    def _drop_flights(self, row: int) -> None:
         for flight in self._flights:
             flight.stale.add(row)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int] | Tensor) -> None:
+        """Let every row read given tokens: one each [rows], or several [rows, T]. Idle rows read nothing of what is given."""
+        given = torch.as_tensor(tokens)
+        given = given.unsqueeze(1) if given.dim() == 1 else given
+        if given.dim() != 2 or len(given) != self.rows or given.is_floating_point() or not given.shape[1]:
+            shape = f"shape {tuple(given.shape)} of {given.dtype}"
+            raise ValueError(f"feed takes a token for each of {self.rows} rows, [rows] or [rows, T], got {shape}")
+        if self._flights:
+            raise ValueError(
+                "generate has computed a step ahead; take it first, by next(stream.generate()), or give max_tokens"
+            )
+        self._engine.feed(given.to(torch.int64))
 
     def _check_row(self, row: Any) -> int:
         number = as_whole(row)
@@ -119,7 +174,7 @@ class Stream:
             raise ValueError(f"row must be a whole number in 0..{self.rows - 1}, got {show(row)}")
         return number
 
-    # Writing
+    # Generating
 
     def generate(
         self, sampling: Sampling | None = None, max_tokens: int | None = None, *, events: bool = False
@@ -134,7 +189,7 @@ class Stream:
         most = None if max_tokens is None else as_whole(max_tokens)
         if max_tokens is not None and (most is None or most < 0):
             raise ValueError(f"max_tokens must be a whole number, 0 or more, got {show(max_tokens)}")
-        if not any(self._active):
+        if not any(self._engine.active):
             raise ValueError("the stream has read no prompt yet; call read first")
         return self._steps(sampling or Sampling(), most, events)
 
@@ -146,7 +201,7 @@ class Stream:
             ahead = self._engine.lookahead and not events and (max_tokens is None or count + 1 < max_tokens)
             if ahead and len(self._flights) < 2:
                 self._launch(sampling, events)
-            step = self._flights[0].collect(self._active)
+            step = self._flights[0].collect(self._engine.active)
             self._flights.popleft()
             count += 1
             yield step
@@ -157,7 +212,7 @@ class Stream:
         before = remember_living(engine) if events else None
         engine.advance(sampling, self._generator_of(sampling))
         flight = _send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
-        flight.events = find_events(engine, before, self._active) if before is not None else None
+        flight.events = find_events(engine, before) if before is not None else None
         self._flights.append(flight)
 
     def _generator_of(self, sampling: Sampling) -> torch.Generator:
@@ -173,7 +228,20 @@ class Stream:
     @torch.inference_mode()
     def live(self) -> Tensor:
         """Number of living memories per head, the mean over heads, [layers, rows]; 0 for rows that are idle."""
-        return self._engine.live.cpu() * torch.tensor(self._active)
+        return self._engine.live.cpu() * torch.tensor(self._engine.active)
+
+    @property
+    @torch.inference_mode()
+    def live_by_head(self) -> list[Tensor]:
+        """Number of living memories, [rows, heads] for each layer; 0 for idle rows, and no heads where a layer has no slots."""
+        return count_by_head(self._engine)
+
+    @property
+    def evicted(self) -> int:
+        """Number of memories of all rows in slots that a cap has deleted while they were alive."""
+        engine = self._engine
+        memories = engine.stepper.memories if isinstance(engine, SlotEngine) else []
+        return sum(int(memory.slots.evicted.sum()) for memory in memories)
 
     @property
     def bytes_held(self) -> int:
@@ -196,13 +264,12 @@ class Stream:
         rows = [self._check_row(row) for row in rows]
         if not rows:
             raise ValueError("fork needs at least one row, got none")
-        check_room(self.decoder, len(rows), max(self.bytes_held // self.rows, bytes_per_row(self.decoder)))
+        check_room(self.device, len(rows), max(self.bytes_held // self.rows, self._model.row_bytes))
         other = Stream.__new__(Stream)
-        other.decoder, other.steady = self.decoder, self.steady
-        other._engine = self._engine.selected(torch.tensor(rows))
-        other._active = [self._active[row] for row in rows]
+        other.model, other._model = self.model, self._model
+        other._engine = self._engine.selected(rows)
         other._flights = deque(
-            Flight(step.tokens[rows]) for step in (flight.collect(self._active) for flight in self._flights)
+            Flight(step.tokens[rows]) for step in (flight.collect(self._engine.active) for flight in self._flights)
         )
         other._generator = None
         if self._generator is not None:
@@ -215,41 +282,35 @@ class Stream:
     def save(self, path: str | Path) -> None:
         """Write everything to one file, atomically; `Stream.load` continues from it."""
         tensors, engine = self._engine.packed()
-        meta: dict[str, Any] = {"rows": self.rows, "active": self._active, "steady": self.steady, "engine": engine}
-        meta["flights"] = [flight.collect(self._active).tokens.tolist() for flight in self._flights]
+        meta: dict[str, Any] = {"rows": self.rows, "active": self._engine.active, "engine": engine}
+        meta["static_shapes"] = self.static_shapes
+        meta["flights"] = [flight.collect(self._engine.active).tokens.tolist() for flight in self._flights]
         if self._generator is not None:
             meta["seed"] = self._generator[0]
             tensors = tensors | {"generator": self._generator[1].get_state()}
-        write_saved(Path(path), self.decoder, tensors, meta)
+        write_saved(Path(path), self._model, tensors, meta)
 
     @classmethod
-    def load(cls, decoder: Decoder, path: str | Path) -> Stream:
+    def load(cls, model: Any, path: str | Path) -> Stream:
         """The stream that `save` wrote, of the same model."""
-        _check_decoder(decoder)
-        tensors, meta = read_saved(Path(path), decoder)
+        tensors, meta = read_saved(Path(path), model_of(model))
         try:
-            return cls(decoder, meta["rows"])._restored(tensors, meta)
+            return cls(model, meta["rows"], static_shapes=meta["static_shapes"])._restored(tensors, meta)
         except torch.OutOfMemoryError:
             raise  # the file may be right
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
             raise UserError(f"{path} is not a saved stream that this version can read ({error})") from error
 
     def _restored(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Stream:
         with torch.inference_mode():
             self._engine.unpacked(tensors, meta["engine"])
-        self._active = meta["active"]
+        self._engine.active = meta["active"]
         self._flights = deque(Flight(torch.tensor(tokens)) for tokens in meta["flights"])
         if "seed" in meta:
             self._generator = meta["seed"], torch.Generator(self._engine.device)
             with contextlib.suppress(RuntimeError):  # a generator state of another kind of device cannot be restored
                 self._generator[1].set_state(tensors["generator"])
         return self
-
-
-def _check_decoder(decoder: Any) -> None:
-    if not isinstance(decoder, Decoder) or isinstance(decoder, Encoder):  # an encoder is not causal
-        got = type(decoder).__name__
-        raise ValueError(f"a stream runs a Decoder, got {got}; build one by Decoder(config) or load_decoder(folder)")
 
 
 def _send_to_host(tokens: Tensor) -> Flight:

@@ -17,7 +17,7 @@ class Events(NamedTuple):
 
     born: Tensor
     """Spans of the memories that the step's tokens became, [rows, heads]; NaN for rows that are idle. A layer that keeps no
-    slots (a recurrent one, or any layer of a stream that is not `steady`) has no heads here."""
+    slots (a recurrent one, or any layer of a stream without `static_shapes`) has no heads here."""
     died: list[tuple[int, int, int]]
     """Row, head and position of birth of every memory that was alive for this step's query and is dead for the next."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from expire_span.models import systems
 from expire_span.models.decoder import Decoder
+from expire_span.store.device_memory import check_fits
 
-from .engines import SteadyEngine
 from .stream import Stream
 
 MOST_TOKENS = 4096
@@ -41,25 +41,25 @@ def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | No
         systems.find(m.kind).receptive_field(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)
     ]
     wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in fields if r is not None], default=256))
+    device = decoder.embed.weight.device
+    numbers = wanted * (config.vocab + len(config.mixers) * config.dim)
+    check_fits(4 * numbers, f"one pass over {wanted:,} tokens", f"tokens {wanted:,}", device)
     drawn = torch.randint(config.vocab, (wanted,), generator=torch.Generator().manual_seed(0))
     data = drawn if text is None else torch.tensor(list(text[:wanted]), dtype=torch.int64)
     if len(data) < 2:
         raise ValueError(f"verifying needs at least 2 tokens, got {len(data)}")
-    device = decoder.embed.weight.device
     data = data.to(device)
     stream, found = Stream(decoder, 1), []
     stream.read([data[:1]])
-    engine: Any = stream._engine
-    for token in data[1:]:
+    for token in data[1:, None]:
         found.append(stream.logits[0])
-        engine.tokens.copy_(token)
-        engine.advance(None)
+        stream.feed(token)
     found.append(stream.logits[0])
     whole = decoder(data[None], decoder.initial_state(1, "nothing"))[0][0]
     difference = float((torch.stack(found) - whole.float()).abs().max())
     largest = float(whole.abs().max())
     allowed = _tolerance(whole.dtype, device) * max(1.0, largest)
-    return Verdict(len(data), difference, allowed, *_count(engine, len(data)))
+    return Verdict(len(data), difference, allowed, *_count(stream, len(data)))
 
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
@@ -69,11 +69,8 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     return 1e-5 if device.type == "cpu" else 1e-4
 
 
-def _count(engine: Any, tokens: int) -> tuple[int, int, int]:
+def _count(stream: Stream, tokens: int) -> tuple[int, int, int]:
     """Number of memories of all layers and heads that were written, deleted, and evicted while alive."""
-    if not isinstance(engine, SteadyEngine):
-        return 0, 0, 0
-    slots = [layer.slots for layer in engine.stepper.slot_layers]
-    born = sum(tokens * s.heads for s in slots)
-    living = sum(int(s.live(engine.clock.column).sum()) for s in slots)
-    return born, born - living, sum(int(s.evicted.sum()) for s in slots)
+    born = tokens * sum(live.shape[1] for live in stream.live_by_head)
+    living = sum(int(live.sum()) for live in stream.live_by_head)
+    return born, born - living, stream.evicted

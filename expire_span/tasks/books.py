@@ -7,17 +7,17 @@ Characters that are rare in the training books share one token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import BooksTask
+from expire_span.settings.tasks import BooksTask
 
-from .contract import SPLITS, Batch, Score, Split, TaskSample, bits, sample_stretch
+from .contract import SPLITS, Batch, Codec, Score, Split, bits
 from .episodes import key_of
 from .hashing import draws_of
 from .signs import SIGNS
@@ -25,59 +25,79 @@ from .text import check_rows
 
 RARE = 0
 """Token of all characters outside the vocabulary."""
-SAMPLE = 8192
-"""Number of characters in a sample."""
 EVERY = 16
 """Of every 16 books, one is for validation and one for the test."""
 FOLDERS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
+
+
+class Letters(Codec):
+    """The commonest characters of the training books, which are counted when the vocabulary is first asked for."""
+
+    unit = "character"
+
+    def __init__(self, config: BooksTask) -> None:
+        self.config = config
+
+    @cached_property
+    def alphabet(self) -> np.ndarray:
+        """The code points that have a token, in order; the first has the token 1."""
+        counts = np.zeros(0x110000, np.int64)
+        for path in find_books(self.config.path)["train"]:
+            counts += np.bincount(read_codes(path), minlength=len(counts))
+        common = np.argsort(-counts, kind="stable")[: self.config.characters]
+        return np.sort(common[counts[common] > 0])
+
+    @cached_property
+    def _token_of(self) -> np.ndarray:
+        token_of = np.zeros(0x110000, np.uint16)
+        token_of[self.alphabet] = np.arange(1, len(self.alphabet) + 1)
+        return token_of
+
+    @property
+    def size(self) -> int:
+        return max(len(self.alphabet) + 1, 2)
+
+    def label(self, token: int) -> str:
+        letter = self._letter(token)
+        return SIGNS.get(letter, letter if letter.isprintable() else f"U+{ord(letter):04X}") if letter else "rare"
+
+    def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
+        return self.to_tokens(codes_of(raw, source))
+
+    def to_tokens(self, codes: np.ndarray) -> np.ndarray:
+        return self._token_of[codes]
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return "".join(self._letter(token) or "\ufffd" for token in tokens).encode()
+
+    def _letter(self, token: int) -> str:
+        """The character of a token; empty for that of the rare ones."""
+        return "" if token == RARE or token > len(self.alphabet) else chr(int(self.alphabet[token - 1]))
 
 
 class Books:
     """Characters of books; the vocabulary is that of the training books."""
 
     score = Score("bpc", higher_is_better=False)
+    longest = 8192
+    codec_of = Letters
 
     def __init__(self, config: BooksTask) -> None:
-        self.config = config
+        self.config, self.codec = config, Letters(config)
         self.files = find_books(config.path)
-        counts = np.zeros(0x110000, np.int64)
-        for path in self.files["train"]:
-            counts += np.bincount(read_codes(path), minlength=len(counts))
-        common = np.argsort(-counts, kind="stable")[: config.characters]
-        self.alphabet = np.sort(common[counts[common] > 0])
-        self.vocab = max(len(self.alphabet) + 1, 2)
-        self.token_of = np.zeros(len(counts), np.uint16)
-        self.token_of[self.alphabet] = np.arange(1, len(self.alphabet) + 1)
         self.read: dict[Split, list[np.ndarray]] = {}
 
     def split(self, split: Split) -> list[np.ndarray]:
         """The books of one split as tokens; read when they are first asked for."""
         if split not in self.read:
-            self.read[split] = [self.encode(path) for path in self.files[split]]
+            self.read[split] = [self.codec.to_tokens(read_codes(path)) for path in self.files[split]]
         return self.read[split]
-
-    def encode(self, path: Path) -> np.ndarray:
-        """The tokens of any book."""
-        return self.token_of[read_codes(path)]
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> BookRows:
         return BookRows(self.split(split), batch=batch, block=block, endless=split == "train", key=key_of(split, seed))
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return bits(nll, count)
-
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The beginning of a test book."""
-        return sample_stretch(self, SAMPLE, seed=seed)
-
-    def label(self, token: int) -> str:
-        if token == RARE or token > len(self.alphabet):
-            return "rare"
-        letter = chr(int(self.alphabet[token - 1]))
-        return SIGNS.get(letter, letter if letter.isprintable() else f"U+{ord(letter):04X}")
 
 
 def find_books(path: str) -> dict[Split, list[Path]]:
@@ -110,17 +130,21 @@ def _texts(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_codes(path: Path) -> np.ndarray:
-    """Code points of a UTF-8 file; line ends are those of the file."""
-    raw = path.read_bytes()
+    """Code points of a book, a UTF-8 file; line ends are those of the file."""
+    codes = codes_of(path.read_bytes(), str(path))
+    if len(codes) < 2:
+        raise ValueError(f"{path} holds {len(codes)} characters, but a book needs at least 2; remove it")
+    return codes
+
+
+def codes_of(raw: bytes, source: str) -> np.ndarray:
+    """Code points of UTF-8 text."""
     try:
-        text = raw.decode("utf-8")
+        return np.frombuffer(raw.decode("utf-8").encode("utf-32-le"), np.uint32)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start} of {len(raw)}; convert or remove it"
+            f"{source} is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start} of {len(raw)}; convert or remove it"
         ) from error
-    if len(text) < 2:
-        raise ValueError(f"{path} holds {len(text)} characters, but a book needs at least 2; remove it")
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 class BookRows:

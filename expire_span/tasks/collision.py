@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import CollisionTask
+from expire_span.disk.files import read_json
+from expire_span.settings.tasks import CollisionTask
 
-from .contract import Batch, Score, Split, TaskSample, sample_stretch
+from .contract import Batch, Score, Split, Symbols
 from .episodes import below, chance, key_of
 from .hashing import mix
 from .text import check_rows
@@ -36,6 +36,8 @@ ENOUGH_FRAMES = 16_000_000
 """Frames to save for a training of minutes; with much fewer, a model learns them by heart."""
 RECIPE_FRAMES = {"collision-dense": 4_000_000, "collision-sparse": 4_000_000, "collision-long": 96_000_000}
 """Frames with which the recipes of these folders were measured, where they are not ENOUGH_FRAMES."""
+GAME = "game.json"
+"""The file beside saved simulations that says how they were made."""
 START, SPEED, COLOUR, ASK, MEET = range(5)
 """Purposes of draws."""
 
@@ -143,11 +145,12 @@ class Simulation:
         uniform = below(draws << np.uint64(32), config.colours**2)
         repeat = chance(draws, config.latest_prob)
         asked, label, age = (np.zeros(met.shape, np.int64) for _ in range(3))
+        now = config.easy == "now"
         for n, frame in enumerate(at):
             hit = np.flatnonzero(met[n])
             self.cell[hit, pair[n, hit]], self.when[hit, pair[n, hit]] = quadrant[n, hit], frame
             self.latest[hit] = pair[n, hit]
-            asked[n] = np.where(repeat[n] & (self.latest >= 0), self.latest, uniform[n])
+            asked[n] = np.where(repeat[n] & (self.latest >= 0), pair[n] if now else self.latest, uniform[n])
             when = self.when[rows, asked[n]]
             label[n] = np.where(when >= 0, 1 + self.cell[rows, asked[n]], 0)
             age[n] = np.where(when >= 0, frame - when, -1)
@@ -176,6 +179,7 @@ class Collision:
     """Only the last token of each frame is scored, and only where the pair has collided before."""
 
     score = Score("error", higher_is_better=False)
+    longest = 128 * FRAME
 
     def __init__(self, config: CollisionTask) -> None:
         self.config = config
@@ -183,7 +187,7 @@ class Collision:
         self.first_asked = self.first_colour + config.colours
         self.first_answer = self.first_asked + config.colours
         self.no_collision = self.first_answer + len(QUADRANTS)
-        self.vocab = self.no_collision + 1
+        self.codec = Symbols(self.no_collision + 1, self.label)
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> CollisionRows | SavedRows:
         """Every row is a simulation of its own, or a contiguous part of a saved one."""
@@ -227,13 +231,6 @@ class Collision:
         quadrant = 2 * (row >= size // 2) + (column - size >= size // 2)
         return np.where(met, self.first_answer + quadrant, self.no_collision)
 
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The first 128 frames of the test split."""
-        return sample_stretch(self, 128 * FRAME, seed=seed)
-
     def label(self, token: int) -> str:
         size = self.config.size
         if token == self.no_collision:
@@ -274,18 +271,40 @@ class CollisionRows:
         self.simulation.load_state_dict(state)
 
 
+def _command_for(config: CollisionTask) -> str:
+    """The command that makes the saved simulations of a task."""
+    folder = Path(config.path)
+    shares = config.meet_probs or (config.meet_prob,)
+    options = f" --meet-prob {' '.join(f'{share:g}' for share in shares)}" if any(shares) else ""
+    options += "" if config.easy == "latest" else f" --easy {config.easy}"
+    return f"expire-span data collision{options} --frames {RECIPE_FRAMES.get(folder.name, ENOUGH_FRAMES)} --to {folder}"
+
+
+def read_game(folder: Path) -> dict[str, Any] | None:
+    """How the simulations in a folder were made; None where nothing says so. Old folders have the usual easy questions."""
+    note = folder / GAME
+    return {"easy": "latest", **read_json(note)} if note.exists() else None
+
+
+def _check_kind(config: CollisionTask) -> None:
+    """Refuse simulations whose easy questions are of the other kind."""
+    found = (read_game(Path(config.path)) or {"easy": "latest"})["easy"]
+    if found != config.easy:
+        other = replace(config, path=f"{config.path}-{config.easy}")
+        raise ValueError(
+            f"{config.path} was made with --easy {found}, and --task.easy is {config.easy}; set --task.easy {found}, or give "
+            f"another --task.path, made with: {_command_for(other)}"
+        )
+
+
 class SavedRows:
     """One saved simulation per split, cut into contiguous rows; in training each row starts again after its end."""
 
     def __init__(self, task: Collision, split: Split, *, batch: int, block: int) -> None:
-        folder = Path(task.config.path)
-        path = folder / f"{split}.npy"
+        path = Path(task.config.path) / f"{split}.npy"
         if not path.is_file():
-            shares = task.config.meet_probs or (task.config.meet_prob,)
-            meetings = f" --meet-prob {' '.join(f'{share:g}' for share in shares)}" if any(shares) else ""
-            frames = RECIPE_FRAMES.get(folder.name, ENOUGH_FRAMES)
-            command = f"expire-span data collision{meetings} --frames {frames} --to {folder}"
-            raise ValueError(f"{path} is missing; make it with: {command}")
+            raise ValueError(f"{path} is missing; make it with: {_command_for(task.config)}")
+        _check_kind(task.config)
         data = np.load(path, mmap_mode="r", allow_pickle=False)  # [frames, 9]: eight tokens, then the label
         if len(data) < batch:
             raise ValueError(

@@ -1,13 +1,20 @@
-"""The contract of a supervised task: it gives batches, names its score, and shows samples. A task knows nothing of models."""
+"""The contract of a supervised task: it gives batches, names its score, and says how its tokens are written.
+
+A task knows nothing of models.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from torch import Tensor
+
+from expire_span.errors import UserError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -54,23 +61,73 @@ class Score:
     higher_is_better: bool
 
 
-@dataclass(frozen=True)
-class TaskSample:
-    """A piece of the test split that a report shows."""
+class Codec(ABC):
+    """How the tokens of a task are written. A codec opens the task's data only where its vocabulary depends on it."""
 
-    tokens: Tensor
-    """[T], int64."""
-    labels: list[str]
-    """A short printable label for each token."""
-    marks: dict[int, str] = field(default_factory=dict)
-    """Positions to highlight, with the word written beside each."""
-    is_text: bool = False
-    """Whether the tokens are the bytes of a text, so that neighbours join to words."""
+    unit: str
+    """What a token is: a byte, a token (of a tokenizer), a character, a word, or, where nothing can be read, a symbol."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of kinds of tokens."""
+
+    @abstractmethod
+    def label(self, token: int) -> str:
+        """One token as a short text without invisible letters."""
+
+    @abstractmethod
+    def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
+        """The tokens [n] of a text; `source` names it in refusals."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """The text that tokens stand for."""
+
+    def measure(self, raw: bytes, source: str = "the text") -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens of a text, and the bytes [n] of each, None where a score per byte means nothing."""
+        return self.encode(raw, source), None
+
+    def writer(self, prompt: Sequence[int]) -> Callable[[int], bytes]:
+        """A function that turns the tokens after a prompt into text, one by one."""
+        return lambda token: self.decode([token])
+
+    def show(self, tokens: Tensor) -> list[str]:
+        """The label of each token of [T]."""
+        return [self.label(token) for token in tokens.tolist()]
+
+
+class Symbols(Codec):
+    """Tokens that stand for steps or objects: they have labels, and are no text."""
+
+    unit = "symbol"
+
+    def __init__(self, size: int, label: Callable[[int], str]) -> None:
+        self._size, self._label = size, label
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def label(self, token: int) -> str:
+        return self._label(token)
+
+    def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
+        raise UserError("the task of this run reads no text; look at the task's sample instead")
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        raise UserError("the task of this run writes no text; look at the task's sample instead")
 
 
 class Task(Protocol):
-    vocab: int
     score: Score
+    longest: int
+    """Number of tokens of the longest episode; of an endless stream, of the part that is shown."""
+
+    @property
+    def codec(self) -> Codec:
+        """How its tokens are written."""
+        ...
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> BatchStream: ...
 
@@ -78,36 +135,7 @@ class Task(Protocol):
         """The score from summed negative log-likelihood (nats), correct predictions and scored positions, or their bytes."""
         ...
 
-    def show(self, tokens: Tensor) -> list[str]:
-        """A short printable label for each token of [T], for reports."""
-        ...
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """One sample of the test split with its labels and marks, for reports."""
-        ...
-
 
 def bits(nll: float, count: float) -> float:
     """Bits per scored token."""
     return nll / max(count, 1) / math.log(2)
-
-
-def sample_stretch(task: Task, length: int, *, seed: int, is_text: bool = False) -> TaskSample:
-    """The first tokens of the test split, at most `length` of them."""
-    batch = next(iter(task.stream("test", batch=1, block=length, seed=seed)))
-    tokens = batch.x[0]
-    return TaskSample(tokens, task.show(tokens), is_text=is_text)
-
-
-def sample_episode(task: Task, longest: int, *, seed: int, prefixes: tuple[str, ...], episodes: int = 16) -> TaskSample:
-    """The longest of a few test episodes, with a mark wherever a label begins with one of the prefixes.
-
-    An episode that contains the first prefix is preferred, since it has something to remember.
-    """
-    stream = task.stream("test", batch=1, block=longest, seed=seed)
-    found = [batch.x[0] for batch, _ in zip(stream, range(episodes))]
-    labelled = [TaskSample(tokens, task.show(tokens)) for tokens in found]
-    with_first = [s for s in labelled if any(label.startswith(prefixes[0]) for label in s.labels)]
-    best = max(with_first or labelled, key=lambda s: len(s.labels))
-    marks = {n: label for n, label in enumerate(best.labels) if label.startswith(prefixes)}
-    return TaskSample(best.tokens, best.labels, marks)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import CopyTask
+from expire_span.settings.tasks import CopyTask
 
-from .contract import Batch, Score, Split, TaskSample, sample_episode
+from .contract import Batch, Score, Split, Symbols
 from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, below, key_of
 from .hashing import draws_of
 
@@ -31,7 +30,7 @@ class Copy:
         self.question = FIRST_FILLER + config.fillers
         self.pad = self.question + 1
         self.first_answer = self.pad + 1
-        self.vocab = self.first_answer + config.max_count
+        self.codec = Symbols(self.first_answer + config.max_count, self.label)
         self.longest = config.max_length
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> WholeEpisodes | BlockedEpisodes:
@@ -41,13 +40,6 @@ class Copy:
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return correct / max(count, 1)
-
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """One test episode; the A tokens and the question are marked."""
-        return sample_episode(self, self.longest, seed=seed, prefixes=("A", "how many"), episodes=1)
 
     def label(self, token: int) -> str:
         if token >= self.first_answer:

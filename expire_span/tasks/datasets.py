@@ -11,15 +11,16 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from expire_span.disk.files import sweep, write_atomic
+from expire_span.disk.sizes import show_bytes
 from expire_span.errors import StorageError, UserError
-from expire_span.files import read_json, sweep, write_atomic
-from expire_span.sizes import show_bytes
-from expire_span.task_configs import CollisionTask
+from expire_span.settings.tasks import CollisionTask
 
-from .collision import FRAME, Collision, Simulation
+from .collision import FRAME, GAME, Collision, Simulation, read_game
 from .contract import SPLITS
 from .download import TIMEOUT, Check, Report, cause_of, fetch, hold_lock, open_source
 from .episodes import key_of
@@ -140,12 +141,19 @@ def _fetch_pg19(target: Path, listing: str, report: Report, limit: int | None) -
 
 
 def make_collision(
-    target: Path, frames: int, report: Report, *, meet_probs: Sequence[float] = (0.0,), seed: int = 0
+    target: Path,
+    frames: int,
+    report: Report,
+    *,
+    meet_probs: Sequence[float] = (0.0,),
+    easy: Literal["latest", "now"] = "latest",
+    seed: int = 0,
 ) -> Path:
     """Save simulations as train.npy, valid.npy and test.npy: [frames, 9] bytes, eight tokens and the label.
 
     meet_probs: chance per frame that the particles of the training split are made to meet. Several stand for as many
     equal parts of the split, one after another, so that a batch whose rows are cut from it has rows of every kind.
+    easy: what the easy questions of every split ask about, see `CollisionTask`.
     """
     least = sum(SHARES.values())
     if frames < least:
@@ -153,10 +161,10 @@ def make_collision(
     _check_room(target, frames)
     if not meet_probs:
         raise UserError("--meet-prob needs at least one probability, got none; 0 is the published game")
-    task = Collision(CollisionTask(meet_probs=tuple(meet_probs)))
+    task = Collision(CollisionTask(meet_probs=tuple(meet_probs), easy=easy))
     target.mkdir(parents=True, exist_ok=True)
-    with hold_lock(target / "game.json"):
-        _check_game(target, list(meet_probs))
+    with hold_lock(target / GAME):
+        _check_game(target, list(meet_probs), easy)
     done = 0
     for split in SPLITS:
         count = frames * SHARES[split] // least
@@ -183,20 +191,27 @@ def _check_room(target: Path, frames: int) -> None:
         )
 
 
-def _check_game(target: Path, meet_probs: list[float]) -> None:
-    """Write the meeting probabilities beside the frames; refuse a folder that was made with others."""
-    asked = {"meet_prob": meet_probs if len(meet_probs) > 1 else meet_probs[0]}
-    note = target / "game.json"
+def _check_game(target: Path, meet_probs: list[float], easy: str) -> None:
+    """Write how the frames are made beside them; refuse a folder that was made otherwise."""
+    asked = {"easy": easy, "meet_prob": meet_probs if len(meet_probs) > 1 else meet_probs[0]}
     try:
-        found = read_json(note) if note.exists() else None
+        found = read_game(target)
     except UserError as error:
         raise UserError(f"{error}; remove {target} and repeat the command") from error
     if found is None and any((target / f"{split}.npy").exists() for split in SPLITS):
-        found = {"meet_prob": 0.0}  # saved before particles could be made to meet
+        found = {"easy": "latest", "meet_prob": 0.0}  # saved before particles could be made to meet
     if found is not None and found != asked:
-        given = " ".join(f"{share:g}" for share in meet_probs)
-        raise UserError(f"{target} was made with {found}, and --meet-prob is {given}; give another --to")
-    write_atomic(note, json.dumps(asked).encode())
+        raise UserError(f"{target} was made with {_options(found)}, not {_options(asked)}; give another --to")
+    write_atomic(target / GAME, json.dumps(asked).encode())
+
+
+def _options(game: dict[str, Any]) -> str:
+    """How frames are made, as options of the command."""
+    shares = game.get("meet_prob")
+    told = " ".join(
+        f"{x:g}" if isinstance(x, int | float) else str(x) for x in (shares if isinstance(shares, list) else [shares])
+    )
+    return f"--easy {game['easy']} --meet-prob {told}"
 
 
 def _check_count(path: Path, count: int) -> None:

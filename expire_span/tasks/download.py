@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.disk.files import check_plain, hash_file
 from expire_span.errors import StorageError, UserError, describe
-from expire_span.files import check_plain, hash_file
 
 CHUNK = 1 << 20
 TIMEOUT = 60

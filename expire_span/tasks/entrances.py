@@ -13,11 +13,10 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import EntrancesTask
+from expire_span.settings.tasks import EntrancesTask
 
-from .contract import Batch, Score, Split, TaskSample, sample_episode
+from .contract import Batch, Score, Split, Symbols
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, key_of
 from .hashing import draws_of
 
@@ -47,7 +46,7 @@ class Entrances:
         self.begin = config.levels * (1 + 2 * OUTER_UNITS)
         self.pad = self.begin + 1
         self.first_answer = self.pad + 1
-        self.vocab = self.first_answer + config.max_count + 1
+        self.codec = Symbols(self.first_answer + config.max_count + 1, self.label)
         self.longest = config.max_length + 1
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> WholeEpisodes | PackedEpisodes:
@@ -61,13 +60,6 @@ class Entrances:
     def to_levels(self, values: np.ndarray) -> np.ndarray:
         """The token of each value."""
         return np.clip(np.floor((values + OUTER_UNITS) * self.config.levels), 0, self.begin - 1).astype(np.int64)
-
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The longest of a few series."""
-        return sample_episode(self, self.longest, seed=seed, prefixes=("begin",))
 
     def label(self, token: int) -> str:
         if token >= self.first_answer:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import RecallTask
+from expire_span.settings.tasks import RecallTask
 
-from .contract import Batch, Score, Split, TaskSample, sample_episode
+from .contract import Batch, Score, Split, Symbols
 from .episodes import EVAL_EPISODES, PackedEpisodes, WholeEpisodes, below, chance, key_of
 from .hashing import draws_of
 
@@ -35,7 +34,7 @@ class Recall:
         self.question = self.first_wall + config.distractors
         self.none = self.question + 1
         self.pad = self.none + 1
-        self.vocab = self.pad + 1
+        self.codec = Symbols(self.pad + 1, self.label)
         self.longest = config.max_length + 2
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> WholeEpisodes | PackedEpisodes:
@@ -45,13 +44,6 @@ class Recall:
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return correct / max(count, 1)
-
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The longest of a few episodes with a cue; cue and question are marked."""
-        return sample_episode(self, self.longest, seed=seed, prefixes=("cue", "which"))
 
     def label(self, token: int) -> str:
         if token < self.first_wall:

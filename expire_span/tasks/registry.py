@@ -6,9 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from expire_span.task_configs import OUTSIDE_TASKS, TaskConfig
+from expire_span.errors import UserError
+from expire_span.settings.tasks import OUTSIDE_TASKS, TaskConfig
 
-from .contract import Task
+from .contract import Codec, Task
 
 TASKS: dict[str, tuple[str, str]] = {
     "text": ("text", "Text"),
@@ -28,14 +29,33 @@ _outside: dict[str, Callable[[Any], Task]] = {}
 
 def build_task(config: TaskConfig | Any) -> Task:
     """The task that a config describes."""
-    kind = config.kind
+    return _find(config.kind)(config)
+
+
+def _find(kind: str) -> Callable[[Any], Task]:
     if kind in _outside:
-        return _outside[kind](config)
+        return _outside[kind]
     if kind not in TASKS:
         known = ", ".join([*TASKS, *_outside])
         raise ValueError(f"unknown task {kind!r}, known are: {known}; register others with register_task")
     module, name = TASKS[kind]
-    return getattr(import_module(f".{module}", __package__), name)(config)
+    return getattr(import_module(f".{module}", __package__), name)
+
+
+def build_codec(config: TaskConfig | Any) -> Codec:
+    """How the tokens of a task are written. The data need not be there, unless the vocabulary depends on it."""
+    builder = _find(config.kind)
+    codec_of = getattr(builder, "codec_of", None)
+    return builder(config).codec if codec_of is None else codec_of(config)
+
+
+def text_codec(config: TaskConfig | Any, who: str) -> Codec:
+    """The same for a task of text; `who` begins the refusal of others."""
+    known = config.kind in TASKS or config.kind in _outside
+    codec = build_codec(config) if known else None
+    if codec is None or codec.unit == "symbol":
+        raise UserError(f"{who} needs a run of text, got a run of task {config.kind}")
+    return codec
 
 
 def register_task(config_class: type, builder: Callable[[Any], Task]) -> None:

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import TextTask
+from expire_span.settings.tasks import TextTask
 
-from .contract import Batch, Score, Split, TaskSample, bits, sample_stretch
+from .contract import Batch, Codec, Score, Split, bits
 from .signs import SIGNS
 from .tokens import PIECE, Tokenizer, next_character
 from .unpacking import find_packing
 
-SAMPLE = 8192
-"""Bytes or tokens of a sample."""
+
+class Bytes(Codec):
+    """Raw bytes, which stand for themselves."""
+
+    unit = "byte"
+
+    @property
+    def size(self) -> int:
+        return 256
+
+    def label(self, token: int) -> str:
+        """A byte that is not a printable character is written in hexadecimal."""
+        return SIGNS.get(chr(token)) or (chr(token) if 32 < token < 127 else f"\\x{token:02x}")
+
+    def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
+        return np.frombuffer(raw, np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return bytes(tokens)
+
+
+BYTES = Bytes()
 
 
 class Text:
@@ -29,19 +49,23 @@ class Text:
     """
 
     score = Score("bpb", higher_is_better=False)
+    longest = 8192
 
     def __init__(self, config: TextTask) -> None:
         self.config = config
-        self.tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
-        self.vocab = self.tokenizer.vocab if self.tokenizer is not None else 256
+        self.codec = self.codec_of(config)
         self.data = read_bytes(config.path)
         valid, test = (int(len(self.data) * share) for share in (config.valid_share, config.test_share))
         train = len(self.data) - valid - test
         cuts = [0, train, train + valid, len(self.data)]
-        if self.tokenizer is not None:
+        if self.codec.unit == "token":
             cuts = [next_character(self.data, cut) for cut in cuts]
         self.bounds = {"train": (cuts[0], cuts[1]), "valid": (cuts[1], cuts[2]), "test": (cuts[2], cuts[3])}
         self._tokens: dict[Split, tuple[np.ndarray, np.ndarray]] = {}
+
+    @staticmethod
+    def codec_of(config: TextTask) -> Bytes | Tokenizer:
+        return Tokenizer(config.tokenizer) if config.tokenizer else BYTES
 
     def split(self, split: Split) -> np.ndarray:
         """The bytes of one split."""
@@ -50,10 +74,10 @@ class Text:
 
     def tokens(self, split: Split) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens of one split, and the bytes that each stands for; None where tokens are bytes."""
-        if self.tokenizer is None:
+        if isinstance(self.codec, Bytes):
             return self.split(split), None
         if split not in self._tokens:
-            self._tokens[split] = self.tokenizer.encode(self.split(split).tobytes(), self.config.path)
+            self._tokens[split] = self.codec.measure(self.split(split).tobytes(), self.config.path)
         return self._tokens[split]
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
@@ -65,11 +89,11 @@ class Text:
     def _check_length(self, split: Split, have: int, batch: int, block: int) -> None:
         need = batch * block + 1 if split == "train" else 2
         if have < need:
-            unit = "bytes" if self.tokenizer is None else "tokens"
+            unit = f"{self.codec.unit}s"
             what = f"a batch of {batch} rows of {block} {unit}" if split == "train" else "one prediction"
             share = {"valid": self.config.valid_share, "test": self.config.test_share}
             own = share.get(split, 1 - sum(share.values()))
-            left = f"{have}" if self.tokenizer is None else f"{have} tokens"
+            left = f"{have}" if unit == "bytes" else f"{have} tokens"
             width = len(self.split(split)) / max(have, 1)
             raise ValueError(
                 f"{self.config.path} is too short: its {len(self.data)} bytes leave {left} for {split}, "
@@ -82,24 +106,11 @@ class Text:
 
     def text_scores(self, split: Split, nll: float, tokens: int, size: int) -> dict[str, float | int | bool]:
         """For text read by a tokenizer, the score per token and per byte; `size` is the number of bytes of the tokens."""
-        if self.tokenizer is None:
+        if isinstance(self.codec, Bytes):
             return {}
-        whole = self.tokenizer.gives_back(self.split(split)[: 2 * PIECE].tobytes())
+        whole = self.codec.gives_back(self.split(split)[: 2 * PIECE].tobytes())
         scores = {"bits_per_token": bits(nll, tokens), "bits_per_byte": bits(nll, size)}
         return scores | {"tokens_scored": tokens, "bytes_scored": size, "tokenizer_gives_text_back": whole}
-
-    def show(self, tokens: Tensor) -> list[str]:
-        shown = label if self.tokenizer is None else self.tokenizer.label
-        return [shown(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The first bytes or tokens of the test split."""
-        return sample_stretch(self, SAMPLE, seed=seed, is_text=self.tokenizer is None)
-
-
-def label(byte: int) -> str:
-    """One byte as a visible character; a byte that is not a printable character is written in hexadecimal."""
-    return SIGNS.get(chr(byte)) or (chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}")
 
 
 def read_bytes(path: str) -> np.ndarray:

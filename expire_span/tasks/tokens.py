@@ -5,7 +5,7 @@ The number of bytes makes scores comparable: a tokenizer with longer tokens has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from expire_span.errors import UserError
 
+from .contract import Codec
 from .signs import SIGNS
 
 PIECE = 2**16
@@ -22,17 +23,26 @@ SIDE_BY_SIDE = 64
 ADVICE = "give a tokenizer.json that Hugging Face's tokenizers wrote, or none to read bytes"
 
 
-class Tokenizer:
+class Tokenizer(Codec):
     """A tokenizer file. Nothing in it can run code."""
+
+    unit = "token"
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._tokenizer = _load(path)
-        self.vocab = max(self._tokenizer.get_vocab().values(), default=0) + 1
-        if self.vocab < 2:
-            raise UserError(f"the tokenizer {path} knows {self.vocab} token, but a text needs at least 2; {ADVICE}")
+        self._size = max(self._tokenizer.get_vocab().values(), default=0) + 1
+        if self._size < 2:
+            raise UserError(f"the tokenizer {path} knows {self._size} token, but a text needs at least 2; {ADVICE}")
 
-    def encode(self, raw: bytes, source: str = "the text") -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
+        return self.measure(raw, source)[0]
+
+    def measure(self, raw: bytes, source: str = "the text") -> tuple[np.ndarray, np.ndarray]:
         """Tokens [n] of UTF-8 text, and the bytes [n] that each stands for, whose sum is the length of the text.
 
         Bytes that belong to no token, such as dropped spaces, are counted with the next token, or at the end with the last one.
@@ -49,38 +59,32 @@ class Tokenizer:
             of_each[-1] += left
         return tokens, of_each
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return self._text_of(list(tokens)).encode()
+
+    def _text_of(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def gives_back(self, raw: bytes) -> bool:
         """Whether encoding and decoding the first piece of a text gives it back, apart from spaces at its ends."""
         start, end = next(_cut(raw), (0, 0))
         text = raw[start:end].decode("utf-8", errors="replace")
-        return self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids).strip() == text.strip()
+        return self._text_of(self._tokenizer.encode(text, add_special_tokens=False).ids).strip() == text.strip()
 
     def label(self, token: int) -> str:
         """One token as visible characters."""
-        text = self.decode([token])
+        text = self._text_of([token])
         text = text.translate(str.maketrans(SIGNS))
         if text and text.isprintable() and "\ufffd" not in text:
             return text
         return self._tokenizer.id_to_token(token) or f"<{token}>"  # a part of a character, or nothing that can be shown
 
-    def writer(self, prompt: list[int]) -> Writer:
-        return Writer(self._tokenizer, prompt)
-
-
-class Writer:
-    """Turns tokens into text one by one; a character whose bytes are spread over tokens appears with the last of them."""
-
-    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+    def writer(self, prompt: Sequence[int]) -> Callable[[int], bytes]:
+        """A character whose bytes are spread over tokens appears with the last of them."""
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=prompt, skip_special_tokens=False)
-
-    def write(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        stream = DecodeStream(ids=list(prompt), skip_special_tokens=False)
+        return lambda token: (stream.step(self._tokenizer, token) or "").encode()
 
 
 def _load(path: str) -> Any:

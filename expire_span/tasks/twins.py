@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
+from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask
 
-from .contract import SPLITS, Batch, Score, Split, TaskSample, sample_episode
+from .contract import SPLITS, Batch, Score, Split, Symbols
 from .episodes import EVAL_EPISODES, BlockedEpisodes, WholeEpisodes, key_of
 from .gridworlds.corridor import Corridor
 from .gridworlds.engine import BALL, BOX, COLOURS, DOOR, LEFT, MOVES, WALL, WorldEngine
@@ -51,11 +50,10 @@ class Twin(ABC):
 
     score = Score("success", higher_is_better=True)
     config: Any
-    vocab: int
+    codec: Symbols
     pad: int
     longest: int
     shortest: int
-    marks: tuple[str, ...] = ()
 
     def stream(self, split: Split, *, batch: int, block: int, seed: int) -> WholeEpisodes | BlockedEpisodes:
         """One episode per row; those that are longer than a block come block by block with memory carried."""
@@ -64,13 +62,6 @@ class Twin(ABC):
 
     def score_of(self, nll: float, correct: float, count: float) -> float:
         return correct / max(count, 1)
-
-    def show(self, tokens: Tensor) -> list[str]:
-        return [self.label(token) for token in tokens.tolist()]
-
-    def sample(self, *, seed: int) -> TaskSample:
-        """The longest of a few expert episodes."""
-        return sample_episode(self, self.longest, seed=seed, prefixes=self.marks)
 
     def stages(self, split: Split) -> list[Any]:
         """Settings of the worlds from which a split's episodes come, easiest first; all episodes of a group use the same."""
@@ -183,11 +174,9 @@ class RolledEpisodes:
 class CorridorTwin(Twin):
     """Two tokens per step: what is above and what is below the agent. Scored: the expert's action beside doors."""
 
-    marks = ("cue", "door")
-
     def __init__(self, config: CorridorTask) -> None:
         self.config, self.pad = config, 1 + 3 * config.colours + len(MOVES)
-        self.vocab = self.pad + 1
+        self.codec = Symbols(self.pad + 1, self.label)
         self.first_action = 1 + 3 * config.colours
         self.longest, self.shortest = 2 * config.max_length, 2 * (config.min_length - (config.colours - 1) // 2)
 
@@ -215,13 +204,11 @@ class CorridorTwin(Twin):
 class PortalTwin(Twin):
     """One token per step: room (where marked), layout of the doors, cell. Scored: left or right in rooms visited before."""
 
-    marks = ("room 1 ",)
-
     def __init__(self, config: PortalTask) -> None:
         self.config, self.cells = config, 2 * config.width
         self.first_action = (config.rooms if config.marked else 1) * 2 * self.cells
         self.pad = self.first_action + len(MOVES)
-        self.vocab = self.pad + 1
+        self.codec = Symbols(self.pad + 1, self.label)
         visits = config.rooms * config.laps + config.rooms * (config.rooms + 1) // 2
         self.shortest = config.steps_per_room * config.rooms * config.laps
         self.longest = config.steps_per_room * visits
@@ -256,14 +243,12 @@ class PortalTwin(Twin):
 class InstructionTwin(Twin):
     """The words of every sentence. After the talk all mentioned places are visited. Scored: the act there, or "walk on"."""
 
-    marks = ("when", "never", "instead")
-
     def __init__(self, config: InstructionTask) -> None:
         self.config = config
         self.walk_on = len(WORDS)
         self.first_act = self.walk_on + 1
         self.pad = self.first_act + len(VERBS) * len(OBJECTS)
-        self.vocab = self.pad + 1
+        self.codec = Symbols(self.pad + 1, self.label)
         far = 2 * (config.size - 1) + 2
         self.longest = LENGTH * (config.talk + config.instructions * far + 1)
         self.shortest = 2 * (config.least_talk or config.talk)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,25 +25,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import Snapshot
+from expire_span.disk.sizes import show_bytes
 from expire_span.models.policy import Policy
 from expire_span.models.state import move
-from expire_span.runs import RunFolder, UserError
-from expire_span.sizes import show_bytes
+from expire_span.runs import UserError
+from expire_span.settings.run import AgentRunConfig
 
-from . import randomness, session
+from . import randomness
 from .agent_evaluation import AgentResult, evaluate_agent
 from .budget import BudgetController
 from .build_environments import build_environments
-from .devices import build_accelerator
+from .devices import build_accelerator, check_processes, impl_of
 from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .replay import Window, replay
 from .rollout import EpisodeSums, Player
+from .session import resume, train
 from .trackers import check_tracker
 from .weight_average import WeightAverage
+
+__all__ = ["AgentLearner", "resume", "train"]
 
 VALID, TEST = 1, 2
 """Numbers of the splits of seeds for evaluations during training and for the final one; training itself has 0."""
@@ -63,28 +65,6 @@ _PREFIX = "policy."
 def split_seed(seed: int, split: int) -> int:
     """The seed of a split's episodes: no two splits of runs with seeds below 2**32 share any."""
     return seed * 4 + split
-
-
-def train(
-    config: AgentRunConfig,
-    path: Path | str,
-    *,
-    recipe: str = "",
-    init_from: RunFolder | None = None,
-    shown: bool = True,
-) -> RunFolder:
-    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
-
-    init_from: a run whose best weights the new one starts from; None starts from random weights.
-    """
-    learner = AgentLearner(config)
-    origin = session.Origin.of(init_from, learner.policy) if init_from is not None else None
-    return session.begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
-
-
-def resume(run: RunFolder, *, shown: bool = True) -> RunFolder:
-    """Continue an interrupted run from its newest checkpoint that is intact."""
-    return session.go_on(AgentLearner, run, shown=shown)  # type: ignore[arg-type]
 
 
 class Improver(nn.Module):
@@ -125,8 +105,12 @@ class AgentLearner:
 
     def __init__(self, config: AgentRunConfig) -> None:
         check_tracker(config.train.tracker)
-        self.accelerator = build_accelerator(config)
+        self.accelerator = build_accelerator(config.train.device)
         processes, device = self.accelerator.num_processes, self.accelerator.device
+        self.impl, self.warmup = impl_of(config.model, device), config.train.warmup
+        check_processes(config, self.accelerator)
+        if config.train.envs % processes:
+            raise ValueError(f"envs must be a multiple of processes, got envs {config.train.envs} and {processes}")
         count = config.train.envs // processes
         if count % config.train.minibatches:
             given = f"{config.train.minibatches} and {count}"
@@ -144,7 +128,7 @@ class AgentLearner:
         if processes > 1:  # weights were drawn with one seed; from here on each process draws its own actions
             torch.manual_seed(config.seed + self.accelerator.process_index)
         envs.begin(split_seed(config.seed, 0))
-        self.player = Player(self.policy, envs, config.task)
+        self.player = Player(self.trained, envs, config.task)
         self.budget = self._build_budget()
         self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
         self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
@@ -155,13 +139,13 @@ class AgentLearner:
     def _build_budget(self) -> BudgetController | None:
         if not self.train_config.budget.active:
             return None
-        size = memory_bytes(self.config.model, 4)  # type: ignore[arg-type]
+        size = memory_bytes(self.config.model, 4)
         layers, device = self.config.model.layers, self.accelerator.device
         more: dict[str, Any] = {"device": device, "loss_memory": WINDOWS_JUDGED}
         return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, **more)
 
     @property
-    def policy(self) -> Policy:
+    def trained(self) -> Policy:
         """The policy itself, without the wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model).policy
 
@@ -178,9 +162,9 @@ class AgentLearner:
         set_rates(self.optimizers, self.rate)
         weight = self.budget.weight if self.budget is not None else torch.tensor(c.span_weight)
         weight = weight.to(self.accelerator.device)
-        self.policy.train()
+        self.trained.train()
         pieces = self._improve_all(played.window, weight)
-        self.average.update(self.policy)
+        self.average.update(self.trained)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
@@ -254,7 +238,7 @@ class AgentLearner:
         return None
 
     def evaluate(self) -> dict[str, Any]:
-        with self.average.in_place_of(self.policy):
+        with self.average.in_place_of(self.trained):
             result = self._score(VALID, self.train_config.eval_episodes)
             self._keep_best(result)
         line = {"score": result.score, "return": result.mean_return, "live": result.live, "peak_live": result.peak_live}
@@ -268,13 +252,13 @@ class AgentLearner:
         rank = rank_weights(result.worst_score, progress, sum(result.live), self.train_config.goal, target)
         if self.best is not None and rank < tuple(self.best["rank"]):
             return
-        weights = {name: x.detach().cpu().clone() for name, x in self.policy.state_dict().items()}
+        weights = {name: x.detach().cpu().clone() for name, x in self.trained.state_dict().items()}
         self.best = {"score": result.score, "rank": list(rank), "weights": weights}
 
     def final_result(self) -> dict[str, Any]:
         """Score the best weights on episodes not seen before; they stay in the policy."""
         if self.best is not None:
-            self.policy.load_state_dict(self.best["weights"])
+            self.trained.load_state_dict(self.best["weights"])
         return {**self._score(TEST, self.train_config.test_episodes).to_dict(), "env_steps": self.played}
 
     def _score(self, split: int, episodes: int) -> AgentResult:
@@ -283,7 +267,7 @@ class AgentLearner:
         # Many rows cost little more than few, and with more rows fewer rounds wait for their longest episode.
         if self.player.envs.batched:
             rows = max(rows, min(episodes, MOST_ROWS))
-        return evaluate_agent(self.policy, self.config.task, episodes, seed=seed, rows=rows)
+        return evaluate_agent(self.trained, self.config.task, episodes, seed=seed, rows=rows)
 
     def describe(self, line: dict[str, Any]) -> list[str]:
         show = lambda x: "-" if x is None else f"{x:.3f}"  # noqa: E731

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask
 from expire_span.errors import UserError
 from expire_span.models.policy import Policy
+from expire_span.settings.agent import EnvTask
 
 from .build_environments import build_environments
 from .controls import Control, ControlName, build_control

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expire_span.checks import check_count, check_fields
-from expire_span.config import BudgetConfig
+from expire_span.settings.run import BudgetConfig
 
 LOSS_MEMORY = 20.0
 """Number of steps over which the running mean of the task loss averages."""

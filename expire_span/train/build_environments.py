@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from expire_span.agent_configs import EnvTask
+from expire_span.settings.agent import EnvTask
 
 from .environments import Environments
 from .gridworlds import GridWorlds

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask
 from expire_span.models.policy import Policy
 from expire_span.models.state import map_tensors
+from expire_span.settings.agent import EnvTask
 from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .build_environments import build_environments

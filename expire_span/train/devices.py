@@ -12,10 +12,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from expire_span.config import RunConfig
+from expire_span.launcher import follow_launcher
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.systems import find
 from expire_span.ops import resolve_impl
+from expire_span.settings.run import BackboneConfig, RunConfig
 
 
 def check_device(device: str) -> torch.device:
@@ -34,39 +35,32 @@ def check_device(device: str) -> torch.device:
     return chosen
 
 
-def build_accelerator(config: RunConfig) -> Accelerator:
+def build_accelerator(device: str, precision: str = "fp32") -> Accelerator:
     """An Accelerator on the configured device. Its autocast stays off, since it would also cast the carried memories; `Scorer`
     uses one of its own."""
-    device = check_device(config.train.device)
-    if device.type == "cpu":  # on a CPU without bf16 instructions, torch prints long warnings and falls back
+    follow_launcher()
+    chosen = check_device(device)
+    if chosen.type == "cpu":  # on a CPU without bf16 instructions, torch prints long warnings and falls back
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    elif config.train.precision == "bf16":  # products that stay in float32, such as running sums, may use TF32
+    elif precision == "bf16":  # products that stay in float32, such as running sums, may use TF32
         torch.set_float32_matmul_precision("high")
     if not torch.distributed.is_initialized():
         # Accelerate keeps the first device of a process, but a later run in this process may need another.
         AcceleratorState._reset_state(reset_partial_state=True)
-    if device.type == "cuda" and device.index is not None and "LOCAL_RANK" not in os.environ:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+    if chosen.type == "cuda" and chosen.index is not None and "LOCAL_RANK" not in os.environ:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(chosen)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
-    check_processes(config, accelerator)
-    return accelerator
+    return Accelerator(cpu=chosen.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
 
 
 def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Refuse settings that do not work with the number and kind of processes."""
-    train, processes = config.train, accelerator.num_processes
-    if train.batch % (processes * train.accumulate):
-        raise ValueError(
-            f"batch must be a multiple of processes x accumulate, got batch {train.batch}, "
-            f"{processes} processes and accumulate {train.accumulate}"
-        )
+    """Refuse settings that do not work with the kind of processes."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if accelerator.distributed_type != DistributedType.FSDP:
         if asked:  # accelerate would silently use DDP
             raise ValueError(f"FSDP needs several GPUs, got device {accelerator.device}; launch without FSDP")
         return
-    if train.optimizer == "muon":
+    if config.train.optimizer == "muon":
         raise ValueError(
             "optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP"
         )
@@ -74,8 +68,8 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         raise ValueError("positions relative shares one weight between layers, which FSDP cannot shard; use DDP")
 
 
-def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """The device, versions and processes that config.json records."""
+def describe_environment(accelerator: Accelerator, impl: str) -> dict[str, Any]:
+    """The device, versions and processes that config.json records, and the name of the implementation that attention runs."""
     device = accelerator.device
     return {
         "python": platform.python_version(),
@@ -86,13 +80,13 @@ def describe_environment(config: RunConfig, accelerator: Accelerator) -> dict[st
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
         "distributed": accelerator.distributed_type.value,
-        "impl": _impl(config, device),
+        "impl": impl,
     }
 
 
-def _impl(config: RunConfig, device: torch.device) -> str:
+def impl_of(model: BackboneConfig, device: torch.device) -> str:
     """Name of the implementation that will run: of the operator, or "torch" or "fla" for systems that do not use it."""
-    mixer = config.model.mixer
+    mixer = model.mixer
     if not find(mixer.kind).operator:
         return resolve_kernels(getattr(mixer, "impl", "torch"), mixer.kind, device)
-    return resolve_impl(getattr(mixer, "impl", "auto"), device, head_dim=config.model.head_dim)
+    return resolve_impl(getattr(mixer, "impl", "auto"), device, head_dim=model.head_dim)

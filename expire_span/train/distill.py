@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 
 from expire_span.checkpoint import Snapshot
+from expire_span.extras import install_command
 from expire_span.hf.adapter import base_hash
 from expire_span.hf.handle import Retrofit, retrofit
 from expire_span.hf.layouts import text_config
 from expire_span.hf.loading import open_model, read_documents
-from expire_span.retrofit_configs import BaseModel, DistillConfig, RetrofitConfig, RetrofitRunConfig, RetrofitTask
+from expire_span.ops import resolve_impl
 from expire_span.runs import RunFolder, UserError
+from expire_span.settings.retrofit import BaseModel, DistillConfig, RetrofitConfig, RetrofitTask
+from expire_span.settings.run import RetrofitRunConfig, RunConfig
 
 from . import session
 from .devices import build_accelerator, check_device
 from .distiller import Distiller
+from .estimate import check_retrofit_batch
 from .loop import Fault
 from .trackers import check_tracker
 
@@ -48,7 +52,7 @@ def distill(
 
 def distill_on(handle: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False) -> RunFolder:
     """Continue an interrupted run of `distill`, given the same model and documents."""
-    learner = DistillLearner(handle, documents, run.config, run.path)  # type: ignore[arg-type]
+    learner = DistillLearner(handle, documents, run.config, run.path)
     return _run(learner, lambda: session.go_on(lambda _: learner, run, shown=shown))
 
 
@@ -59,29 +63,29 @@ def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, fol
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
-def go_on(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
+def resume(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
     """Continue an interrupted run of the command line; its model and text are opened again."""
-    config = run.config
-    assert isinstance(config, RetrofitRunConfig)
+    config: RetrofitRunConfig = run.config
     if not config.task.data:
         raise UserError(f"run {run.path} was made from Python and does not name its text; go on with distill_on")
     handle, documents = _open(config.task, config.model.expiry, config.train)
     if base_hash(handle.model) != config.model.hash:
         raise UserError(f"the model {config.task.model} has changed since run {run.path} began; put the first one back")
     learner = DistillLearner(handle, documents, config, run.path, _tell)
-    options: Any = dict(allow_changed_data=allow_changed_data)
-    return _run(learner, lambda: session.go_on(lambda _: learner, run, **options))
+    return _run(learner, lambda: session.go_on(lambda _: learner, run, allow_changed_data=allow_changed_data))
 
 
 def check_extras(config: DistillConfig) -> None:
     """Refuse what needs a library that is not installed, before a model is loaded."""
     check_tracker(config.tracker)
     if config.lora_rank and importlib.util.find_spec("peft") is None:
-        raise UserError("--lora-rank needs peft; install it with: pip install 'expire-span[hf,peft]'")
+        raise UserError(f"--lora-rank needs peft; install it with: {install_command('hf')}")
 
 
 def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> tuple[Retrofit, list[Tensor]]:
-    model, tokenizer = open_model(task.model, task.dtype, str(check_device(config.device)))
+    device = check_device(config.device)
+    check_retrofit_batch(config, device)
+    model, tokenizer = open_model(task.model, task.dtype, str(device))
     handle = retrofit(model, expiry)
     if config.lora_rank:
         handle.add_lora(config.lora_rank)
@@ -118,11 +122,13 @@ def describe_run(handle: Retrofit, task: RetrofitTask, config: DistillConfig, se
     sizes: dict[str, Any] = dict(dim=first.dim, ff_dim=ff if isinstance(ff, int) else 4 * first.dim)
     sizes |= dict(layers=len(handle.layers), kv_heads=first.kv_heads, head_dim=first.head_dim, expiry=handle.config)
     base = BaseModel(family=found.model_type, hash=base_hash(handle.model), **sizes)
-    return RetrofitRunConfig(task=task, model=base, train=config, seed=seed)
+    return RunConfig(task, base, config, seed)
 
 
 class DistillLearner:
     """A `Distiller` with the interface of the training loop; see `loop.Learner`."""
+
+    warmup = 0  # calibration has already placed the spans
 
     def __init__(
         self,
@@ -136,11 +142,13 @@ class DistillLearner:
         self.handle, self.config, self.folder = handle, config, folder
         self.distiller = Distiller(handle, documents, config.train, config.seed, tell)
         self.documents = documents
-        self.accelerator = build_accelerator(config)
+        self.accelerator = build_accelerator(config.train.device)
         if self.accelerator.num_processes > 1:
             raise UserError(
                 f"a retrofit learns in one process, got {self.accelerator.num_processes}; launch it with one"
             )
+        shape = config.model.head_dim
+        self.impl = resolve_impl(config.model.expiry.impl, self.accelerator.device, head_dim=shape)
         self.lines: list[dict[str, Any]] = []
 
     def fingerprint(self) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from expire_span.config import BudgetConfig
 from expire_span.errors import UserError
 from expire_span.hf.calibration import fit, mean_slope, observe
 from expire_span.hf.handle import Retrofit
 from expire_span.hf.layouts import table_length, text_config
 from expire_span.hf.learning import LearningLayer
-from expire_span.retrofit_configs import DistillConfig
+from expire_span.ops.rule import is_alive
+from expire_span.settings.retrofit import DistillConfig
+from expire_span.settings.run import BudgetConfig
 
 from .budget import BudgetController
 
@@ -186,7 +187,7 @@ class Distiller:
         counts = []
         for layer in _learning(cache):
             age = layer.seen - 1 - layer.last.k_pos
-            counts.append((layer.last.span + layer.ramp > age.unsqueeze(1)).sum(-1).float().mean())
+            counts.append(is_alive(layer.last.span - age.unsqueeze(1), layer.ramp).sum(-1).float().mean())
         return torch.stack(counts)
 
     # State that checkpoints hold

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask, ObservationField
+from expire_span.settings.agent import EnvTask, ObservationField
 
 PREVIOUS = "previous_action"
 """Name of the observation field that holds the last action, where the task shows it."""

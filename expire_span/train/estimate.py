@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 
 import torch
 
-from expire_span.agent_configs import PolicyConfig
-from expire_span.config import DecoderConfig, RunConfig
-from expire_span.models.decoder import Decoder
-from expire_span.models.policy import Policy
-from expire_span.runs import UserError
-from expire_span.sizes import show_bytes
+from expire_span.settings.agent import PolicyConfig
+from expire_span.settings.kinds import build_model
+from expire_span.settings.retrofit import DistillConfig
+from expire_span.settings.run import DecoderConfig, RunConfig
+from expire_span.store.device_memory import check_fits
 
 WEIGHT_BYTES = 16
 """Bytes per parameter in training: its value, its gradient and two running means of Adam, each in float32."""
 TOKEN_BYTES = 17
 """Bytes per position of a batch: two int64 tokens and a mask."""
+ID_BYTES = 8
+"""Bytes of a token."""
 
 
 def check_arithmetic(config: RunConfig, device: torch.device) -> None:
@@ -48,24 +48,15 @@ def check_size(config: RunConfig, device: torch.device, processes: int = 1, shar
     check_fits(4 * floats, what, f"batch {train.batch:,}, block {train.block:,} and {_model_words(model)}", device)
 
 
-def check_fits(need: int, what: str, settings: str, device: torch.device) -> None:
-    have = device_bytes(device)
-    if need > have:
-        raise UserError(
-            f"{what} ({settings}) needs at least {show_bytes(need)}, and {device} has {show_bytes(have)}; "
-            "give smaller sizes"
-        )
+def check_retrofit_batch(config: DistillConfig, device: torch.device) -> None:
+    """Refuse a retrofit whose tokens cannot fit: a batch, and the contexts of the calibration."""
+    for name, rows in (("batch", config.batch), ("calibrate", config.calibrate)):
+        what, words = f"{rows:,} contexts of {config.context:,} tokens", f"{name} {rows:,}, context {config.context:,}"
+        check_fits(rows * config.context * ID_BYTES, what, words, device)
 
 
 def _model_words(model: DecoderConfig) -> str:
     return f"dim {model.dim:,}, layers {model.layers:,}, ff_dim {model.ff_dim:,}, vocab {model.vocab:,}"
-
-
-def device_bytes(device: torch.device) -> int:
-    """Total bytes of memory of a GPU, or of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache
@@ -76,5 +67,4 @@ def count_parameters(model: DecoderConfig | PolicyConfig) -> int:
         one, two = (count_parameters(replace(model, layers=n)) for n in (1, 2))
         return one + (model.layers - 1) * (two - one)
     with torch.device("meta"):
-        made = Policy(model) if isinstance(model, PolicyConfig) else Decoder(model)
-        return sum(p.numel() for p in made.parameters())
+        return sum(p.numel() for p in build_model(model).parameters())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expire_span.config import DecoderConfig
 from expire_span.models.decoder import Decoder
+from expire_span.settings.run import BackboneConfig, DecoderConfig
 from expire_span.tasks.contract import Batch, Split, Task
 
 from .scorer import Scorer, score
@@ -55,7 +55,7 @@ class Result:
         return told
 
 
-def memory_bytes(config: DecoderConfig, element: int = 4) -> int:
+def memory_bytes(config: BackboneConfig, element: int = 4) -> int:
     """Bytes of one memory's key and value in one layer."""
     return 2 * config.num_kv_heads * config.head_dim * element
 

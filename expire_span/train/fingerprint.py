@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from expire_span.config import walk
-from expire_span.files import hash_file
+from expire_span.disk.files import hash_file
 from expire_span.runs import RunFolder, UserError
+from expire_span.settings.run import walk
 
 WHOLE = 2**30
 """Files of up to this many bytes are read whole; of larger ones, PIECES pieces spread evenly over the file are read."""
@@ -39,7 +39,7 @@ def find_fingerprint(task: Any, config: Any) -> dict[str, Any]:
 
 
 def check_fingerprint(run: RunFolder, now: dict[str, Any]) -> None:
-    """Refuse to resume a run whose data has changed since it began; runs of format 1 recorded no fingerprint."""
+    """Refuse to resume a run whose data has changed since it began"""
     if run.data and run.data != now:
         before, after = (
             f"{data.get('bytes', '?')} bytes, sha256 {data.get('sha256', '?'):.12}" for data in (run.data, now)

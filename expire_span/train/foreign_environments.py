@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from expire_span.agent_configs import ObservationField
 from expire_span.errors import RunError, UserError
+from expire_span.settings.agent import ObservationField
 
 
 @contextmanager
@@ -36,7 +36,8 @@ def _sentence(error: BaseException, env: str, doing: str, options: str) -> str:
     words = " ".join(str(error).split()).rstrip(".")
     if doing == "its making":
         if type(error).__module__ == "gymnasium.error":
-            return f"environment {env!r} cannot be made: {words}"
+            hint = "" if ":" in env else f"; if another package registers it, write that module first, as module:{env}"
+            return f"environment {env!r} cannot be made: {words}{hint}"
         if isinstance(error, ImportError):
             advice = "a module of the current folder is found with PYTHONPATH=. before the command"
             return f"the module of environment {env!r} cannot be imported: {words.split('. Env')[0]}; {advice}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask, ObservationField
+from expire_span.settings.agent import EnvTask, ObservationField
 from expire_span.tasks.gridworlds import build_engine, level_config, list_ids
 from expire_span.tasks.gridworlds.sentences import WORDS
 

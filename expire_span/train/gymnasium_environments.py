@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask, ObservationField
 from expire_span.errors import UserError
+from expire_span.extras import install_command
+from expire_span.settings.agent import EnvTask, ObservationField
 
 from .environments import Environments, to_tensor
 from .foreign_environments import check_values, told
@@ -159,7 +160,7 @@ def _make_vector(task: EnvTask, count: int) -> Any:
         import gymnasium
         from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
     except ImportError as error:
-        raise UserError(f"{task.env} needs Gymnasium, which is not installed; pip install 'expire-span[rl]'") from error
+        raise UserError(f"{task.env} needs Gymnasium; install it with: {install_command('rl')}") from error
     make = lambda: gymnasium.make(task.env, disable_env_checker=True, **task.arguments)  # noqa: E731
     with told(task.env, "its making", task.options):
         make().close()

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from expire_span import checkpoint
-from expire_span.config import RunConfig, TextTask, TrainConfig
 from expire_span.models import official
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, UserError, check_new
+from expire_span.settings.run import RunConfig, TextTask, TrainConfig
 from expire_span.tasks.registry import build_task
 
-from .devices import build_accelerator, describe_environment
+from .devices import build_accelerator, describe_environment, impl_of
 from .fingerprint import find_fingerprint
 
 BYTES = 256
@@ -63,7 +63,8 @@ def import_checkpoint(file: Path, path: Path, given: Given, train: TrainConfig) 
         decoder = as_bytes(decoder, find_symbols(decoder.config.vocab, task, given.symbols))
     block = decoder.config.relative_window
     config = RunConfig(task, replace(decoder.config, dropout=given.dropout), replace(train, block=block))
-    environment = describe_environment(config, build_accelerator(config))
+    accelerator = build_accelerator(train.device)
+    environment = describe_environment(accelerator, impl_of(config.model, accelerator.device))
     return RunFolder.create(
         path,
         config,

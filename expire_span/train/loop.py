@@ -43,14 +43,12 @@ class Fault:
 
 
 class LoopSettings(Protocol):
-    """The settings that the loop reads; `TrainConfig` has them and documents each."""
+    """The settings that the loop reads; those of every kind of training have them and document each."""
 
     @property
     def steps(self) -> int: ...
     @property
     def seconds(self) -> float | None: ...
-    @property
-    def warmup(self) -> int: ...
     @property
     def log_every(self) -> int: ...
     @property
@@ -65,6 +63,10 @@ class Learner(Protocol):
     """One step of learning, and everything that it changes. With several processes, every process calls every method."""
 
     accelerator: Accelerator
+    impl: str
+    """Name of the implementation that its attention runs, for config.json."""
+    warmup: int
+    """Steps in which the learning rate rises, which a time limit does not shorten."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Identifies the data, so that a run is not resumed with other data; empty for generated data."""
@@ -174,8 +176,8 @@ class TrainingLoop:
         seconds, steps = self.settings.seconds, self.settings.steps
         if seconds is None:
             return self.step
-        passed = min(int(steps * self.clock.elapsed / seconds), steps)
-        warming = self.step < self.settings.warmup and passed < steps
+        passed = int(steps * min(self.clock.elapsed / seconds, 1.0))  # the quotient may be infinite
+        warming = self.step < self.learner.warmup and passed < steps
         return self.step if warming else max(self.step, passed)
 
     def _agree_to_stop(self, stop: StopRequest, logs: bool) -> int:

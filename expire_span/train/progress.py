@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from expire_span.sizes import show_bytes
+from expire_span.disk.sizes import show_bytes
 
 __all__ = ["Clock", "Display", "Speed", "fit", "show_bytes", "show_time"]
 

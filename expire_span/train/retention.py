@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from expire_span.models.policy import Policy
+from expire_span.ops.rule import lifetime
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class RetentionCounter:
         spans = [part.span for part in aux.layers]
         if any(span is None for span in spans) or len(self.ramps) < len(spans):
             return
-        # The last age at which a memory is alive, which is where e + R - age > 0, [layers, B].
-        lives = torch.stack([(_longest(s) + r).ceil() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(0)
+        # The last age at which a memory is alive, [layers, B].
+        lives = torch.stack([lifetime(_longest(s), r).float() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(0)
         self.lives.append(lives)
         self.told = "needed_until" in facts and "fact" in facts
         longest = lives.amax(0).long().tolist()

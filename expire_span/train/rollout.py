@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.agent_configs import EnvTask
 from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
+from expire_span.settings.agent import EnvTask
 from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .environments import Environments, EnvironmentStep

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from expire_span import checkpoint
 from expire_span.checkpoint import Snapshot
-from expire_span.config import RunConfig
 from expire_span.errors import StorageError
 from expire_span.runs import RunFolder, UserError, check_new, copy_tokenizer
+from expire_span.settings.run import RunConfig
 
 from .devices import describe_environment
 from .fingerprint import check_fingerprint
@@ -33,7 +34,7 @@ class Origin:
     """Where they come from, for config.json."""
 
     @classmethod
-    def of(cls, run: RunFolder, model: nn.Module) -> Origin:
+    def of(cls, run: RunFolder, model: Any) -> Origin:
         """The best weights in a run's newest intact checkpoint; weights that do not fit the model are refused."""
         snapshot = checkpoint.load(run)
         if snapshot is None:
@@ -56,6 +57,31 @@ def _check_alike(run: RunFolder, model: Any) -> None:
                 f"run {run.path} was trained with model.{name} {theirs}, and this model has {ours}; its weights would mean "
                 f"something else, so give --model.{name.replace('_', '-')} {theirs}"
             )
+
+
+def train(
+    config: RunConfig,
+    path: Path | str,
+    *,
+    recipe: str = "",
+    init_from: RunFolder | None = None,
+    shown: bool = True,
+    **given: Any,
+) -> RunFolder:
+    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
+
+    init_from: a run whose weights the new one starts from, of an agent its best; None starts from random weights. given: what
+    the learner takes beside its settings, such as a task that they do not name.
+    """
+    learner = config.kind.load("learner")(config, **given)
+    origin = Origin.of(init_from, learner.trained) if init_from is not None else None
+    return begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
+
+
+def resume(run: RunFolder, *, allow_changed_data: bool = False, shown: bool = True, **given: Any) -> RunFolder:
+    """Continue an interrupted run from its newest intact checkpoint."""
+    build = partial(run.config.kind.load("learner"), **given)
+    return go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
 
 
 def begin(
@@ -95,7 +121,7 @@ def make_folder(
         path,
         config,
         recipe=recipe,
-        environment=describe_environment(config, learner.accelerator),
+        environment=describe_environment(learner.accelerator, learner.impl),
         data=learner.fingerprint(),
         origin=origin.about if origin is not None else None,
         fill=fill,
@@ -108,6 +134,7 @@ def go_on(
     """Continue an interrupted run from its newest intact checkpoint, or from the beginning if there is none."""
     if run.finished:
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume")
+    run.check_own_checkpoints()
     learner = build(run.config)
     accelerator = learner.accelerator
     if run.data and accelerator.is_main_process and not allow_changed_data:
@@ -123,8 +150,9 @@ def go_on(
         first = snapshot.step if snapshot else 0
         if accelerator.is_main_process:  # nothing is deleted before all that the run needs has been read
             run.truncate(first)
-            checkpoint.remove_unfinished(run)
+            run.remove_leftovers()
             checkpoint.remove_damaged(run)
+            checkpoint.prune(run, run.config.train.keep_checkpoints)
         accelerator.wait_for_everyone()
         _build_loop(learner, run, display, first=first).run()
     return run

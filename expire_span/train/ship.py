@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from expire_span.checkpoint import load_model, newest_sound, write_weights
-from expire_span.config import RunConfig
+from expire_span.disk.files import seal, to_json, write_synced
 from expire_span.errors import RunError, UserError
-from expire_span.files import to_json, write_synced
 from expire_span.models.decoder import Decoder
 from expire_span.runs import RunFolder, check_name
+from expire_span.settings.run import RunConfig
+from expire_span.settings.tasks import TextTask
 from expire_span.shipped import SAMPLE
-from expire_span.task_configs import TextTask
 from expire_span.tasks.contract import Task
 from expire_span.tasks.registry import build_task
 
@@ -71,7 +71,7 @@ def ship(run: RunFolder, out: Path, about: Shipment, *, path: str | None = None,
     if out.exists():
         raise UserError(f"{out} already exists, and a model is never overwritten; move it away, or give another --out")
     decoder, config = load_model(run, check_device(device))
-    if not isinstance(config.task, TextTask) or config.task.tokenizer or config.model.vocab != 256:
+    if not isinstance(config.task, TextTask) or config.task.tokenizer:
         raise UserError(f"ship needs a run of bytes, got a run of task {config.task.kind}")
     own = replace(config.task, path=Path(config.task.path).name)  # the folder of the data means nothing to other users
     task = build_task(config.task if path is None else replace(config.task, path=path))
@@ -82,7 +82,7 @@ def ship(run: RunFolder, out: Path, about: Shipment, *, path: str | None = None,
         write_weights(building, packed.weights, packed.step)
         write_synced(building / SAMPLE, sample)
         write_synced(building / "README.md", _write_card(out.name, run, own.path, about, packed).encode())
-        write_synced(building / "result.json", to_json(packed.after.to_dict() | {"step": packed.step}))
+        write_synced(building / "result.json", to_json(seal(packed.after.to_dict() | {"step": packed.step})))
 
     kept = ("python", "torch", "device", "device_name", "impl")
     environment = {name: value for name, value in run.environment.items() if name in kept}
@@ -125,8 +125,9 @@ def _score(decoder: Decoder, task: Task, config: RunConfig, batches: int) -> Res
     return evaluate(decoder, task, "test", batch=batch, block=block, batches=batches, seed=config.seed)
 
 
-def _sample(task: Any, config: RunConfig) -> bytes:
-    return bytes(task.sample(seed=config.seed).tokens[:SAMPLE_BYTES].tolist())
+def _sample(task: Task, config: RunConfig) -> bytes:
+    batch = next(iter(task.stream("test", batch=1, block=SAMPLE_BYTES, seed=config.seed)))
+    return task.codec.decode(batch.x[0].tolist())
 
 
 def _write_card(name: str, run: RunFolder, data: str, about: Shipment, packed: Packed) -> str:

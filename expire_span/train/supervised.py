@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,23 +25,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from expire_span.checkpoint import Snapshot
-from expire_span.config import RunConfig
+from expire_span.disk.sizes import show_bytes
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import move
-from expire_span.runs import RunFolder, UserError
-from expire_span.sizes import show_bytes
+from expire_span.runs import UserError
+from expire_span.settings.run import SupervisedRunConfig, TrainConfig
 from expire_span.tasks.contract import Task
 from expire_span.tasks.registry import build_task
 
-from . import randomness, session
+from . import randomness
 from .budget import BudgetController
-from .devices import build_accelerator, check_device
+from .devices import build_accelerator, check_device, check_processes, impl_of
 from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
 from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .scorer import Scorer, rows_of, start_of
+from .session import resume, train
 from .step import Pass, TrainStep
 from .step_metrics import StepMetrics
 from .trackers import check_tracker
@@ -53,46 +53,31 @@ _PREFIX = "decoder."
 """Prefix of the decoder's weights in the trained module; checkpoints name them without it."""
 
 
-def train(
-    config: RunConfig,
-    path: Path | str,
-    *,
-    recipe: str = "",
-    task: Task | None = None,
-    init_from: RunFolder | None = None,
-    shown: bool = True,
-) -> RunFolder:
-    """Start a new run in folder `path` and train it to the end. Nothing is written before everything is checked.
-
-    task: None builds the task that config names. init_from: a run whose newest weights the new one starts from; None starts
-    from random weights.
-    """
-    learner = SupervisedLearner(config, task)
-    origin = session.Origin.of(init_from, learner.decoder) if init_from is not None else None
-    return session.begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
-
-
-def resume(
-    run: RunFolder, *, task: Task | None = None, allow_changed_data: bool = False, shown: bool = True
-) -> RunFolder:
-    """Continue an interrupted run from its newest intact checkpoint."""
-    build = lambda config: SupervisedLearner(config, task)  # noqa: E731
-    return session.go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
+def check_rows(train: TrainConfig, processes: int) -> None:
+    """Refuse a batch whose rows cannot be split evenly among processes and accumulation steps."""
+    if train.batch % (processes * train.accumulate):
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate, got batch {train.batch}, "
+            f"{processes} processes and accumulate {train.accumulate}"
+        )
 
 
 class SupervisedLearner:
     """A decoder that learns a task's batches: everything that changes while a run is trained. See `loop.Learner`."""
 
-    def __init__(self, config: RunConfig, task: Task | None = None) -> None:
+    def __init__(self, config: SupervisedRunConfig, task: Task | None = None) -> None:
         check_tracker(config.train.tracker)
         check_arithmetic(config, check_device(config.train.device))
         task = task or build_task(config.task)
-        self.config = config = replace(config, model=replace(config.model, vocab=task.vocab))
+        self.config = config = replace(config, model=replace(config.model, vocab=task.codec.size))
         self.task, self.train_config = task, config.train
         self.stream = self._stream("train")
         self._stream("valid")  # a split that is too short must be found before anything is written
         self._stream("test")
-        self.accelerator = build_accelerator(config)
+        self.accelerator = build_accelerator(config.train.device, config.train.precision)
+        self.impl, self.warmup = impl_of(config.model, self.accelerator.device), config.train.warmup
+        check_rows(config.train, self.accelerator.num_processes)
+        check_processes(config, self.accelerator)
         processes = self.accelerator.num_processes
         check_size(config, self.accelerator.device, processes, processes if self._sharded else 1)
         randomness.seed_everything(config.seed)
@@ -148,7 +133,7 @@ class SupervisedLearner:
         return self.train_config.eval_batch or self.train_config.batch
 
     @property
-    def decoder(self) -> Decoder:
+    def trained(self) -> Decoder:
         """The decoder itself, without the wrapper for several processes."""
         return self.accelerator.unwrap_model(self.model).decoder
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from expire_span.config import to_dict, walk
 from expire_span.runs import RunFolder, StorageError, UserError, describe
+from expire_span.settings.run import to_dict, walk
 
 
 class Tracker(Protocol):

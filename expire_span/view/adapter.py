@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.hf import Retrofit, load_adapter
-from expire_span.hf.attention import KEPT
 from expire_span.hf.loading import open_base
-from expire_span.hf.writing import text_of
+from expire_span.runs import RunFolder
+from expire_span.serve.detokenizer import text_of
 from expire_span.shipped import SAMPLE, SHIPPED
 
 from .memory_log import MemoryFacts, spans_by_head
@@ -20,6 +20,8 @@ from .reader import TextReader, refuse_empty
 from .trace import Line
 from .tracer import TokenTracer
 
+KEPT = float(2**28)
+"""Span that a trace gives to the first tokens, which are kept for ever: longer than any trace."""
 ABOUT = "Predict the next token of a text with a pretrained model that was taught what to forget."
 
 
@@ -98,7 +100,12 @@ class AdapterReader(TextReader):
         self.model: nn.Module = handle.predictors
 
     @classmethod
-    def open(cls, folder: Path, model: str | None = None) -> AdapterReader:
+    def open(cls, run: RunFolder) -> AdapterReader:
+        """The adapter that a run of `expire-span retrofit` saved."""
+        return cls.of_folder(run.adapter)
+
+    @classmethod
+    def of_folder(cls, folder: Path, model: str | None = None) -> AdapterReader:
         """model: the base model, if it is not where the adapter says; None takes the adapter's."""
         name, opened, tokenizer = open_base(folder, model, "cpu")
         title = folder.parent.name if folder.name == "adapter" else folder.name

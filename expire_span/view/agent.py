@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from expire_span.agent_configs import AgentRunConfig
 from expire_span.checkpoint import load_policy
 from expire_span.models.policy import Choices, Policy
 from expire_span.runs import RunFolder, UserError
+from expire_span.settings.run import AgentRunConfig
 from expire_span.tasks.gridworlds import level_config, list_ids
 from expire_span.train.actor_critic import TEST, split_seed
 from expire_span.train.build_environments import build_environments
@@ -38,6 +38,11 @@ def about_world(env: str) -> str:
     return known or "The agent acts so that its rewards add up."
 
 
+def about_task(config: AgentRunConfig) -> str:
+    """The task in one sentence."""
+    return about_world(config.task.env)
+
+
 @dataclass
 class AgentReader:
     """The policy of a run, ready to play. It has the interface of `source.Reader`, but reads no text."""
@@ -46,13 +51,13 @@ class AgentReader:
     model: Policy
     config: AgentRunConfig
     lock: threading.Lock = field(default_factory=threading.Lock)
+    plays = True
     reads_text: bool = False
     generates: bool = False
     vocabulary: str = "env"
 
     @classmethod
     def open(cls, run: RunFolder) -> AgentReader:
-        assert isinstance(run.config, AgentRunConfig)
         return cls(run.name, load_policy(run), run.config)
 
     def encode(self, raw: bytes) -> Any:

@@ -13,8 +13,20 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader
 from .trace import Trace, encode
 
 SCRIPTS = (
-    *("trace", "words", "colours", "timeline", "labels", "tokens", "charts", "studies", "whatif"),
-    *("server", "download", "example", "fields", "reading", "controls", "main"),
+    *(
+        "trace",
+        "words",
+        "colours",
+        "timeline",
+        "labels",
+        "forgetting",
+        "tokens",
+        "charts",
+        "studies",
+        "answer",
+        "whatif",
+    ),
+    *("server", "download", "example", "fields", "reading", "address", "controls", "main"),
 )
 """Scripts in the order in which they are concatenated; each defines names that later ones use."""
 FOLDER = Path(__file__).parent / "page"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from expire_span.files import read_json
-from expire_span.records import MEASURED
+from expire_span.disk.files import read_json
+from expire_span.disk.records import MEASURED
+from expire_span.disk.sizes import show_bytes
 from expire_span.runs import RunFolder, UserError
-from expire_span.sizes import show_bytes
 
 TABLE = "table.json"
 """The table that a comparison writes into its folder, beside the folders of its runs."""

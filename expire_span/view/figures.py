@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from expire_span.files import write_output
+from expire_span.disk.files import write_output
 from expire_span.runs import UserError
 
 from .lines import lay_out, texts_of
@@ -56,7 +56,7 @@ def draw_timeline(trace: Trace) -> Figure:
     births = np.arange(
         min(len(trace), max(LEAST_STEPS, min(int(3 * lifetime), MOST_STEPS)))
     )  # so that memories are seen to end
-    deaths = births + np.maximum(np.ceil(spans[layer] + ramp), 0).astype(int)[births]
+    deaths = trace.dies.max(1)[layer, births]
     ends = np.minimum(deaths, len(births))
     figure = Figure(figsize=(6.8, 3.2), layout="constrained")
     bars, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from expire_span.files import read_json
+from expire_span.disk.files import read_json
 from expire_span.runs import RunFolder, UserError
 from expire_span.tasks.signs import show_line
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from expire_span.ops.rule import lifetime
+
 from .trace import Line, Trace
 
 PREDICTOR = "span_predictor"
@@ -101,11 +103,11 @@ def _is_met(lines: list[Line], live: float) -> bool:
 
 def find_share(trace: Trace, live: float) -> float:
     """The share, at most 1, by which lifetimes must be multiplied so that a trace's memories meet a budget."""
-    lives = np.maximum(trace.spans + trace.header["ramp"], 0)  # [layers, heads, T]
+    spans, ramp = torch.from_numpy(trace.spans), trace.header["ramp"]  # [layers, heads, T]
     left = len(trace) - np.arange(len(trace))  # steps from each birth to the end of the text
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        alive = np.minimum(np.ceil(lives * middle), left).mean((0, 1)).sum() / len(trace)
+        alive = np.minimum(lifetime((spans + ramp) * middle - ramp, ramp).numpy(), left).mean((0, 1)).sum() / len(trace)
         low, high = (middle, high) if alive < live else (low, middle)
     return high

@@ -1,7 +1,6 @@
 """A log of a backbone's memories, step by step: births, deaths, living memories, bytes. Every tracer uses it.
 
-It needs public results only: the spans of new tokens, and the state. A memory born at i with span e is dead for the query at t
-when e + ramp - (t - i) <= 0, so its death is known at its birth.
+It needs public results only: the spans of new tokens, and the state. By its span, the death of a memory is known at its birth.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from expire_span.model_configs import BackboneConfig
+from expire_span.ops.rule import lifetime
+from expire_span.settings.models import BackboneConfig
 from expire_span.store import ExpiringMemory
 
 from .trace import Line
 
+LATEST = 2**30
+"""The last step at which a trace says that a memory dies; memories that are kept for good say this one."""
 HIDDEN_UNITS = 64
 """Largest number of units of a recurrent state in a step."""
 
@@ -39,14 +41,15 @@ class Ledger:
     def __post_init__(self) -> None:
         self.alive = [[0] * self.heads for _ in range(self.layers)]
 
-    def add(self, birth: int, spans: Sequence[Sequence[float]], ramp: float) -> None:
-        """Add the memories of one step, one for each layer and head; spans [layers][heads]."""
-        # In float32, as the store compares them: both must round span + ramp in the same way.
-        lives = np.ceil(np.array(spans, np.float32) + np.float32(ramp)).clip(0).tolist()  # [layers][heads]
-        for layer, heads in enumerate(lives):
-            for head, life in enumerate(heads):
-                heapq.heappush(self.due, (birth + int(life), layer, head, birth))
+    def add(self, birth: int, spans: Sequence[Sequence[float]], ramp: float) -> list[list[int]]:
+        """Add the memories of one step, one for each layer and head; spans [layers][heads]. Returns when each dies."""
+        lives = lifetime(torch.tensor(spans, dtype=torch.float32), ramp)  # [layers][heads]
+        dies = (birth + lives).clamp_max(LATEST).tolist()
+        for layer, heads in enumerate(dies):
+            for head, death in enumerate(heads):
+                heapq.heappush(self.due, (death, layer, head, birth))
                 self.alive[layer][head] += 1
+        return dies
 
     def expire(self, now: int) -> list[list[int]]:
         """Remove and return the memories that are dead for the query at `now`, each as [layer, head, birth]."""
@@ -130,13 +133,14 @@ class MemoryLog:
         return line
 
     def _born(self, spans: Sequence[Sequence[float]], state: Any) -> Line:
-        self.ledger.add(self.position, spans, self.facts.ramp)
+        dies = self.ledger.add(self.position, spans, self.facts.ramp)
         deaths = self.ledger.expire(self.position)
         if self.facts.cap is not None:
             deaths += self._evictions(state)
         alive, each = self.ledger.alive, self.facts.memory_bytes or 0
         return {
             "spans": [[round_off(span) for span in heads] for heads in spans],
+            "dies": dies,
             "deaths": deaths,
             "live": [round_off(sum(heads) / len(heads)) for heads in alive],
             "bytes": [sum(heads) * each for heads in alive],
@@ -157,7 +161,13 @@ class MemoryLog:
     def _held(self, aux: Any) -> Line:
         """What a system without spans reports: the mean of the block, and the bytes after it."""
         live = [0.0 if layer.live is None else round_off(float(layer.live)) for layer in aux.layers]
-        return {"spans": None, "deaths": [], "live": live, "bytes": [layer.bytes_held for layer in aux.layers]}
+        return {
+            "spans": None,
+            "dies": None,
+            "deaths": [],
+            "live": live,
+            "bytes": [layer.bytes_held for layer in aux.layers],
+        }
 
 
 def spans_by_head(span: Tensor) -> list[list[float]]:

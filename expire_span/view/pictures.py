@@ -46,6 +46,10 @@ MOST_BARS = 1500
 """Largest number of lifelines in a picture; longer samples are cut."""
 
 
+MOST_COLUMNS = 240
+"""Largest number of columns of a heat map: each is then wide enough to be seen."""
+
+
 def to_svg(figure: Figure, salt: str) -> str:
     """The figure as an inline SVG element that refers to nothing outside the page; `salt` makes its ids unique."""
     out = io.StringIO()
@@ -75,7 +79,8 @@ def draw_curves(series: dict[str, Points], *, title: str, ylabel: str, log: bool
         if len(axes.lines) > 5:  # many lines leave no room for a legend among them
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
         elif len(axes.lines) > 1:
-            axes.legend(loc="best")
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(axes.lines), fontsize=8)
+            axes.set_title(title, loc="left", pad=22)
     return figure
 
 
@@ -127,15 +132,26 @@ def draw_span_map(spans: np.ndarray, *, title: str, marks: dict[int, str], unit:
         figure = Figure(figsize=(11.5, 1.5 + 0.35 * layers))
         axes = figure.add_subplot(title=title, xlabel=unit, ylabel="layer")
         norm = LogNorm(vmin=1, vmax=max(2.0, float(spans.max())))
-        edges = (-0.5, length - 0.5, -0.5, layers - 0.5)
+        each = -(-length // MOST_COLUMNS) or 1
+        edges = (-0.5, -(-length // each) * each - 0.5, -0.5, layers - 0.5)
         options: dict[str, Any] = {"aspect": "auto", "origin": "lower", "cmap": "viridis", "interpolation": "nearest"}
-        picture = axes.imshow(np.maximum(spans, 1), norm=norm, extent=edges, **options)
+        picture = axes.imshow(np.maximum(pool_columns(spans), 1), norm=norm, extent=edges, **options)
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
         axes.set_yticks(range(layers), [str(n + 1) for n in range(layers)])
         _mark_top(axes, marks, layers - 0.5)
         bar = figure.colorbar(picture, ax=axes, pad=0.01)
         bar.set_label("span (steps)")
     return figure
+
+
+def pool_columns(spans: np.ndarray, most: int = MOST_COLUMNS) -> np.ndarray:
+    """At most `most` columns [layers, <= most]: each the longest of its neighbours, so that a single one that lasts is seen."""
+    each = -(-spans.shape[1] // most)
+    if each <= 1:
+        return spans
+    missing = -spans.shape[1] % each
+    padded = np.pad(spans, ((0, 0), (0, missing)), mode="edge")
+    return padded.reshape(len(spans), -1, each).max(2)
 
 
 def _mark_top(axes: Axes, marks: dict[int, str], top: float) -> None:
@@ -183,7 +199,9 @@ def draw_lifelines(
             at = (float(ends[place]), place)
             bars.annotate(name, at, xytext=(3, 0), textcoords="offset points", va="center", fontsize=8.5)
         if len(set(kinds)) > 1:
-            bars.legend(loc="lower left")
+            bars.legend(
+                loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, fontsize=8
+            )  # outside: bars may lie anywhere
         _draw_alive(count, births, ends, unit)
     return figure
 

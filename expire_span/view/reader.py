@@ -24,6 +24,8 @@ class TextReader(ABC):
 
     name: str
     model: nn.Module
+    plays = False
+    """Whether it plays episodes."""
     reads_text = True
     generates = True
     """Whether it can generate text."""

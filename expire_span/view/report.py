@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from expire_span import __version__
-from expire_span.agent_configs import AgentRunConfig
-from expire_span.config import BudgetConfig, to_dict
+from expire_span.disk.sizes import show_bytes
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, write_atomic
-from expire_span.sizes import show_bytes
+from expire_span.settings.run import BudgetConfig, to_dict
 from expire_span.store.layouts import LEAST_SPARE
 
-from .agent import AgentReader
 from .assets import environment, pack_trace, parts
-from .efficiency import tabulate
+from .efficiency import format_score, tabulate
 from .findings import read_findings
-from .pictures import Points, draw_curves, draw_lifelines, draw_span_map, to_svg
+from .pictures import MOST_COLUMNS, Points, draw_curves, draw_lifelines, draw_span_map, to_svg
 from .sample import Sample, find_keepsakes, long_words, marks_of, sample_from
-from .source import AnyReader, about_task, open_reader
+from .source import open_reader
 from .trace import Trace
 
 MAP_TOKENS = 400
@@ -30,12 +28,10 @@ NEARLY = 0.9
 SCORES = {
     "bpb": "bits per byte",
     "bpc": "bits per character",
-    "success": "share of right answers",
-    "error": "share of wrong answers",
+    "success": "fraction of right answers",
+    "error": "fraction of wrong answers",
 }
 """Axis labels of scores whose names are abbreviations."""
-LOSS = ("Loss of the task, nats per scored token.", "nats")
-"""Caption and unit of a supervised run's loss."""
 VIEW_TOKENS = 2048
 """Number of tokens of the trace in the page."""
 
@@ -44,8 +40,9 @@ def write_report(run: RunFolder) -> Path:
     """Write `report.html` into the run folder and return its path."""
     metrics = run.read_metrics()
     page: dict[str, Any] = {"run": run, "version": __version__, "facts": [], "keepsakes": [], "memory": []}
-    page |= {**parts(), "packed": "", "about": about_task(run.config)}
-    page["plays"], page["rules"] = isinstance(run.config, AgentRunConfig), other_rules(run)
+    kind = run.config.kind
+    page |= {**parts(), "packed": "", "about": kind.load("about")(run.config), "kind": kind, "rules": other_rules(run)}
+    page["headline"] = tell_headline(run, metrics)
     result = dict(run.read_result() or {})
     page["bands"] = tabulate_bands(result.pop("bands", None) or [])
     page["tables"] = {**flatten(result, "Result"), **flatten(to_dict(run.config)), "Environment": run.environment}
@@ -53,14 +50,14 @@ def write_report(run: RunFolder) -> Path:
     weights, trace, page["note"] = look_inside(run)
     page["facts"], page["budget"] = collect_facts(run, metrics, weights), explain_budget(run)
     page["spare"] = explain_spare(result)
-    page["curves"] = draw_training(metrics, name_score(run), plays=page["plays"])
+    page["curves"] = draw_training(metrics, name_score(run), kind.loss)
     page |= {"efficiency": tabulate(run, weights), "findings": read_findings(run)}
     if trace is not None:
         page["packed"] = pack_trace(Trace(trace.header, trace.steps[:VIEW_TOKENS]))
     if trace is not None and trace.has_spans:
         sample = sample_from(trace)
-        page |= {"memory": draw_memory(run, sample), "keepsakes": find_keepsakes(sample, run.config)}
-    path = run.path / "report.html"
+        page |= {"memory": draw_memory(run, sample), "keepsakes": find_keepsakes(sample)}
+    path = Path("report.html") if run.is_shipped else run.path / "report.html"
     write_atomic(path, environment().get_template("report.html").render(page).encode())
     return path
 
@@ -75,8 +72,8 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     """Number of weights in the newest intact checkpoint, the trace of a sample, and a note that says why either is missing."""
     from expire_span.checkpoint import list_checkpoints
 
-    if run.config.task.kind == "retrofit":
-        note = "This run taught a Hugging Face model to forget: expire-span evaluate-cache compares what it keeps."
+    note = run.config.kind.cannot.get("look inside")
+    if note is not None:
         return None, None, note
     if not list_checkpoints(run):
         return None, None, "This run has no checkpoint yet, so there is no model to look into."
@@ -93,9 +90,9 @@ def look_inside(run: RunFolder) -> tuple[int | None, Trace | None, str]:
     )
 
 
-def _trace(reader: AnyReader) -> Trace:
+def _trace(reader: Any) -> Trace:
     """The trace of the task's sample or of an agent's episode; a shorter one for systems without spans."""
-    whole = isinstance(reader, AgentReader) or reader.tracer().log.spans
+    whole = reader.plays or reader.tracer().log.spans
     return Trace.of(reader.trace_sample(None if whole else VIEW_TOKENS))
 
 
@@ -103,10 +100,8 @@ def name_score(run: RunFolder) -> str:
     """The task's score and which way is better, for an axis."""
     from expire_span.tasks.registry import build_task
 
-    if run.config.task.kind == "retrofit":
-        return "nats from the base model (lower is better)"
-    if isinstance(run.config, AgentRunConfig):
-        return "success or return, higher is better"
+    if run.config.kind.score:
+        return run.config.kind.score
     try:
         score = build_task(run.config.task).score
     except ValueError:  # the data has moved
@@ -126,12 +121,9 @@ def layers_of(metrics: Sequence[dict[str, Any]], key: str, split: str) -> dict[s
     return {f"layer {n + 1}": [(step, values[n]) for step, values in points] for n in range(layers)}  # type: ignore[index]
 
 
-def draw_training(
-    metrics: Sequence[dict[str, Any]], score: str = "score", *, plays: bool = False
-) -> list[tuple[str, str]]:
-    """Captioned curves over the training steps, of all metrics that the run recorded."""
+def draw_training(metrics: Sequence[dict[str, Any]], score: str, loss: tuple[str, str]) -> list[tuple[str, str]]:
+    """Captioned curves over the training steps, of all metrics that the run recorded. loss: its caption and its unit."""
     both = lambda key: {split: series_of(metrics, key, split) for split in ("train", "valid")}  # noqa: E731
-    loss = ("Loss of policy and value together.", "loss") if plays else LOSS
     drawn = [
         (loss[0], draw_curves(both("loss"), title="Loss", ylabel=f"{loss[1]} (lower is better)", log=True)),
         ("The task's own score.", draw_curves(both("score"), title="Score", ylabel=score)),
@@ -157,25 +149,24 @@ def draw_training(
 
 def draw_memory(run: RunFolder, sample: Sample) -> list[tuple[str, str, str]]:
     """Heading, caption and picture of the spans and of the lifelines."""
-    marks = marks_of(sample, run.config)
+    marks = marks_of(sample)
     width = len(sample.labels) if marks else MAP_TOKENS
-    kind = "tokens" if getattr(run.config.task, "tokenizer", "") else run.config.task.kind
-    units = {"text": "byte of the sample", "words": "word of the sample", "tokens": "token of the sample"}
-    unit = units.get(kind, "step of the episode")
+    unit = f"{sample.vocabulary[:-1]} of the sample" if sample.vocabulary != "symbols" else "step of the episode"
     layer = sample.longest_layer
-    piece = "observation" if isinstance(run.config, AgentRunConfig) else "token"
+    piece = run.config.kind.piece
     heat = draw_span_map(sample.spans[:, :width], title=f"Span given to each {piece}", marks=marks, unit=unit)
     title = f"Lifelines in layer {layer + 1}, which keeps longest"
     lines = draw_lifelines(
         sample.lifetimes(layer)[:width],
         kinds=sample.kinds[:width],
         marks=marks,
-        names=long_words(sample, run.config, layer, width),
+        names=long_words(sample, layer, width),
         title=title,
         unit=unit,
     )
     about_heat = (
-        f"One column for each {piece}, one row for each layer. Bright ones have long spans, dark ones expire at once."
+        f"One column for each {piece}, one row for each layer. Bright ones have long spans, dark ones expire at once. "
+        f"Where there are more than {MOST_COLUMNS}, a column is the longest span of a few neighbours."
     )
     about_lines = (
         f"Each bar is one memory: it starts where the {piece} is read and ends where the memory is deleted. "
@@ -209,6 +200,21 @@ def collect_facts(run: RunFolder, metrics: Sequence[dict[str, Any]], weights: in
     if speed:
         facts.append(("training time", f"{speed[-1]['seconds']:,.0f} s"))
     return facts + ([("weights", f"{weights:,}")] if weights is not None else [])
+
+
+def tell_headline(run: RunFolder, metrics: Sequence[dict[str, Any]]) -> str:
+    """One sentence with the numbers that matter: the score, and what is held instead of what. Empty before the end."""
+    result = run.read_result() or {}
+    if "score" not in result:
+        done = max((line.get("step", 0) for line in metrics), default=0)
+        return f"This run has trained {done:,} of {run.config.train.steps:,} steps and has no final score yet."
+    name = str(result.get("score_name", "score"))
+    scored = f"{format_score(result['score'], name)} ({SCORES.get(name, name)})"
+    if not result.get("full_bytes") or "mean_bytes" not in result:
+        return f"After {run.config.train.steps:,} training steps it scores {scored}."
+    rows = max(result.get("rows", 1), 1)
+    held, full = (show_bytes(result[key] / rows) for key in ("mean_bytes", "full_bytes"))
+    return f"It scores {scored} and holds {held} for each {run.config.kind.sequence} instead of {full}."
 
 
 def explain_budget(run: RunFolder) -> str:
@@ -270,7 +276,9 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any
 
 
 def show_values(table: dict[str, Any]) -> dict[str, str]:
-    return {name: show_value(value) for name, value in table.items()}
+    """As text; numbers of bytes as everywhere, whatever their names say before `bytes`."""
+    sizes = {name for name, value in table.items() if name.endswith("bytes") and isinstance(value, (int, float))}
+    return {name: show_bytes(value) if name in sizes else show_value(value) for name, value in table.items()}
 
 
 def show_value(value: Any) -> str:

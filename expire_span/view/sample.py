@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from expire_span.config import RunConfig
 from expire_span.models.decoder import Decoder
 from expire_span.tasks.contract import Task
 from expire_span.tasks.gridworlds.sentences import kind_of
@@ -20,12 +17,8 @@ from expire_span.tasks.signs import show_line
 from .trace import Trace
 from .tracer import Tracer
 
-LONGEST = 8192
-"""Largest number of tokens in a sample: the length of a text sample, while an episode ends by itself."""
 EPISODES = 16
-"""Number of test batches among which the longest is the sample: for episodes the longest, for text the first."""
-STREAMS = ("text", "words")
-"""Kinds of tasks whose data is one continuous stream, without positions to highlight."""
+"""Number of test batches among which the longest is the sample of a task of episodes."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +28,14 @@ class Sample:
     labels: list[str]
     spans: np.ndarray
     """[layers, T], in steps; with a span per head, the longest."""
-    ramp: float
+    dies: np.ndarray
+    """The step at which each memory is dead, [layers, T]; with several heads, the last."""
+    vocabulary: str = "symbols"
+    """What its tokens are, as in the header of a trace."""
 
     def lifetimes(self, layer: int) -> np.ndarray:
-        """Steps for which each memory can be read, its own included: a memory lives while age < span + ramp."""
-        return np.ceil(self.spans[layer] + self.ramp).astype(np.int64)
+        """Steps for which each memory can be read, its own included."""
+        return self.dies[layer] - np.arange(self.dies.shape[1])
 
     @property
     def longest_layer(self) -> int:
@@ -55,26 +51,24 @@ class Sample:
         return [kind_of(label) or label.split()[0] for label in self.labels]
 
 
-def sample_of(task: Task, config: RunConfig) -> tuple[Tensor, dict[int, int]]:
-    """A part of the test data, [T], and the target token at each position that the task scores."""
-    stream = task.stream("test", batch=1, block=LONGEST, seed=config.seed)
+def sample_of(task: Task, seed: int) -> tuple[Tensor, dict[int, int]]:
+    """A part of the test data, [T], and the target token at each position that the task scores.
+
+    Of a text it is the beginning, of episodes the longest of a few, with a cue where not all have one.
+    """
+    codec, stream = task.codec, task.stream("test", batch=1, block=task.longest, seed=seed)
+    if codec.unit != "symbol":
+        return next(iter(stream)).x[0], {}
     batches = [batch for batch, _ in zip(stream, range(EPISODES))]
-    with_cue = [batch for batch in batches if task.show(batch.x[0, :1])[0].startswith("cue")]
+    with_cue = [x for x in batches if any(label.startswith("cue") for label in codec.show(x.x[0]))]
     best = max(with_cue or batches, key=lambda batch: batch.x.shape[1])
-    choose: Any = getattr(task, "sample", None)
-    if choose is not None:  # the task chooses its own sample; its targets are known if it is one of these batches
-        tokens = choose(seed=config.seed).tokens
-        best = next((batch for batch in batches if torch.equal(batch.x[0], tokens)), None)
-        if best is None:
-            return tokens, {}
-    places = [] if config.task.kind in STREAMS else best.mask[0].nonzero().flatten().tolist()
-    return best.x[0], {place: int(best.y[0, place]) for place in places}
+    return best.x[0], {n: int(best.y[0, n]) for n in best.mask[0].nonzero().flatten().tolist()}
 
 
-def read_sample(decoder: Decoder, task: Task, config: RunConfig) -> Sample:
+def read_sample(decoder: Decoder, task: Task, seed: int) -> Sample:
     """The task's sample through the decoder with memory carried."""
-    tokens, answers = sample_of(task, config)
-    tracer = Tracer(decoder, name="", task=config.task.kind, show=task.show)
+    tokens, answers = sample_of(task, seed)
+    tracer = Tracer(decoder, name="", task="", codec=task.codec)
     return sample_from(Trace.of([tracer.header(), *tracer.read(tokens, answers)]))
 
 
@@ -82,13 +76,13 @@ def sample_from(trace: Trace) -> Sample:
     """Tokens and spans of a trace; with a span per head, the longest."""
     tokens = np.array([step["token"] for step in trace.steps])
     labels = [step["text"] for step in trace.steps]
-    return Sample(tokens, labels, trace.spans.max(1), trace.header["ramp"])
+    return Sample(tokens, labels, trace.spans.max(1), trace.dies.max(1), trace.header["vocabulary"])
 
 
-def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
+def marks_of(sample: Sample) -> dict[int, str]:
     """Positions of a sample to highlight, with their labels: the question, and the cues that are kept longest, far enough
     apart for their labels not to overlap. Neighbouring steps may see the same cue."""
-    if config.task.kind in STREAMS:
+    if sample.vocabulary != "symbols":
         return {}
     places = [n for n, label in enumerate(sample.labels) if label.startswith(("cue", "which"))]
     lives, found = sample.spans.max(0), dict[int, str]()
@@ -101,9 +95,9 @@ def marks_of(sample: Sample, config: RunConfig) -> dict[int, str]:
 # What lives longest
 
 
-def long_words(sample: Sample, config: RunConfig, layer: int, width: int, *, count: int = 8) -> dict[int, str]:
+def long_words(sample: Sample, layer: int, width: int, *, count: int = 8) -> dict[int, str]:
     """Words that a layer keeps longest, each at its longest-lived byte, far enough apart for their labels not to overlap."""
-    if config.task.kind != "text" or getattr(config.task, "tokenizer", ""):
+    if sample.vocabulary != "bytes":
         return {}
     raw, spans, found = sample.tokens[:width].astype(np.uint8).tobytes(), sample.spans[layer], dict[int, str]()
     words = [match.span() for match in re.finditer(rb"[0-9A-Za-z\x80-\xff]{3,}", raw)]
@@ -134,9 +128,9 @@ class LayerKeeps:
     shortest_words: list[Keepsake]
 
 
-def find_keepsakes(sample: Sample, config: RunConfig, *, count: int = 8) -> list[LayerKeeps]:
+def find_keepsakes(sample: Sample, *, count: int = 8) -> list[LayerKeeps]:
     """Per layer, the bytes (mean over their occurrences) and words (their longest byte) kept longest and shortest."""
-    if config.task.kind != "text" or getattr(config.task, "tokenizer", ""):
+    if sample.vocabulary != "bytes":
         return []
     out = []
     for layer, spans in enumerate(sample.spans):

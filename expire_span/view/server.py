@@ -4,8 +4,6 @@ requests."""
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import secrets
 import socket
 import threading
@@ -16,21 +14,23 @@ from typing import Any
 
 import torch
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
-from starlette.requests import ClientDisconnect
 
 from expire_span.checkpoint import list_checkpoints, newest_sound
 from expire_span.generate import Sampling
 from expire_span.runs import RunError, RunFolder, UserError
 from expire_span.shipped import SHIPPED
+from expire_span.web.guard import Guard
+from expire_span.web.hosts import OwnHosts
+from expire_span.web.server import Server, ServerConfig
+from expire_span.web.streaming import Streamed
 
-from .agent import AgentReader
 from .assets import render_page
-from .guard import MOST_TEXT, OwnPagesOnly, number, read_fields
+from .fields import MOST_BODY, MOST_TEXT, number, read_fields, too_long
 from .limit import WHOLE, Cut
 from .sessions import Session, Sessions
-from .source import AnyReader, open_adapter, open_reader
+from .source import open_adapter, open_reader
 from .trace import Line, encode, read_lines
 from .tracer import READ_BLOCK
 
@@ -40,6 +40,8 @@ SAMPLE_TOKENS = 2048
 """Number of tokens of the task's sample with which the page opens."""
 MOST_WRITTEN = 100_000
 """Largest number of tokens of one generated text."""
+PATIENCE = 30.0
+"""Seconds that a browser may let the server wait: for a whole request, or for reading on in an answer."""
 
 
 class Source:
@@ -55,7 +57,7 @@ class Source:
     ) -> None:
         """model: the adapter's base model, if it is not where the adapter says."""
         self.run, self.trace, self.adapter, self.model = run, trace, adapter, model
-        self._reader: AnyReader | None = None
+        self._reader: Any | None = None
         self._newest = self._shown = ""
         self._lock = threading.Lock()
 
@@ -63,7 +65,7 @@ class Source:
     def path(self) -> Path | None:
         return self.run.path if self.run else self.trace or self.adapter
 
-    def reader(self) -> AnyReader:
+    def reader(self) -> Any:
         """A reader with the newest intact checkpoint; while the run is still training, later calls take newer ones."""
         with self._lock:
             if self.adapter is not None:
@@ -92,7 +94,7 @@ class Source:
             try:
                 reader = self.reader()
                 info |= {"model": True, "name": reader.name, "text": reader.reads_text, "checkpoint": self._shown}
-                info |= {"generate": reader.generates, "agent": isinstance(reader, AgentReader)}
+                info |= {"generate": reader.generates, "agent": reader.plays}
                 info["vocabulary"] = reader.vocabulary
                 info["example"] = self.adapter is not None or self.path == SHIPPED
             except (RunError, ValueError) as error:
@@ -107,12 +109,12 @@ class Source:
 
 def build_app(source: Source, port: int) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(OwnPagesOnly, port=port)
+    hosts = OwnHosts(("127.0.0.1", "localhost"), port=port)
+    app.add_middleware(Guard, hosts=hosts, most_body=MOST_BODY, patience=PATIENCE, problem=problem, too_long=too_long)
     sessions = Sessions()
     app.state.sessions = sessions
     app.exception_handler(ValueError)(_refuse)
     app.exception_handler(RunError)(_refuse)
-    app.exception_handler(ClientDisconnect)(_leave)
 
     @app.get("/")
     def page() -> HTMLResponse:
@@ -144,7 +146,8 @@ def build_app(source: Source, port: int) -> FastAPI:
         session = Session(reader.generate(fields["text"], sampling, count), prompt + 1)
         session.left = request.is_disconnected
         session.running = not fields.get("paused", False)
-        return _answer(_announce(sessions, sessions.add(session)))
+        sessions.add(session)
+        return _answer(_announce(sessions, session), lambda: sessions.end(session))
 
     @app.post("/api/generate/{name}/{action}")
     async def act(name: str, action: str) -> dict[str, bool]:
@@ -152,11 +155,6 @@ def build_app(source: Source, port: int) -> FastAPI:
         return {"done": True}
 
     return app
-
-
-async def _leave(request: Request, error: Exception) -> Response:
-    """An empty response instead of a traceback in the log, if the client disconnected during its request."""
-    return Response(status_code=400)
 
 
 def _page_headers(nonce: str) -> dict[str, str]:
@@ -178,7 +176,12 @@ def _read_cut(fields: dict[str, Any]) -> Cut:
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Errors of the user are one sentence."""
-    return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
+    return JSONResponse(problem(400, " ".join(str(error).split())), status_code=400)
+
+
+def problem(status: int, message: str) -> dict[str, str]:
+    """A refusal as the page reads it."""
+    return {"error": message}
 
 
 async def _announce(sessions: Sessions, session: Session) -> AsyncIterator[bytes]:
@@ -212,7 +215,9 @@ def _encode_parts(lines: Iterator[Line], size: int = READ_BLOCK) -> Iterator[byt
         yield part
 
 
-def _answer(parts: AsyncIterator[bytes]) -> StreamingResponse:
+def _answer(parts: AsyncIterator[bytes], end: Callable[[], None] = lambda: None) -> StreamingResponse:
+    """end: called when the response is over, or its client has gone."""
+
     async def whole() -> AsyncIterator[bytes]:
         try:
             async for part in parts:
@@ -221,7 +226,7 @@ def _answer(parts: AsyncIterator[bytes]) -> StreamingResponse:
             yield encode({"kind": "error", "error": " ".join(str(error).split())})
 
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-    return StreamingResponse(whole(), media_type="application/x-ndjson", headers=headers)
+    return Streamed(whole(), end, media_type="application/x-ndjson", headers=headers)
 
 
 def leave_a_core() -> None:
@@ -231,13 +236,6 @@ def leave_a_core() -> None:
     wait for one another whenever the browser occupies a core: on two cores, two threads read more slowly than one.
     """
     torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
-
-
-def exempt_loaded() -> None:
-    """Take what is loaded by now out of Python's garbage collection: modules and model stay as long as the process. A full
-    collection would go through them again and again, and no token could be generated meanwhile."""
-    gc.collect()
-    gc.freeze()
 
 
 def bind_port(wanted: int) -> socket.socket:
@@ -256,16 +254,8 @@ def bind_port(wanted: int) -> socket.socket:
 
 def serve(source: Source, sock: socket.socket, *, ready: Any = None) -> None:
     """Answer until interrupted. `ready` is called with the server before it starts, so that a test can stop it."""
-    import uvicorn
-
-    class Quiet(uvicorn.Server):
-        def handle_exit(self, *signal: Any) -> None:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no faults
-            super().handle_exit(*signal)
-
-    port = sock.getsockname()[1]
-    config = uvicorn.Config(build_app(source, port), log_level="warning", timeout_graceful_shutdown=1)
-    server = Quiet(config)
+    config = ServerConfig(build_app(source, sock.getsockname()[1]), patience=PATIENCE, grace=0, problem=problem)
+    server = Server(config)
     if ready is not None:
         ready(server)
     server.run(sockets=[sock])

@@ -90,10 +90,14 @@ class Sessions:
         self.open[name].act(action)
 
     async def stream(self, session: Session) -> AsyncIterator[bytes]:
-        """The session's lines. Closing the tab cancels this and removes the session."""
+        """The session's lines."""
         try:
             async for part in session.stream():
                 yield part
         finally:
-            self.open.pop(session.name, None)
-            session.stopped = True
+            self.end(session)
+
+    def end(self, session: Session) -> None:
+        """Stop and remove a session: it has written all, or its tab was closed."""
+        self.open.pop(session.name, None)
+        session.stopped = True

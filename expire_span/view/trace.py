@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from expire_span.disk.files import check_line, seal_line
 from expire_span.runs import UserError, write_atomic
 
 from .trace_check import find_fault
 
-VERSION = 1
+VERSION = 2
 """Version of the format; a reader refuses every other."""
 FOR_GOOD = 1e7
 """Spans from this one on mean that a memory is kept for good, as a retrofitted model keeps its first tokens."""
@@ -61,6 +62,11 @@ class Trace:
         return np.array([step["spans"] for step in self.steps], np.float64).transpose(1, 2, 0)
 
     @property
+    def dies(self) -> np.ndarray:
+        """The step at which each memory is dead unless a cap evicts it before, [layers, heads, T]."""
+        return np.array([step["dies"] for step in self.steps]).transpose(1, 2, 0)
+
+    @property
     def bounded_spans(self) -> np.ndarray:
         """The spans, where those of memories kept for good are the longest of the others in their layer."""
         spans = self.spans
@@ -77,7 +83,7 @@ class Trace:
         yield from self.steps
 
     def save(self, path: Path) -> None:
-        write_atomic(Path(path), b"".join(encode(line) for line in self.lines()))
+        write_atomic(Path(path), b"".join(seal_line(encode(line)) for line in self.lines()))
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -85,7 +91,7 @@ class Trace:
 
 
 def encode(line: Line) -> bytes:
-    """One line of the file. NaN and infinities, which JSON does not have, raise an error."""
+    """One line of the file, without its checksum. NaN and infinities, which JSON does not have, raise an error."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace") + b"\n"
 
 
@@ -102,7 +108,7 @@ def check_lines(lines: Iterable[bytes], where: str) -> Iterator[Line]:
     number, header = -1, {}
     for number, raw in enumerate(lines):
         kind = "step" if number else "header"
-        line = _decode(raw, where, number + 1)
+        line = check_line(_decode(raw, where, number + 1), raw, f"line {number + 1} of the trace {where}")
         if not number and line.get("version") != VERSION and "version" in line:
             got = line["version"]
             raise UserError(

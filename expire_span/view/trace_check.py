@@ -21,8 +21,9 @@ def find_fault(line: Line, number: int, header: Line) -> str:
             return f"{name} must be {words}, got {show(line[name])}"
     if not number and line["layers"] * line["heads"] > MOST_LANES:
         return f"layers x heads must be at most {MOST_LANES:,}, got {line['layers']:,} x {line['heads']:,}"
-    if number and (line.get("spans") is None) != (header["memory_bytes"] is None):
-        return f"spans must be there if the header's memory_bytes is, got {show(line.get('spans'))}"
+    for name in ("spans", "dies") if number else ():
+        if (line.get(name) is None) != (header["memory_bytes"] is None):
+            return f"{name} must be there if the header's memory_bytes is, got {show(line.get(name))}"
     return ""
 
 
@@ -88,6 +89,12 @@ def _step_rules(place: int, header: Line) -> dict[str, tuple[Callable[[Any], boo
         "spans": (
             _or_none(lambda x: _is_list(x, lambda row: _is_list(row, _is_number, heads), layers)),
             f"{layers} x {heads} numbers, one for each layer and head, or null",
+        ),
+        "dies": (
+            _or_none(
+                lambda x: _is_list(x, lambda row: _is_list(row, lambda t: type(t) is int and t >= place, heads), layers)
+            ),
+            f"{layers} x {heads} steps, none before {place}, one for each layer and head, or null",
         ),
         "deaths": (
             _or_none(lambda x: _is_list(x, is_death)),

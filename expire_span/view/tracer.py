@@ -16,6 +16,7 @@ from torch import Tensor
 
 from expire_span.generate import Sampling, narrow
 from expire_span.models.decoder import Decoder
+from expire_span.tasks.contract import Codec, Symbols
 
 from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
 from .trace import VERSION, Line
@@ -132,17 +133,18 @@ class Tracer(TokenTracer):
         name: str,
         task: str,
         about: str = "",
-        show: Any = None,
+        codec: Codec | None = None,
         probed: tuple[int, bool] | None = None,
     ) -> None:
-        """probed: what `probe_spans` returns for this decoder, if the caller has asked before."""
+        """codec: how tokens are written; without one they are numbered symbols.
+
+        probed: what `probe_spans` returns for this decoder, if the caller has asked before."""
         self.decoder = decoder.eval()
         heads, spans = probed or probe_spans(decoder)
         element = decoder.embed.weight.element_size()
         facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
-        vocabulary = {"text": "bytes", "words": "words", "tokens": "tokens"}.get(task, "symbols")
-        show = show or (lambda tokens: [str(token) for token in tokens.tolist()])
-        super().__init__(facts, name=name, task=task, about=about, vocabulary=vocabulary, show=show)
+        codec = codec or Symbols(decoder.config.vocab, str)
+        super().__init__(facts, name=name, task=task, about=about, vocabulary=f"{codec.unit}s", show=codec.show)
         self.recurrent = hidden_of(decoder.initial_state(1)) is not None
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:

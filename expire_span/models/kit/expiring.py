@@ -26,10 +26,6 @@ from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 
 from .attention import AttentionMixer
 from .precision import storage_dtype
-from .rotary import rotate
-
-REBASE_AFTER = 2**30
-"""Positions are renumbered once they exceed this, so that they fit 32-bit integers in a stream without end."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +81,28 @@ class ExpiringAttention(AttentionMixer):
         count = self.rules.initial_memories
         if keep == "nothing" and not count:
             return {"memory": None, "position": 0}
+        if keep == "kv":
+            return {"memory": self._initial_memory(batch, empty, 0), "position": 0}
+        h, device = self._blank(batch, empty), self.query.weight.device
+        memory = SteadyMemory.empty(batch, self.shape.dim, dtype=storage_dtype(h), device=device)
+        start = torch.arange(-count, 0, device=device).expand(batch, -1)
+        return {"memory": SteadyMemory(h.to(memory.hidden.dtype), start, memory.evicted), "position": 0}
+
+    def _blank(self, batch: int, empty: Tensor | None) -> Tensor:
+        """The hidden states of initial memories, [B, initial_memories, C]."""
         zeros = empty if empty is not None else self.query.weight.new_zeros(self.shape.dim)
-        h, device = zeros.detach().expand(batch, count, -1), self.query.weight.device
-        if keep != "kv":
-            memory = SteadyMemory.empty(batch, self.shape.dim, dtype=storage_dtype(h), device=device)
-            start = torch.arange(-count, 0, device=device).expand(batch, -1)
-            return {"memory": SteadyMemory(h.to(memory.hidden.dtype), start, memory.evicted), "position": 0}
+        return zeros.detach().expand(batch, self.rules.initial_memories, -1)
+
+    def _initial_memory(self, batch: int, empty: Tensor | None, position: int) -> ExpiringMemory:
+        """Keys and values of the initial memories, which stand before `position`."""
         rows = (batch, self.shape.num_kv_heads) if self.span_predictor.per_head else (batch,)
-        memory = ExpiringMemory.empty(rows, ramp=self.span_predictor.ramp, cap=self.rules.cap, device=device)
-        if count:
-            pos = torch.arange(count, device=device)
-            with torch.no_grad():
-                memory = self._append(memory, pos, self.span_predictor.by_head(h), self.keys(h, pos), self.values(h))
-        return {"memory": memory, "position": count}
+        device, rule = self.query.weight.device, self.span_predictor
+        memory = ExpiringMemory.empty(rows, ramp=rule.ramp, cap=self.rules.cap, device=device)
+        if not self.rules.initial_memories:
+            return memory
+        h, pos = self._blank(batch, empty), torch.arange(-self.rules.initial_memories, 0, device=device) + position
+        with torch.no_grad():
+            return self._append(memory, pos, rule.by_head(h), self.keys(h, pos), self.values(h))
 
     def reset_rows(self, state: dict[str, Any], fresh: Tensor, *, empty: Tensor | None = None) -> dict[str, Any]:
         """Empty the rows marked in `fresh` [B] (bool). Their positions go on: attention depends on distances only."""
@@ -109,21 +114,8 @@ class ExpiringAttention(AttentionMixer):
             return {**state, "memory": memory.forget_rows(fresh, start)}
         memory = memory.forget_rows(fresh)
         if self.rules.initial_memories:
-            start = self.initial_state(memory.rows[0], "kv", empty=empty)["memory"].forget_rows(~fresh)
-            memory = memory.join(start.rebase(start.used - state["position"]))
+            memory = memory.join(self._initial_memory(memory.rows[0], empty, state["position"]).forget_rows(~fresh))
         return {**state, "memory": memory}
-
-    def rebase(self, state: dict[str, Any], offset: int) -> dict[str, Any]:
-        """Subtract `offset` from all positions; stored rotary keys are rotated back by as much."""
-        memory = state["memory"]
-        if isinstance(memory, SteadyMemory):
-            return state  # positions of a SteadyMemory always count from the next block
-        if memory is not None:
-            memory = memory.rebase(offset)
-            if self.shape.positions == "rotary" and len(memory):
-                turn = self.angles(torch.tensor(-offset, device=memory.pos.device), memory.slots["k"].dtype)
-                memory = memory.replace_field("k", rotate(memory.slots["k"], turn))
-        return {**state, "memory": memory, "position": state["position"] - offset}
 
     # Reading without memory, from hidden states, and from keys and values
 
@@ -131,8 +123,6 @@ class ExpiringAttention(AttentionMixer):
         if not isinstance(state, dict) or "position" not in state:
             raise ValueError(f"the state is not one that this layer made, got {type(state).__name__}; begin with None")
         (state,) = trim_states([state])
-        if state["position"] >= REBASE_AFTER:
-            state = self.rebase(state, state["position"])
         memory = state["memory"]
         if isinstance(memory, SteadyMemory):
             return self._read_hidden(x, memory, state)

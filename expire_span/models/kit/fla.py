@@ -1,6 +1,6 @@
 """Decides whether a layer uses kernels of flash-linear-attention (`fla-core`) or plain PyTorch; `fla_kernels.py` calls them.
 
-`gated_deltanet` and `forgetting` have such kernels, for GPUs. The package is an extra (`pip install 'expire-span[fla]'`).
+`gated_deltanet` and `forgetting` have such kernels, for GPUs. The package is an extra (`fla`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from importlib import metadata
 from typing import Literal
 
 import torch
+
+from expire_span.extras import install_command
 
 Kernels = Literal["auto", "torch", "fla"]
 LEAST_COUNT = 16
@@ -61,7 +63,7 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype | None) -> str | Non
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, got {device.type}"
     if not _INSTALLED:
-        return "needs the package fla-core, which is not installed (pip install 'expire-span[fla]')"
+        return f"needs the package fla-core, which is not installed ({install_command('fla')})"
     if dtype is not None and dtype not in DTYPES:
         return f"serves bfloat16, float16 and float32, got {str(dtype).removeprefix('torch.')}"
     return None

@@ -8,7 +8,7 @@ shared tests) reads the declaration.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from expire_span.checks import at_least, checked, require
@@ -156,12 +156,6 @@ class MemorySystem:
     example: dict[str, Any] = field(default_factory=dict)
     """Settings for the shared tests, so small that the system forgets, compresses or routes within sixty tokens; two layers
     of it must still read ten tokens back."""
-    reach: InitVar[Callable[[StateSize], int | None] | None] = None
-    """The former name of `receptive_field`, which 0.3.0 removes."""
-
-    def __post_init__(self, reach: Callable[[StateSize], int | None] | None) -> None:
-        if reach is not None:
-            object.__setattr__(self, "receptive_field", reach)
 
     @property
     def kind(self) -> str:

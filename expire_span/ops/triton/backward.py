@@ -22,6 +22,7 @@ from . import query_gradient as by_query
 from .forward import LOG2E, empty_rows, memory_source, query_source
 from .launch import run_kernel
 from .layout import Plan, power_of_2
+from .rule import inverse
 from .tuning import Launch, Tuning
 
 
@@ -88,7 +89,7 @@ class Backward:
         run_kernel(
             by_query.query_gradient, (-(-queries // launch.block_m), batch * q_heads),
             *self._rows(launch), self.y, self.lse, *self._sorted(tuning.block_n), plan.words, self._table,
-            delta, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(), 1 / self.ramp,
+            delta, dtable, dq, queries, plan.k.shape[2], q_heads, group, heads, plan.words.shape[1], *self._numbers(), inverse(self.ramp),
             PLAN_M=tuning.forward.block_m, BLOCK_N=tuning.block_n, **self._options(launch),
         )  # fmt: skip
         return dq, delta, dtable
@@ -115,7 +116,7 @@ class Backward:
         sizes = (queries, self.memories, slots, kv_heads, group, heads, row_words, window, splits, num_rows)
         run_kernel(
             by_memory.memory_gradients, (-(-slots // block_n) * num_rows * splits,),
-            *read, *out, *sizes, *self._numbers(), self.ramp, 1 / self.ramp, SPLIT=splits > 1,
+            *read, *out, *sizes, *self._numbers(), self.ramp / 2, inverse(self.ramp), SPLIT=splits > 1,
             PLAN_M=self.tuning.forward.block_m, PLAN_N=self.tuning.block_n, BLOCK_N=block_n,
             EVEN=queries % launch.block_m == 0, **self._options(launch),
         )  # fmt: skip

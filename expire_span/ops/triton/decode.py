@@ -18,6 +18,7 @@ from torch import Tensor
 from .forward import LOG2E, find_entries, relative_table
 from .launch import run_kernel
 from .layout import FAR, num_heads, power_of_2, strides
+from .rule import fade, inverse, is_alive
 from .tuning import dot_precision
 
 
@@ -59,15 +60,13 @@ def _decode(
         born = tl.load(k_pos + b * kp_b + row_head * kp_h + i * kp_s, mask=held, other=0)
         born = tl.minimum(tl.maximum(born - t0, -FAR), FAR).to(tl.int32)
         length = tl.load(span + b * sp_b + row_head * sp_h + i * sp_s, mask=held, other=0.0).to(tl.float32)
-        # Added in the order of store/rule.py: another one rounds differently, and would show memories that a store has deleted.
-        life = length + ramp
-        wanted = held & (life + born.to(tl.float32) > 0) & (born <= last - MIN_AGE)
+        wanted = held & is_alive(length + born.to(tl.float32), ramp) & (born <= last - MIN_AGE)
         read = wanted[:, None] & (d[None, :] < D)
         rows = tl.load(k + b * k_b + h * k_h + i[:, None] * k_s + d[None, :], mask=read, other=0.0)
         s = tl.dot(q_tile, tl.trans(rows), input_precision=PRECISION) * scale
         age = since[:, None] - born[None, :]
-        x = life[None, :] - age.to(tl.float32)
-        alive = (x > 0) & wanted[None, :] & (age >= MIN_AGE)
+        m = fade(length[None, :] - age.to(tl.float32), inv_ramp)
+        alive = (m > 0) & wanted[None, :] & (age >= MIN_AGE)
         if WINDOW > 0:
             at, near = find_entries(r, 1, since, born, WINDOW)
             bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
@@ -76,13 +75,13 @@ def _decode(
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         e = tl.math.exp2(s - safe[:, None])
-        p = tl.where(alive, tl.minimum(x * inv_ramp, 1.0) * e, 0.0)
-        fade = tl.math.exp2(peak - safe)
-        total = total * fade + tl.sum(p, 1)
+        p = m * e  # where not alive, e is 0
+        decay = tl.math.exp2(peak - safe)
+        total = total * decay + tl.sum(p, 1)
         if EPS != 0:
             total += EPS * tl.sum(e, 1)
         rows = tl.load(v + b * v_b + h * v_h + i[:, None] * v_s + d[None, :], mask=read, other=0.0)
-        acc = tl.dot(p.to(rows.dtype), rows, acc * fade[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(rows.dtype), rows, acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
     out = (bh * tl.num_programs(0) + split) * BLOCK_M + r
     tl.store(parts + out[:, None] * D_PAD + d[None, :], acc)
@@ -105,9 +104,9 @@ def _join(
         part_peak = tl.load(peaks + at)
         new_peak = tl.maximum(peak, part_peak)
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, rise = tl.math.exp2(peak - safe), tl.math.exp2(part_peak - safe)
-        acc = acc * fade + tl.load(parts + at * D_PAD + d) * rise
-        total = total * fade + tl.load(totals + at) * rise
+        decay, rise = tl.math.exp2(peak - safe), tl.math.exp2(part_peak - safe)
+        acc = acc * decay + tl.load(parts + at * D_PAD + d) * rise
+        total = total * decay + tl.load(totals + at) * rise
         peak = new_peak
     acc = acc / tl.where(total > 0, total, 1.0)
     out = ((bh * group + r // T) * T + r % T) * D + d
@@ -145,7 +144,7 @@ def triton_decode(
         _decode, (splits, batch * kv_heads),
         q, k, v, span, q_pos, k_pos, parts if table is None else table, starts, counts, parts, peaks, totals, queries,
         memories, added, kv_heads, group, per_split, heads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
-        *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, 1 / ramp, MIN_AGE=0 if include_self else 1,
+        *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, inverse(ramp), MIN_AGE=0 if include_self else 1,
         WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m,
         BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -15,11 +15,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
 from .layout import FULL_AT, MASKED_AT, POSITION_AT, WORDS, Plan, end_at, entry_at, fates_at, first_at, power_of_2
+from .rule import fade, find_remaining, inverse
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
-STEEP = tl.constexpr(2.0**40)
-"""Factor so large that half a step times it is longer than any ramp; see `find_life`."""
 BOUND = tl.constexpr(120.0)
 """Limit on score minus lse in the backward pass. Only dead memories exceed it; their 0 times e^s must give 0, not NaN."""
 
@@ -99,31 +98,10 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 @triton.jit
 def load_fate(words, slots, slot, t0):
-    """Birth and death of each slot's memory, in steps relative to position t0. Both words are read in one load."""
+    """Birth of each slot's memory, and birth + span, in steps relative to position t0. Both words are read in one load."""
     pair = tl.load(fates_at(words, slots).to(tl.pointer_type(tl.int64)) + slot)
     birth = (pair.to(tl.int32) - t0).to(tl.float32)
     return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) + birth
-
-
-@triton.jit
-def find_life(birth, death, since, MIN_AGE: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Steps that each memory has left; 0 or less if it is dead or not yet born. All arguments broadcast against each other.
-
-    The condition "already born" enters as a product with STEEP and a minimum. This is cheaper than a second comparison, whose
-    results the compiler would have to pack into bits because a GPU has few predicate registers. BY_QUERY: choose the order of
-    operations for threads that hold fewer queries than memories.
-    """
-    if BY_QUERY:
-        seen = (since - (MIN_AGE - 0.5)) * STEEP - birth * STEEP
-    else:
-        seen = since * STEEP - (birth + (MIN_AGE - 0.5)) * STEEP
-    return tl.minimum(death - since, seen)
-
-
-@triton.jit
-def fade(life, inv_ramp):
-    """The mask of memories with `life` steps left, written so that the compiler makes one saturating multiplication of it."""
-    return tl.minimum(tl.maximum(life * inv_ramp, 0.0), 1.0)
 
 
 @triton.jit
@@ -177,9 +155,9 @@ def _walk(
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            birth, death = load_fate(words, slots, slot, t0)
-            life = find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True)
-            s = tl.where(life > 0, s, float("-inf"))
+            birth, until = load_fate(words, slots, slot, t0)
+            m = fade(find_remaining(birth[None, :], until[None, :], since[:, None], MIN_AGE, True), inv_ramp)
+            s = tl.where(m > 0, s, float("-inf"))
             if HAS_DOCS:
                 first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
                 s = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), s, float("-inf"))
@@ -187,7 +165,7 @@ def _walk(
             safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             e = tl.math.exp2(s * scale - safe[:, None])  # 0 where not alive
             # Sum the rounded weights, which the product with v also uses: in bf16 this lowers the error of y by a third.
-            p = round_to(fade(life, inv_ramp) * e, k.dtype)
+            p = round_to(m * e, k.dtype)
             part = tl.sum(p, 1)
             if EPS != 0:
                 part += EPS * tl.sum(e, 1)
@@ -266,7 +244,7 @@ def run_forward(
         _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
         plan.words, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], scale * LOG2E, 1 / ramp,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], scale * LOG2E, inverse(ramp),
         MIN_AGE=plan.min_age, HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
         D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         **launch.options,

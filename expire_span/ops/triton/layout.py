@@ -8,7 +8,7 @@ addresses, so that no kernel computes them by itself):
     order         slots             index of the memory in each slot, or -1
     first         slots             the first query that sees the slot's memory
     end           slots             the query after the last one that sees it
-    fates         2 x slots         birth, and span + ramp as float32 bits, next to each other
+    fates         2 x slots         birth, and span as float32 bits, next to each other
     extents       4 x tiles         of each tile: the first query that sees any of it; the first query at which all of it is born;
                                     the query after the last; the first query at which any of it is on its ramp
     entries       1 x query tiles   of each query tile: its runs of memory tiles, the position of its first query, and the steps of
@@ -142,7 +142,7 @@ def end_at(words, slots):
 
 @triton.jit
 def fates_at(words, slots):
-    """Address of pairs of words, one pair per slot: birth, and span + ramp as float32 bits."""
+    """Address of pairs of words, one pair per slot: birth, and span as float32 bits."""
     return words + HEAD + 3 * slots
 
 

@@ -50,10 +50,12 @@ from .layout import (
     power_of_2,
     strides,
 )
+from .rule import lifetime
 
 BLOCK = 1024
 """Number of memories per program in the passes that build the plan."""
 FIRST_LIMIT = tl.constexpr(SHORTEST)
+LARGEST_ID = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -92,16 +94,16 @@ def _classify(
     born = tl.load(k_pos + b * kp_b + h * kp_h + at * kp_s, mask=inside, other=0).to(tl.int64)
     length = tl.load(span + b * sp_b + h * sp_h + at * sp_s, mask=inside, other=0.0).to(tl.float32)
     whole = tl.floor(tl.minimum(length, 1.0e9)).to(tl.int64)
-    life = tl.ceil(tl.minimum(length + ramp, 1.0e9)).to(tl.int64)
     queries = q_pos + b * qp_b
     first = _lower_bound(queries, T, steps, born + MIN_AGE)
-    end = _lower_bound(queries, T, steps, born + life)
+    end = _lower_bound(queries, T, steps, born + lifetime(length, ramp))
     fades = _lower_bound(queries, T, steps, born + whole + 1)
     last = tl.zeros_like(first) + T
     if HAS_DOCS:
         document = tl.load(k_doc + b * S + at, mask=inside, other=0)
         first = tl.maximum(first, _lower_bound(q_doc + b * T, T, steps, document))
         last = _lower_bound(q_doc + b * T, T, steps, document + 1)
+        last = tl.where(document == LARGEST_ID, T, last)  # its successor is no 64-bit number
         end = tl.minimum(end, last)
     dead = (end <= first) | (i >= S)
     first, end = tl.where(dead, 0, first), tl.where(dead, 0, end)
@@ -217,7 +219,7 @@ def _scatter(
 def _gather(
     k, v, scratch, words, k_pos, span, q_pos, k_out, v_out,  # read, except for k_out, v_out and parts of `words`
     S, T, slots, kv_heads, heads, row_words, num_blocks, steps,  # sizes
-    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b, ramp,  # strides, and the ramp
+    k_b, k_h, k_s, v_b, v_h, v_s, kp_b, kp_h, kp_s, sp_b, sp_h, sp_s, qp_b,  # strides
     WINDOW: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -260,7 +262,7 @@ def _gather(
         tl.store(end_at(words, slots) + slot, end)
         fates = fates_at(words, slots) + 2 * slot
         tl.store(fates, born)
-        tl.store(fates + 1, (length + ramp).to(tl.int32, bitcast=True))
+        tl.store(fates + 1, length.to(tl.int32, bitcast=True))
         num_tiles = slots // BLOCK_N
         tiles = extents_at(words, slots) + tile
         tl.store(tiles, tl.min(first, 0))
@@ -371,7 +373,7 @@ def build_plan(
     run_kernel(
         _gather, (num_tiles, batch * kv_heads),
         k, v, scratch, words, k_pos, span, q_pos, k_out, v_out, memories, queries, slots, kv_heads, heads, row_words,
-        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, ramp, WINDOW=window, D=dim,
+        num_blocks, steps, *k.stride()[:3], *v.stride()[:3], *where, WINDOW=window, D=dim,
         D_PAD=power_of_2(dim), BLOCK_N=block_n,
     )  # fmt: skip
     run_kernel(

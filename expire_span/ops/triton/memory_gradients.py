@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import BOUND, fade, find_entries, find_life, load_queries, load_since, load_tile
+from .forward import BOUND, find_entries, load_queries, load_since, load_tile
 from .layout import (
     CLASSES,
     DEAD,
@@ -20,9 +20,7 @@ from .layout import (
     first_at,
     order_at,
 )
-
-ROUNDING = tl.constexpr(2.0**-23)
-"""Relative error of two roundings to float32."""
+from .rule import fade, find_remaining, slope
 
 
 @triton.jit
@@ -34,18 +32,15 @@ def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
 @triton.jit
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, table, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, entries, first, end, born, edge, log_scale, ramp, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
+    dy_t, entries, first, end, born, span, log_scale, half, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of one memory tile over the query tiles [begin, pause) and [again, stop).
 
-    Scores and weights are transposed, [BLOCK_N, BLOCK_M]. `edge` is span + ramp of each memory, in steps.
+    Scores and weights are transposed, [BLOCK_N, BLOCK_M]. `half` is half the ramp.
     """
-    # A memory is on its ramp where 0 < life < ramp. Where its age equals its span, life equals the ramp up to two roundings of
-    # span + ramp; without this allowance such a memory, whose mask is 1, would get a gradient.
-    half = (ramp - edge * ROUNDING) / 2
     for n in range(begin, pause + stop - again):
         qt = n
         if MASKED:
@@ -71,15 +66,16 @@ def _walk_queries(
         dp -= delta_tile
         if MASKED:
             birth = (born - t0).to(tl.float32)
-            life = find_life(birth[:, None], (edge + birth)[:, None], since[None, :], MIN_AGE, False)
+            remaining = find_remaining(birth[:, None], (span + birth)[:, None], since[None, :], MIN_AGE, False)
             if HAS_DOCS:
-                life = tl.where((q_index[None, :] >= first[:, None]) & (q_index[None, :] < end[:, None]), life, 0.0)
-            m = fade(life, inv_ramp)
+                inside = (q_index[None, :] >= first[:, None]) & (q_index[None, :] < end[:, None])
+                remaining = tl.where(inside, remaining, float("-inf"))
+            m = fade(remaining, inv_ramp)
             e = tl.math.exp2(tl.minimum(s, BOUND))
             if EPS != 0:
                 e = tl.where(m > 0, e, 0.0)
             p = m * e
-            dspan += tl.sum(tl.where(tl.abs(life - half[:, None]) < half[:, None], e * dp, 0.0), 1)
+            dspan += tl.sum(slope(e * dp, remaining, half), 1)
         else:
             e = tl.math.exp2(s)
             p = e
@@ -122,7 +118,7 @@ def memory_gradients(
     dk, dv, dspan, sums,  # written
     T, S, slots, kv_heads, group, heads, row_words, window, splits, num_rows,  # sizes
     q_b, q_h, q_t, dy_b, dy_h, dy_t,  # strides
-    scale, log_scale, ramp, inv_ramp,
+    scale, log_scale, half, inv_ramp,
     SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
@@ -156,7 +152,7 @@ def memory_gradients(
     end = tl.load(end_at(words, slots) + slot, mask=taken, other=0)
     fates = fates_at(words, slots) + 2 * slot
     born = tl.load(fates, mask=taken, other=FAR)
-    edge = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
+    span = tl.load(fates + 1, mask=taken, other=0).to(tl.float32, bitcast=True)
     full_from = tl.minimum(plain_from, T)  # padding slots are never born
     full_from = tl.minimum(tl.maximum(tl.cdiv(full_from, BLOCK_M), begin), stop)
     full_to = tl.minimum(tl.maximum(fading // BLOCK_M, full_from), stop)
@@ -174,13 +170,13 @@ def memory_gradients(
         )
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, full_from, full_to,
-            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, edge,
-            log_scale, ramp, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
+            log_scale, half, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, begin, full_from,
-            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, edge,
-            log_scale, ramp, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
+            log_scale, half, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
         )  # fmt: skip
     index = tl.load(order_at(words) + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)

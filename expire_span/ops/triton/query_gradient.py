@@ -7,9 +7,7 @@ import triton.language as tl
 
 from .forward import (
     BOUND,
-    fade,
     find_entries,
-    find_life,
     load_fate,
     load_queries,
     load_since,
@@ -17,6 +15,7 @@ from .forward import (
     next_tile,
 )
 from .layout import FULL_AT, MASKED_AT, POSITION_AT, end_at, entry_at, fates_at, first_at
+from .rule import fade, find_remaining
 
 
 @triton.jit
@@ -42,8 +41,8 @@ def _walk_tiles(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
-            birth, death = load_fate(words, slots, slot, t0)
-            m = fade(find_life(birth[None, :], death[None, :], since[:, None], MIN_AGE, True), inv_ramp)
+            birth, until = load_fate(words, slots, slot, t0)
+            m = fade(find_remaining(birth[None, :], until[None, :], since[:, None], MIN_AGE, True), inv_ramp)
             if HAS_DOCS:
                 first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
                 m = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), m, 0.0)

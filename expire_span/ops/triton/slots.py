@@ -23,6 +23,7 @@ from expire_span.ops.slots import SpanForm
 from .forward import LOG2E
 from .launch import run_kernel
 from .layout import power_of_2
+from .rule import fade, inverse
 from .slot_tiles import Division, tiles
 
 
@@ -32,7 +33,7 @@ class Fields(NamedTuple):
     k: Tensor
     v: Tensor
     pos: Tensor
-    edge: Tensor
+    span: Tensor
     counts: Tensor
     bounds: Tensor
 
@@ -57,22 +58,22 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 
 
 @triton.jit
-def _look_at(tile, written, now, end, pos_of, edge_of, FRESH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slots of a tile, the age of their memories, and the steps that these have left: minus infinity in empty slots."""
+def _look_at(tile, written, now, end, pos_of, span_of, inv_ramp, FRESH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of a tile, the age of their memories, and the weights of these: 0 in empty slots."""
     is_older = tile >= written
     i = tl.where(is_older, FRESH + (tile - written) * BLOCK_N, tile * BLOCK_N) + tl.arange(0, BLOCK_N)
     held = i < tl.where(is_older, end, now)
     age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
-    return i, age, tl.load(edge_of + i, mask=held, other=float("-inf")) - age
+    return i, age, fade(tl.load(span_of + i, mask=held, other=float("-inf")) - age, inv_ramp)
 
 
 @triton.jit
 def _attend_tile(
-    acc, total, peak, q, keys_of, values_of, relative, i, age, left, read, scale, inv_ramp, d, inside,
+    acc, total, peak, q, keys_of, values_of, relative, i, age, m, read, scale, d, inside,
     WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Add the memories of one tile of slots to the sums of a query. read: slots whose keys and values are loaded."""
-    alive = left > 0
+    alive = m > 0
     at, read = i[:, None] * D + d[None, :], read[:, None] & inside[None, :]
     keys = tl.load(keys_of + at, mask=read, other=0.0).to(tl.float32)
     values = tl.load(values_of + at, mask=read, other=0.0).to(tl.float32)
@@ -84,14 +85,14 @@ def _attend_tile(
     new_peak = tl.maximum(peak, tl.max(s, 0))
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     e = tl.math.exp2(s - safe)
-    p = tl.where(alive, tl.minimum(left * inv_ramp, 1.0) * e, 0.0)
-    fade = tl.math.exp2(peak - safe)
-    return acc * fade + tl.sum(p[:, None] * values, 0), total * fade + tl.sum(p + EPS * e, 0), new_peak
+    p = m * e  # where dead, e is 0
+    decay = tl.math.exp2(peak - safe)
+    return acc * decay + tl.sum(p[:, None] * values, 0), total * decay + tl.sum(p + EPS * e, 0), new_peak
 
 
 @triton.jit
 def _attend_tiles(
-    q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+    q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
     WINDOW: tl.constexpr, EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr,
 ):  # fmt: skip
@@ -103,21 +104,23 @@ def _attend_tiles(
     tiles = written + tl.cdiv(end - FRESH, BLOCK_N)
     if SKIP_DEAD:
         # Which memories of a tile are alive is read while the tile before it is attended to.
-        i, age, left = _look_at(first, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
+        i, age, m = _look_at(first, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N)
         for tile in tl.range(first, tiles, step, num_stages=STAGES):
-            next_i, next_age, next_left = _look_at(tile + step, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
-            if tl.max(left, 0) > 0:
+            next_i, next_age, next_m = _look_at(
+                tile + step, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N
+            )
+            if tl.max(m, 0) > 0:
                 acc, total, peak = _attend_tile(
-                    acc, total, peak, q, keys_of, values_of, relative, i, age, left, left > 0, scale, inv_ramp, d, inside,
+                    acc, total, peak, q, keys_of, values_of, relative, i, age, m, m > 0, scale, d, inside,
                     WINDOW, EPS, D,
                 )  # fmt: skip
-            i, age, left = next_i, next_age, next_left
+            i, age, m = next_i, next_age, next_m
     else:
         for tile in tl.range(first, tiles, step, num_stages=STAGES):
-            i, age, left = _look_at(tile, written, now, end, pos_of, edge_of, FRESH, BLOCK_N)
+            i, age, m = _look_at(tile, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N)
             held = i < tl.where(tile >= written, end, now)
             acc, total, peak = _attend_tile(
-                acc, total, peak, q, keys_of, values_of, relative, i, age, left, held, scale, inv_ramp, d, inside,
+                acc, total, peak, q, keys_of, values_of, relative, i, age, m, held, scale, d, inside,
                 WINDOW, EPS, D,
             )  # fmt: skip
     return acc, total, peak
@@ -138,14 +141,14 @@ def _predict_span(
 
 
 @triton.jit
-def _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS: tl.constexpr):
-    """Add the new memory, which has `left` steps to live, to the sums of its own query."""
-    s = tl.where(left > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
+def _attend_self(acc, total, peak, q, k_new, v_new, m, scale, EPS: tl.constexpr):
+    """Add the new memory, of weight m, to the sums of its own query."""
+    s = tl.where(m > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
     new_peak = tl.maximum(peak, s)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    e, fade = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
-    p = tl.maximum(tl.minimum(left * inv_ramp, 1.0), 0.0) * e
-    return acc * fade + p * v_new, total * fade + p + EPS * e, new_peak
+    e, decay = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
+    p = m * e
+    return acc * decay + p * v_new, total * decay + p + EPS * e, new_peak
 
 
 @triton.jit
@@ -181,11 +184,11 @@ def _join(parts, peaks, totals, count, d, D_PAD: tl.constexpr, MOST: tl.constexp
 @triton.jit
 def _step(
     proj, hidden, weight, bias, low, room, gate_bias, cos, sin, relative,  # read: q, k, v, gates, the span's predictor, positions
-    k, v, pos, edge,  # read and written: the slots
+    k, v, pos, span,  # read and written: the slots
     counts, bounds, column, programs,  # read: how full and where the heads' slots are, the time, the division of the work
     y, parts, peaks, totals, finished,  # written
     width, slots, kv_heads, group, proj_b, hidden_b,  # sizes and strides
-    scale, ramp, inv_ramp, norm_eps, hidden_eps,
+    scale, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
     EPS: tl.constexpr, GATES: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, MOST: tl.constexpr,
@@ -204,29 +207,31 @@ def _step(
     inside = d < D
     now = tl.load(column)
     mine = proj + b * proj_b
+    cos_of, sin_of = cos + b * FRESH * D, sin + b * FRESH * D
     # Addresses are those of the head's first slot plus 32-bit offsets: half the registers of 64-bit ones.
     base = b * slots + tl.load(bounds + h)
-    keys_of, values_of, pos_of, edge_of = k + base * D, v + base * D, pos + base, edge + base
+    keys_of, values_of, pos_of, span_of = k + base * D, v + base * D, pos + base, span + base
     end = FRESH + tl.load(counts + b * kv_heads + h)
-    q = _place(mine + head * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+    q = _place(mine + head * D, cos_of, sin_of, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
     # The new memory is computed before the slots are read, so that its loads and theirs are under way together.
-    k_new, v_new, left = tl.zeros([D_PAD], tl.float32), tl.zeros([D_PAD], tl.float32), 0.0
+    k_new, v_new, m_new = tl.zeros([D_PAD], tl.float32), tl.zeros([D_PAD], tl.float32), 0.0
     if first == 0:
-        k_new = _place(mine + (heads + h) * D, cos, sin, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
+        k_new = _place(mine + (heads + h) * D, cos_of, sin_of, now, d, inside, norm_eps, D, QK_NORM, ROTARY)
         v_new = tl.load(mine + (heads + kv_heads + h) * D + d, mask=inside, other=0.0).to(tl.float32)
         state = hidden + b * hidden_b
-        left = _predict_span(state, weight, bias, low, room, h, c, width, hidden_eps, HIDDEN_NORM) + ramp
+        new_span = _predict_span(state, weight, bias, low, room, h, c, width, hidden_eps, HIDDEN_NORM)
+        m_new = fade(new_span, inv_ramp)
         if head % group == 0:
             at = now * D + d
             tl.store(keys_of + at, k_new.to(k.dtype.element_ty), mask=inside)
             tl.store(values_of + at, v_new.to(v.dtype.element_ty), mask=inside)
-            tl.store(edge_of + now, left)
+            tl.store(span_of + now, new_span)
     acc, total, peak = _attend_tiles(
-        q, keys_of, values_of, pos_of, edge_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+        q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
         WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD,
     )  # fmt: skip
     if first == 0 and MIN_AGE == 0:
-        acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, left, scale, inv_ramp, EPS)
+        acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, m_new, scale, EPS)
     out = y + (b * heads + head) * D
     if step == 1:
         _write(out, acc, total, mine, gate_bias, head, d, inside, GATES)
@@ -272,7 +277,8 @@ def triton_step(
     proj [B, (Hq + 2 Hkv) D]: queries, keys and values before norm and rotation; with gate_bias [Hq], followed by the logits of the
     heads' gates without their bias. hidden [B, C]: the hidden states from which spans are predicted; with `hidden_eps` they come
     before their RMS norm, and form.weight must contain the norm's gain.
-    column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines [fresh, D].
+    column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines
+    [B, fresh, D].
     """
     batch, kv_heads = fields.counts.shape
     dim, width, chosen = fields.k.shape[-1], hidden.shape[1], tiles()
@@ -288,7 +294,7 @@ def triton_step(
         _step, (batch, programs),
         proj, hidden, *form, fields.pos if gate_bias is None else gate_bias, cos, sin, relative, *fields, column,
         division.programs, y, parts, peaks, totals, division.finished, width,
-        fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, float(ramp), 1 / ramp,
+        fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, inverse(ramp),
         torch.finfo(torch.float32).eps, hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None,
         ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
         WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps,

@@ -11,7 +11,7 @@ cue half-way replaces the first.
 
 from __future__ import annotations
 
-from expire_span.task_configs import CorridorTask
+from expire_span.settings.tasks import CorridorTask
 from expire_span.tasks.hashing import mix_signed
 
 from .arrays import Array, below, below_low, chance, ranks

@@ -10,7 +10,7 @@ other act. The episode ends when everything that is still asked for has been don
 
 from __future__ import annotations
 
-from expire_span.task_configs import InstructionTask
+from expire_span.settings.tasks import InstructionTask
 from expire_span.tasks.hashing import mix_signed
 
 from . import sentences

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from expire_span.task_configs import CorridorTask, InstructionTask, PortalTask
+from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask
 
 from .arrays import Backend
 from .corridor import Corridor

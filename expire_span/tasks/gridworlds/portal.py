@@ -10,7 +10,7 @@ passed several times. The expert tries red first where it does not know a room, 
 
 from __future__ import annotations
 
-from expire_span.task_configs import PortalTask
+from expire_span.settings.tasks import PortalTask
 from expire_span.tasks.hashing import mix_signed
 
 from .arrays import Array

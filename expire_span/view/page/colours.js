@@ -26,8 +26,14 @@ function css(colour) { return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`; }
 // The colour that results when `colour` is drawn over the card with opacity `share`.
 function over(colour, share) { const card = dark ? [24, 30, 39] : [255, 255, 255]; return colour.map((x, n) => x * share + card[n] * (1 - share)); }
 
-// Black or white, whichever has more contrast with a colour.
-function inkOn(colour) { return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140 ? "#10141a" : "#ffffff"; }
+// Relative luminance of a colour, from 0 to 1, as the Web Content Accessibility Guidelines define it.
+function luminance(colour) {
+  const [r, g, b] = colour.map((x) => x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+// Black or white, whichever has more contrast with a colour: of the two, one always has at least 4.58, the square root of 21.
+function inkOn(colour) { return luminance(colour) > Math.sqrt(1.05 * 0.05) - 0.05 ? "#000000" : "#ffffff"; }
 
 // Where a span lies between the shortest and the longest of a range, on a logarithmic scale.
 function shareOf(span, range) {

@@ -33,7 +33,7 @@ function connect() {
   on("link", "click", copyLink);
   find("link").hidden = location.protocol === "about:";  // a frame within a notebook has no address of its own
   on("export", "click", saveView);
-  on("help", "click", () => { find("keys").hidden = !find("keys").hidden; find("help").setAttribute("aria-expanded", String(!find("keys").hidden)); });
+  on("help", "click", () => showKeys(find("keys").hidden));
   for (const node of root.querySelectorAll("[data-save]")) {
     node.title = `Save this picture as ${node.dataset.as.toUpperCase()}`;
     node.addEventListener("click", () => savePicture(node.dataset.save, node.dataset.as, timeline).catch((error) => say(error.message)));
@@ -51,7 +51,7 @@ function connect() {
 // Redraws when a picture has become wider or narrower, or the timeline higher or lower. Not whenever the page becomes longer: during generation
 // every new line of text makes it so, and the pictures stay as they are.
 function watchSizes() {
-  const pictures = ["stage", "strips", "hidden", "live", "bytes", "bits", "studies"].map(find), sizes = new Map();
+  const pictures = ["stage", "strips", "hidden", "live", "bytes", "bits", "studies", "both-held"].map(find), sizes = new Map();
   const isNew = ({ target, contentRect: { width, height } }) => {
     const size = target.id === "es-stage" ? `${width} ${height}` : `${width}`, known = sizes.get(target);
     sizes.set(target, size);
@@ -174,9 +174,22 @@ function stopPlaying() {
 function zoom(factor) { timeline.zoom(factor, Math.min(Math.max(state.cursor, timeline.from), timeline.to)); soon(); }
 function fit() { timeline.move(0, timeline.end); soon(); }
 
+// Closes what has been opened over or beside the pictures: the keys, what is written by hand, and the message.
+function closePanels() {
+  if (!find("keys").hidden) showKeys(false);
+  find("studies").open = false;
+  say("");
+}
+
+function showKeys(shown) {
+  find("keys").hidden = !shown;
+  find("help").setAttribute("aria-expanded", String(shown));
+}
+
 function onKey(event) {
   find("tip").hidden = true;  // what it tells may change with the key
   const { tagName, type } = event.target, typed = /^(TEXTAREA|SELECT)$/.test(tagName) || type === "number";
+  if (event.key === "Escape") closePanels();
   if ((typed && event.key !== "Escape") || event.ctrlKey || event.metaKey || event.altKey || !state.trace) return;
   if (type === "range" && /^(Arrow|Home|End|Page)/.test(event.key)) return;  // which move the slider itself
   if (event.key === " " && /^(BUTTON|INPUT|SUMMARY)$/.test(tagName)) return;

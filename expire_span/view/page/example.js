@@ -22,4 +22,4 @@ const EXAMPLE = [
 ].join("\n\n");
 
 // The changed text that a comparison begins with: one name is replaced by a common word.
-const EXAMPLE_CHANGED = EXAMPLE.replace("from Egypt", "from somewhere");
+const EXAMPLE_CHANGED = EXAMPLE.replace("lighthouse at Pembroke", "lighthouse at sea");

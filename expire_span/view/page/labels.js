@@ -37,7 +37,7 @@ function placeLabels(timeline, context) {
     if (i >= area[1] || death <= area[0]) continue;
     if (looked++ > LOOKED_AT || out.length >= MOST_LABELS) break;
     const label = { x: Math.max((i - area[0]) * scaleX, 0) + 4, y: Math.max((timeline.rows[i] + 0.5 - area[2]) * scaleY, LABEL / 2 + 2), text: shorten(timeline.nameOf(i)) }, box = boxOf(label);
-    if (!label.text || box[1] < 0 || box[3] > high || box[2] > Math.min((death - area[0]) * scaleX, wide)) continue;
+    if (!label.text || (timeline.layout === "words" && !/[\p{L}\p{N}]/u.test(label.text)) || box[1] < 0 || box[3] > high || box[2] > Math.min((death - area[0]) * scaleX, wide)) continue;
     if (taken.some(([a, b, c, d]) => box[0] < c && a < box[2] && box[1] < d && b < box[3])) continue;
     taken.push(box);
     const alive = i <= timeline.cursor && timeline.cursor < timeline.death[i];
@@ -50,7 +50,7 @@ function placeLabels(timeline, context) {
 }
 
 function drawLabels(timeline, context) {
-  const labels = placeLabels(timeline, context);
+  const labels = timeline.labels = placeLabels(timeline, context);
   context.save();
   Object.assign(context, { textBaseline: "middle", lineJoin: "round", lineWidth: 3.5, strokeStyle: ink("card"), globalAlpha: 0.9 });
   for (const { x, y, text, inside } of labels) if (!inside) context.strokeText(text, x, y);

@@ -6,6 +6,7 @@ const state = { trace: null, layer: -1, head: -1, cursor: 0, layout: "packed", t
 const picked = { layer: false, layout: false };  // whether the user chose it; then the page no longer chooses by itself
 const asked = fromLink();
 const timeline = new Timeline(find("stage"), find("gl"), find("ink"), asked.gl);
+let suggested = "words";  // the kind of lines that the page chooses
 let choice = { span: null, death: null }, lines = choice, range = [0, 1], ranges = [], writing = null, info = {}, waiting = 0, busy = null, compared = {};
 
 function say(message, lasting) {
@@ -72,8 +73,10 @@ function redraw(wanted) {
   if (reaches("all") || (reaches("grown") && choice.death && choice.death.length < trace.size)) choose();
   if (reaches("all")) drawRanges();
   if (reaches("grown")) fillText();
+  if (reaches("grown")) drawWritten();
   timeline.cursor = state.cursor;
   if (trace.hasSpans) timeline.draw();
+  keepAddress();
   if (wanted === LEVELS.indexOf("grown") || claimFirstFrame()) return;  // the other parts take turns
   if (reaches("marks")) drawMarks();
   if (reaches("all")) drawCosts(trace, state.cursor);
@@ -92,7 +95,7 @@ function choose() {
   const { trace } = state, following = timeline.to >= timeline.end;
   if (trace.hasSpans) {
     choice = trace.choose(state.layer, state.head);
-    if (!picked.layout || (state.layout === "words" && !wordsOf(trace))) state.layout = hasWords(trace) ? "words" : "packed";
+    if (!picked.layout || (state.layout === "words" && !wordsOf(trace))) state.layout = hasWords(trace) ? suggested : "packed";
     const words = state.layout === "words", { vocabulary } = trace.header, nameOf = vocabulary === "bytes" && !words ? null : (i) => words ? wordAt(trace, i) : visible(trace.text[i]);
     lines = words ? joinWords(trace, choice) : choice;
     const fresh = rangeOf(lines.span.filter((_, i) => lines.death[i] > i));
@@ -120,13 +123,14 @@ function drawRanges() {
     find("layout").options[0].hidden = find("layout").options[0].disabled = !wordsOf(trace);
   }
   if (!trace.hasSpans) find("intro").textContent = PLAIN_INTRO;
+  drawHeadline();
   for (const node of root.querySelectorAll(".es-pieces")) node.textContent = trace.header.task === "env" ? "What it saw" : "Tokens";
   find("limit-box").hidden = find("budget-box").hidden = !trace.hasSpans;
   find("what").hidden = !compared.after && (!info.model || (!info.text && !trace.hasSpans));
   find("what-ask").hidden = !info.model;  // a saved page shows its comparison, and cannot make another
   const tries = [...(info.text ? ["change a word"] : []), ...(trace.hasSpans ? CUTS : [])].join(", or ");
   find("tries").textContent = `${tries.charAt(0).toUpperCase()}${tries.slice(1)}, and compare.`;
-  for (const name of ["stage", "strips", "strips-saves", "zooms", "living-box", "life-title", "token-title"]) find(name).hidden = !trace.hasSpans;
+  for (const name of ["stage", "strips", "strips-saves", "zooms", "living-box", "life-title", "lines", "token-title"]) find(name).hidden = !trace.hasSpans;
   find("choice").hidden = !trace.hasSpans && trace.header.layers < 2;
   find("layout-box").hidden = find("legend-box").hidden = !trace.hasSpans;
   find("step-title").hidden = find("plain-title").hidden = trace.hasSpans;
@@ -236,7 +240,7 @@ function drawSlowly() {
   drawSlowly.timer = 0;
   if (wait > 0) { drawSlowly.timer = setTimeout(drawSlowly, wait); return; }
   drawSlowly.last = performance.now();
-  markTokens(find("tokens"), choice.death, state.cursor);
+  markTokens(find("tokens"), choice.death, state.cursor, Boolean(writing) || state.cursor < state.trace.size - 1);
   drawFacts();
   drawLiving();
   requestAnimationFrame(() => setTimeout(() => { drawSlowly.cost = Math.min(performance.now() - drawSlowly.last, 200); }));
@@ -281,70 +285,25 @@ function turn() {
   soon("tokens");
 }
 
-const PIECES = { bytes: "byte", words: "word" };
-
-function introOf({ header }) {
-  const when = header.task === "env" ? "this agent sees something" : `this model reads a ${PIECES[header.vocabulary] || "token"}`;
-  return `When ${when} it decides for how many steps to remember it: its span. Then the memory fades and is deleted for good. `;
-}
-const SHADES = { light: "Dark is kept long, pale is soon forgotten.", dark: "Bright is kept long, dim is soon forgotten." };
-const PLAIN_INTRO = "This model gives its memories no span of their own. What it holds on to, step by step, is shown below.";
-
-// The layer with the longest single span, where the difference between what is kept and what is not shows best.
-function longestLayer(trace) {
-  const longest = Array.from({ length: trace.header.layers }, (_, layer) => trace.choose(layer, -1).span.reduce((a, b) => b < FOR_GOOD ? Math.max(a, b) : a, 0));
-  return longest.indexOf(Math.max(...longest));
-}
-
-function setTrace(trace, keep) {
-  state.trace = trace;
-  const { header } = trace;
-  find("name").textContent = header.name || "a model";
-  find("about").textContent = `${header.about || ""} Memory: ${header.system}, ${count(header.layers, "layer")}` +
-    (header.heads > 1 ? `, each with ${show(header.heads)} heads that forget on their own` : "") +
-    (header.max_span ? `, spans of up to ${count(header.max_span, "step")}, fading over ${show(header.ramp)} more (the ramp).` : ".");
-  find("layer").max = header.layers;
-  find("layer-box").hidden = header.layers < 2;
-  find("layer").min = trace.hasSpans ? 0 : 1;
-  if (header.episode != null) find("number").value = header.episode;
-  find("head-box").hidden = header.heads < 2;
-  find("head-pick").replaceChildren(new Option("longest of all", "-1"), ...Array.from({ length: header.heads }, (_, n) => new Option(n + 1, n)));
-  if (!keep) { goToEnd(trace); timeline.from = 0; timeline.to = 0; timeline.end = 0; forgetComparison(); }
-  if (!keep) settleLayer();
-  pickLayer(Math.min(state.layer, header.layers - 1));
-  find("pictures").hidden = false;
-}
-
-// Shows the layer with the longest span, unless the user has chosen one.
+// Shows the layer and the lines in which this text shows forgetting best, unless the user has chosen a layer.
 function settleLayer() {
   const { trace } = state;
   if (picked.layer || !trace.hasSpans || !trace.size || (writing && state.layer >= 0)) return;
-  pickLayer(longestLayer(trace));
+  const best = bestView(trace);
+  suggested = best.layout;
+  pickLayer(best.layer);
 }
 
 function pickLayer(layer) {
   state.layer = state.trace && (state.trace.header.layers === 1 || !state.trace.hasSpans) ? Math.max(layer, 0) : layer;
   find("layer").value = state.layer + 1;
-  find("layer-name").textContent = state.layer < 0 ? "all (mean span, longest life)" : `${state.layer + 1} of ${state.trace ? state.trace.header.layers : 1}${picked.layer || !state.trace?.hasSpans ? "" : ", which keeps longest"}`;
+  find("layer-name").textContent = state.layer < 0 ? "all (mean span, longest life)" : `${state.layer + 1} of ${state.trace ? state.trace.header.layers : 1}${picked.layer || !state.trace?.hasSpans ? "" : ", where forgetting shows best"}`;
   soon("all");
 }
 
 function drawLegend() {
   const context = find("legend").getContext("2d");
   for (let x = 0; x < 120; x++) { context.fillStyle = css(colourAt(x / 119)); context.fillRect(x, 0, 1, 10); }
-}
-
-// The settings that a link or a saved page restores.
-function chosen() {
-  return { layer: state.layer, head: state.head, cursor: state.cursor, layout: state.layout, from: timeline.from.toFixed(2), to: timeline.to.toFixed(2) };
-}
-
-async function copyLink() {
-  const long = state.text != null && state.text.length > LONGEST_LINK;
-  const read = { text: long ? null : state.text, episode: info.agent ? find("number").value : null };
-  history.replaceState(null, "", toLink({ ...chosen(), ...read, ...(long ? {} : comparisonAsked()) }));
-  await navigator.clipboard?.writeText(location.href).catch(() => {});
-  say(long ? "the link holds the view, but not the text, which is too long for one" : "the address now opens this view, and was copied");
 }
 
 // A link may be damaged or made for another model: what does not fit is left as it is, or brought into its range.
@@ -370,7 +329,7 @@ async function start() {
   if (!live) { root.dataset.ready = "yes"; return; }
   addEventListener("hashchange", () => location.reload());  // another link was opened in this tab; copyLink causes no such event
   info = await fetch("api/info").then((answer) => answer.json());
-  find("name").textContent = info.name;
+  find("name").textContent = info.name || "a model";
   find("input").hidden = !info.model;
   find("number-box").hidden = !info.agent;
   find("example").hidden = !info.text || info.vocabulary === "words";
@@ -382,8 +341,9 @@ async function start() {
   find("other").hidden = !info.text;
   root.querySelector('label[for="es-other"]').hidden = !info.text;
   if (info.error) say(info.error, true);
+  else if (asked.read === "sample") await readSample();
   else if (asked.text && info.text) { find("text").value = asked.text; await readText(); }
-  else await (info.example ? readExample() : readSample());
+  else await (info.example || (asked.read === "example" && info.text) ? readExample() : readSample());
   await compareAsAsked(asked);
   if (state.trace && Object.keys(asked).length) restore(asked);
   if (info.training && state.trace) say(`the run has not finished training; this is its checkpoint ${info.checkpoint}`);

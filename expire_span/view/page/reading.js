@@ -66,7 +66,7 @@ function playAnother() {
 
 function readText() {
   const text = find("text").value;
-  if (!text) return say("the text box is empty; type or paste something into it, or press Read the sample", true);
+  if (!text) return say("the text box is empty; type or paste something into it, or press Read test data", true);
   return fits(text) ? read("api/trace", { text }, text) : null;
 }
 
@@ -122,11 +122,11 @@ function showSide(name) {
 
 // Draws both texts side by side in the chosen layer, unless they are drawn already.
 function drawComparison() {
-  const key = [state.layer, state.head, dark].join();
+  const key = [state.layer, state.head, picked.layer, dark].join();
   if (!compared.after || compared.key === key) return;
   compared.key = key;
   const look = (i) => { showSide("after"); goTo(i); find("stage").scrollIntoView({ block: "nearest" }); };
-  showComparison(compared.before, compared.after, state.layer, state.head, compared.cut, look);
+  showComparison(compared.before, compared.after, { layer: state.layer, head: state.head, told: picked.layer ? state.layer : -1 }, compared.cut, look);
 }
 
 function forgetComparison() {
@@ -183,6 +183,9 @@ function write() {
   }, (error) => { if (writing === started) stopWriting(); if (error) say(error, true); });
   const started = Object.assign(writing, { prompt: asked.text });
   started.start(asked);
+  find("written").hidden = false;
+  find("prompt").textContent = find("newest").textContent = "";
+  find("written").scrollIntoView({ block: "nearest" });
   buttons();
 }
 
@@ -191,7 +194,7 @@ const unseen = [];
 
 function stopWriting() {
   const { trace, prompt } = writing || {};
-  if (writing) { writing.abort.abort(); writing = null; soon("all"); }
+  if (writing) { writing.abort.abort(); writing = null; settleLayer(); soon("all"); }
   if (trace && trace === state.trace) keepWritten(trace, prompt);
   buttons();
 }
@@ -211,3 +214,20 @@ function buttons() {
 }
 
 function act(action) { if (writing) { writing.act(action); buttons(); } }
+
+// The text that is being generated, below the buttons that started it: its last lines, the end of the prompt in a softer colour.
+function drawWritten() {
+  const { trace } = state, box = find("written"), first = writing && writing.trace === trace ? (writing.first ??= firstWritten(trace)) : null;
+  if (first != null) {
+    box.trace = trace;
+    find("prompt").textContent = textOf(trace, Math.max(first - 80, trace.size - 600), first);
+    find("newest").textContent = textOf(trace, Math.max(first, trace.size - 600), trace.size);
+  }
+  box.hidden = !writing && box.trace !== trace;
+}
+
+// The first token that the model drew itself; null while there is none.
+function firstWritten(trace) {
+  const at = trace.lines.findIndex((line) => line.at);
+  return at < 0 ? null : at - 1;
+}

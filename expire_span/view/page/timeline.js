@@ -139,7 +139,8 @@ class Timeline {
     if (!stays) this.rankedAt = now;
     const n = death.length;
     Object.assign(this, { count: n, death, layout, ramp, end, rowName, nameOf, ranked: !nameOf ? [] : stays ? this.named : rankLives(death) });
-    const packed = layout !== "birth" ? packRows(death) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
+    // Rows of what stays and rows of what goes, once the text is whole: while it grows, a line keeps its row.
+    const long = growing ? Infinity : longLife(death), packed = layout !== "birth" ? packRows(death, growing ? 0 : mostHeld(death, long), long) : { rows: Float32Array.from(death, (_, i) => i), height: Math.max(n, 1) };
     this.rows = packed.rows; this.height = packed.height;
     this.lives = new Float32Array(4 * n);
     this.latest = new Int32Array(n);  // the latest death among all memories up to here; tells where drawing can begin

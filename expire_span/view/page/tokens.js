@@ -44,14 +44,14 @@ function countSettled(box) {
 }
 
 // Marks the cursor's token and underlines the tokens that are alive at it. Only elements whose mark changes are touched.
-function markTokens(box, death, cursor) {
+function markTokens(box, death, cursor, follow = true) {
   box.cells.forEach((cell, n) => {
     let mark = cell.start <= cursor && cursor < cell.end ? 2 : 0;
     for (let k = cell.start; death && k < cell.end; k++) if (k <= cursor && cursor < death[k]) mark |= 1;
     if (mark === box.marks[n]) return;
     box.marks[n] = mark;
     box.nodes[n].className = (mark & 1 ? "es-alive " : "") + (mark & 2 ? "es-cursor" : "");
-    if (mark & 2) keepInView(box, box.nodes[n]);
+    if (mark & 2 && follow) keepInView(box, box.nodes[n]);
   });
 }
 

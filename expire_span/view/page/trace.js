@@ -1,6 +1,6 @@
 // A trace in columns: growing typed arrays, which stay small and fast for a hundred thousand memories.
 
-const VERSION = 1;
+const VERSION = 2;
 
 class Column {
   constructor(Kind) { this.Kind = Kind; this.data = new Kind(1024); this.size = 0; }
@@ -39,8 +39,9 @@ class TraceData {
   step(i) { return this.lines[i + 1]; }
 
   push(step) {
-    const { heads, ramp } = this.header, i = this.size;
+    const { heads } = this.header, i = this.size;
     if (step.kind !== "step" || step.i !== i) throw new Error(`the trace is broken: step ${i} is missing`);
+    if (step.spans && !step.dies) throw new Error(`the trace is broken: step ${i} does not say when its memories die`);
     this.lines.push(step);
     this.text.push(String(step.text));
     this.token.push(step.token);
@@ -50,7 +51,7 @@ class TraceData {
     if (step.spans) {
       step.spans.forEach((row, layer) => row.forEach((span, head) => {
         this.spans[layer * heads + head].push(span);
-        this.deaths[layer * heads + head].push(i + Math.max(Math.ceil(span + ramp), 0));
+        this.deaths[layer * heads + head].push(step.dies[layer][head]);
       }));
       for (const [layer, head, birth] of step.deaths) this.deaths[layer * heads + head].data[birth] = i;
     }
@@ -78,18 +79,36 @@ class TraceData {
   }
 }
 
-// Gives each memory the lowest free row, so that no two overlap: the height of the picture is the largest number of memories held at once.
-function packRows(death) {
-  const n = death.length, rows = new Float32Array(n), ends = new Heap(), free = new Heap();
-  let top = 0;
+// Gives each memory a free row, so that no two overlap: the height of the picture is the largest number of memories held at once. `upper` rows
+// are for the memories of a `long` life as far as there are free ones, the rows below for the others: what stays is above what goes.
+function packRows(death, upper = 0, long = Infinity) {
+  const n = death.length, rows = new Float32Array(n), ends = new Heap(), above = new Heap(), below = new Heap(), height = mostHeld(death);
+  const release = (row) => (row < upper ? above : below).push(row);
+  for (let row = 0; row < height; row++) release(row);
   for (let i = 0; i < n; i++) {
-    while (ends.size && ends.least() <= i) free.push(ends.pop());
+    while (ends.size && ends.least() <= i) release(ends.pop());
     if (death[i] <= i) continue;  // never held
-    const row = free.size ? free.pop() : top++;
+    const [first, other] = death[i] - i >= long ? [above, below] : [below, above];
+    const row = first.size ? first.pop() : other.pop();
     rows[i] = row;
     ends.push(row, death[i]);
   }
-  return { rows, height: Math.max(top, 1) };
+  return { rows, height: Math.max(height, 1) };
+}
+
+// The largest number of memories held at once, of those that live for `least` steps or more.
+function mostHeld(death, least = 1) {
+  const n = death.length, change = new Int32Array(n + 1);
+  for (let i = 0; i < n; i++) if (death[i] - i >= least) { change[i]++; change[Math.min(death[i], n)]--; }
+  let held = 0, most = 0;
+  for (let i = 0; i < n; i++) { held += change[i]; most = Math.max(most, held); }
+  return most;
+}
+
+// From how many steps on a life is a long one: twice the median of those that are held at all.
+function longLife(death) {
+  const lives = Float64Array.from(death, (end, i) => end - i).filter((x) => x > 0).sort();
+  return lives.length ? 2 * lives[lives.length >> 1] : Infinity;
 }
 
 // A binary heap of numbers. Free rows are ordered by themselves, rows in use by the step at which they become free.

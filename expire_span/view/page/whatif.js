@@ -57,11 +57,17 @@ function textOf(trace, from, to) {
   return trace.text.slice(low, high).join(trace.header.vocabulary === "pieces" ? "" : " ");
 }
 
-// The word of a token; a token that belongs to none, such as a space, is shown in brackets among its neighbours.
+// The word of a token; a token that belongs to none, such as a space, is shown in brackets between the whole words beside it.
 function nameToken(trace, i) {
-  if (!wordsOf(trace)) return trace.text[i];
-  const word = wordAt(trace, i);
-  return /[\p{L}\p{N}]/u.test(word) ? word : `${textOf(trace, i - 8, i)}[${textOf(trace, i, i + 1)}]${textOf(trace, i + 1, i + 5)}`.replace(/\n/g, "⏎");
+  const words = wordsOf(trace);
+  if (!words) return trace.text[i];
+  if (/[\p{L}\p{N}]/u.test(wordAt(trace, i))) return wordAt(trace, i);
+  let from = i, to = i + 1;
+  while (from > 0 && words.first[from - 1] < 0) from--;
+  while (to < trace.size && words.first[to] < 0) to++;
+  if (from > 0) from = words.first[from - 1];
+  if (to < trace.size) { const first = words.first[to]; while (to < trace.size && words.first[to] === first) to++; }
+  return `${textOf(trace, from, i)}[${textOf(trace, i, i + 1)}]${textOf(trace, i + 1, to)}`.replace(/\n/g, "⏎");
 }
 
 // Combines changes of tokens into changes of words, which are easier to recognise; `join` combines two. Largest first.
@@ -72,23 +78,6 @@ function byWord(trace, changes, join) {
     found.set(at, found.has(at) ? join(found.get(at), change) : change);
   }
   return Array.from(found, ([at, change]) => [change, at]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0]));
-}
-
-function kept(spans) {
-  const longest = spans.reduce((a, b) => Math.max(a, b), 0);
-  return longest < FOR_GOOD ? `for ${show(Math.round(longest))} steps` : "for good";
-}
-
-// Tells what was changed, and for how long the old and the new words are kept: the longest span among their tokens.
-function tellChange(traces, sides, front, back, where) {
-  if (traces.some((trace) => trace.size - back <= front) || !wordsOf(traces[0])) return "";
-  const parts = traces.map((trace, n) => {
-    let from = front, to = trace.size - back;
-    while (from > 0 && wordsOf(trace).first[from] >= 0 && wordsOf(trace).first[from] < from) from--;
-    while (to < trace.size && wordsOf(trace).first[to] >= 0 && wordsOf(trace).first[to] < to) to++;
-    return `“${visible(shorten(textOf(trace, from, to)))}” is kept ${kept(sides[n].span.subarray(from, to))}`;
-  });
-  return `${where}: ${parts.join(", ")}.`;
 }
 
 // Mean bits of the answers that a task asks for, the return of an episode and how it ended, where there are such.
@@ -118,7 +107,8 @@ function tellCut({ max_span: limit, live }) {
 
 const WORSE = 0.5;  // bits from which a token is marked
 
-function showComparison(before, after, layer, head, cut, goTo) {
+function showComparison(before, after, { layer, head, told }, cut, goTo) {
+  find("verdict").hidden = false;  // pictures are drawn as wide as the page shows them
   const { pairs, front, back } = pairTokens(before, after), sides = [before, after].map((trace) => trace.hasSpans ? trace.choose(layer, head) : { span: null });
   const bits = [], spans = [], more = new Float32Array(after.size);
   for (const [i, j] of pairs) {
@@ -137,14 +127,18 @@ function showComparison(before, after, layer, head, cut, goTo) {
     return node;
   });
   const worse = bits.filter(([x]) => x > 0.05), scored = !Number.isNaN(meanBits(before));
-  fillChips(find("worse"), chips(byWord(after, bits, (a, b) => a + b).filter(([x]) => x > 0.05)), "none");
   fillChips(find("moved"), chips(byWord(after, spans, (a, b) => Math.abs(b) > Math.abs(a) ? b : a).filter(([x]) => Math.abs(x) > 0.5)), "none");
-  find("changed").textContent = sides[0].span && sides[1].span ? tellChange([before, after], sides, front, back, layer < 0 ? "Mean over layers" : `Layer ${layer + 1}`) : "";
-  find("changed").hidden = !find("changed").textContent;
+  const change = findChange(before, after, front, back), words = byWord(after, bits, (a, b) => a + b).filter(([x]) => x > 0.05), asked = cut.max_span != null || cut.live != null;
+  const answer = [...(change ? tellChange(change, told) : []), ...(change && asked ? [" "] : []), ...(asked ? tellLimit(before, after, cut, words) : [])];
+  fillChips(find("worse"), chips(words), "none");
+  find("changed").replaceChildren(...answer);
+  find("changed").hidden = !answer.length;
+  find("both-box").hidden = !change;
+  if (change) { drawStays(find("both"), change); find("both-first").textContent = `before: ${change[0].name}`; find("both-second").textContent = `after: ${change[1].name}`; }
+  drawHeld(find("both-held"), before, after);
   find("sums").textContent = tellSums(before, after) + (scored ? ` ${show(worse.length)} of the ${count(pairs.length, "token")} that both texts share become harder to predict.` : "");
   find("after-title").textContent = tellCut(cut);
   find("worse-box").hidden = find("wavy").hidden = !scored;
   find("moved-box").hidden = !spans.length;
   find("straight").hidden = pairs.length === before.size && pairs.length === after.size;
-  find("verdict").hidden = false;
 }

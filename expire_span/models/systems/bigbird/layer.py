@@ -46,7 +46,9 @@ class BigBird(AttentionMixer):
         y, live = self._read(q, keys, values, state["start"], now, base)
         if state["keep"] != "nothing":
             span = torch.full((len(x), count), float(FOREVER), device=x.device)
-            memory = memory.append(pos, span, k=k.transpose(1, 2), v=v.transpose(1, 2)).expire(now + count)
+            memory = memory.append(pos, span, check_values=False, k=k.transpose(1, 2), v=v.transpose(1, 2)).expire(
+                now + count
+            )
         after = {"memory": memory, "start": state["start"], "position": now + count, "keep": state["keep"]}
         return MixerOutput(
             self.join_heads(y.transpose(1, 2), x), after, MixerAux(live=live, bytes_held=bytes_of(after))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal
 
 from expire_span.checks import checked, require
 from expire_span.field_docs import documented
@@ -59,45 +57,6 @@ class HeadReach:
         require(usable, f"shortest_shared is of heads beyond own_heads and needs {given}")
 
 
-T = TypeVar("T")
-FLAT_IN_REACH = {"own_heads": "own_heads", "initial_spread": "spread", "near_span": "shortest_shared"}
-REACHES = ("fixed", "learned")
-FLAT_IN_PAPER = ("include_self", "noisy", "initial_memories", "normalizer_eps")
-"""Settings of 0.1 that lay beside the others and are now in `reach` (there, some have another name) and in `paper`; `reach` was
-one of two words."""
-
-
-def _accept_flat(config: type[T]) -> type[T]:
-    """Let the settings take and show the fields of 0.1, which lay on one level, until 0.3.0; a warning says where they are."""
-    settings: Any = config
-    init, names = settings.__init__, {*FLAT_IN_REACH, *FLAT_IN_PAPER, "shapes_states"}
-
-    def warn(old: list[str]) -> None:
-        moved = "moved into reach and paper in 0.2.0, and the flat form ends with 0.3.0; see the changelog"
-        warnings.warn(f"ExpireSpanConfig: {', '.join(old)} {moved}", DeprecationWarning, stacklevel=3)
-
-    @functools.wraps(init)
-    def take(self: Any, *args: Any, **given: Any) -> None:
-        old = [name for name in given if name in names or (name == "reach" and given[name] in REACHES)]
-        if old:
-            warn(old)
-            given = settings.upgrade(given)
-            given |= {"reach": HeadReach(**given["reach"]), "paper": PaperDetails(**given["paper"])}
-        init(self, *args, **given)
-
-    def show(name: str, self: Any) -> Any:
-        warn([name])
-        if name == "shapes_states":
-            return not self.reach.stop_gradient
-        return getattr(self.paper, name) if name in FLAT_IN_PAPER else getattr(self.reach, FLAT_IN_REACH[name])
-
-    settings.__init__ = take
-    for name in names:
-        setattr(settings, name, property(functools.partial(show, name)))
-    return config
-
-
-@_accept_flat
 @documented
 @dataclass(frozen=True)
 @checked
@@ -152,30 +111,10 @@ class ExpireSpanConfig:
             needs = f"{name} sets heads apart and needs span_per kv_head, got span_per {self.span_per}"
             require(not used or self.span_per == "kv_head", needs)
 
-    @classmethod
-    def upgrade(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Convert settings of run-folder format 1, which were all on one level, to today's nested groups."""
-        flat = dict(settings)
-        reach, paper = flat.pop("reach", {}), _as_dict(flat.pop("paper", {}))
-        reach = {"learned": reach == "learned"} if reach in REACHES else _as_dict(reach)
-        reach |= {new: flat.pop(old) for old, new in FLAT_IN_REACH.items() if old in flat}
-        if "shapes_states" in flat:
-            reach["stop_gradient"] = not flat.pop("shapes_states")
-        paper |= {name: flat.pop(name) for name in FLAT_IN_PAPER if name in flat}
-        return {**flat, "reach": reach, "paper": paper}
-
     @property
     def shortest_shared(self) -> float:
         """The shortest span of heads beyond own_heads."""
         return self.min_span if self.reach.shortest_shared is None else self.reach.shortest_shared
-
-
-def _as_dict(group: Any) -> dict[str, Any]:
-    """A group of settings as a dict."""
-    if isinstance(group, (HeadReach, PaperDetails)):
-        return asdict(group)
-    require(isinstance(group, dict), f"reach and paper must be groups of settings, got {group!r}")
-    return dict(group)
 
 
 SYSTEM = MemorySystem(

@@ -72,7 +72,7 @@ class Forgetting(AttentionMixer):
         if state["keep"] != "nothing":
             span = torch.full((len(x), x.shape[1]), float(FOREVER), device=x.device)
             fields = {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "sums": sums.transpose(1, 2)}
-            memory = memory.append(pos, span, **fields)
+            memory = memory.append(pos, span, check_values=False, **fields)
         after = {"memory": memory, "total": sums[:, :, -1].detach().clone(), "position": start + x.shape[1]}
         after["keep"] = state["keep"]
         live = (k_pos != NEVER).sum(1).float().mean() - (x.shape[1] - 1) / 2

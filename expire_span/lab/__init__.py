@@ -1,0 +1,1 @@
+"""What studies, analyses and compares: experiments on top of the library."""

@@ -1,0 +1,85 @@
+"""Continuous batching: requests that get a token each in one decode step; they join and leave while others go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expire_span.sampling import draw_rows
+from expire_span.stream import Stream
+from expire_span.stream.decoders import model_of
+
+from .requests import Response
+
+
+class Batch:
+    """At most `most` responses, each in a row of one `Stream`.
+
+    On a GPU the stream always has `most` rows, since a step is a recorded graph of that size and rows cost little. On a CPU it
+    has as many rows as there are responses, since every row costs time there.
+    """
+
+    def __init__(self, model: Any, most: int) -> None:
+        self.model, self.most = model, most
+        self.responses: list[Response] = []
+        self.device = model_of(model).device
+        self._fixed = self.device.type == "cuda"
+        self._stream: Stream | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of all rows, made when it is first needed."""
+        if self._stream is None:
+            self._stream = Stream(self.model, self.most if self._fixed else 1, static_shapes=True)
+        return self._stream
+
+    def join(self, response: Response) -> None:
+        """Give a response whose prompt has been read a free row."""
+        assert response.prompt is not None
+        if all(self.stream.active):
+            self._resize(self.stream.rows + 1)
+        response.row, response.prompt = self.stream.join(response.prompt), None
+        self.responses.append(response)
+
+    def leave(self, response: Response) -> None:
+        self.stream.leave(_row(response))
+        self.responses = [x for x in self.responses if x is not response]
+        response.row = None
+
+    def reset(self) -> None:
+        """Drop everything, after a step that failed in the middle."""
+        for response in self.responses:
+            response.row = None
+        self.responses, self._stream = [], None
+
+    def draw(self) -> None:
+        """Draw the next `token` of every response. The host waits for the device."""
+        logits = self.stream.logits[[_row(x) for x in self.responses]]
+        samplings = [x.request.sampling for x in self.responses]
+        drawn = draw_rows(logits, samplings, [x.generator for x in self.responses]).tolist()
+        for response, token in zip(self.responses, drawn):
+            response.token = token
+
+    def step(self) -> None:
+        """Let every row read the token that was drawn last for it, all in one decode step."""
+        if not self.responses:
+            return
+        if not self._fixed and not all(self.stream.active):
+            self._resize(len(self.responses))
+        tokens = [0] * self.stream.rows  # an idle row reads anything
+        for response in self.responses:
+            tokens[_row(response)] = response.token
+        self.stream.feed(tokens)
+
+    def _resize(self, size: int) -> None:
+        """Move the responses into the first rows of a stream with `size` rows, in their order; the others are idle."""
+        kept = [_row(response) for response in self.responses]
+        self._stream = self.stream.fork(kept + kept[:1] * (size - len(kept)))
+        for row, response in enumerate(self.responses):
+            response.row = row
+        for row in range(len(kept), size):
+            self._stream.leave(row)
+
+
+def _row(response: Response) -> int:
+    assert response.row is not None, "the response has not joined"
+    return response.row

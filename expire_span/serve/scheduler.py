@@ -1,0 +1,160 @@
+"""The server's scheduler: continuous batching of the requests that run on one model, each with memory of its own.
+
+One thread runs the model. At most `rows` requests run at a time; the others wait until one is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from expire_span.checks import check_count
+
+from .batch import Batch
+from .requests import Request, Response
+from .text import TextModel
+
+STOPPED = "the server was stopped before the answer was complete; ask again"
+MOST_WAITING = 1024
+"""Largest number of requests that wait, unless the scheduler is given another."""
+
+
+class Busy(RuntimeError):
+    """Too many requests wait."""
+
+
+class Scheduler:
+    """Runs requests until it is closed; at most `rows` of them at a time, while at most `waiting` others wait."""
+
+    def __init__(self, text: TextModel, *, rows: int = 8, waiting: int = MOST_WAITING) -> None:
+        check_count("rows", rows)
+        check_count("waiting", waiting)
+        self.text, self.rows, self.most_waiting = text, rows, waiting
+        self._changed = threading.Condition()
+        """Held by whoever reads or changes the three below."""
+        self._waiting: deque[Request] = deque()
+        self._refusing = self._stopping = False
+        self._active: list[Response] = []
+        self._batch = Batch(text.model, rows)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-scheduler")
+        self._thread.start()
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all of them or none: a scheduler that stops or has too many refuses."""
+        with self._changed:
+            if self._refusing:
+                raise RuntimeError(STOPPED)
+            waiting = sum(not request.cancelled for request in self._waiting)
+            if waiting + len(requests) > self.most_waiting:
+                raise Busy(
+                    f"{waiting:,} texts wait, of at most {self.most_waiting:,}, got {len(requests)} more; ask later"
+                )
+            self._waiting.extend(requests)
+            self._changed.notify()
+
+    def refuse(self) -> None:
+        """Take no more requests; those that were taken go on."""
+        with self._changed:
+            self._refusing = True
+
+    def stop(self) -> None:
+        """End all requests, running and waiting, after the token that is being computed; does not wait for it."""
+        with self._changed:
+            self._refusing = self._stopping = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait until the scheduler's thread has ended."""
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._drop_abandoned()
+            self._admit()
+            try:
+                self._take_turn()
+            except Exception as error:  # of what all rows share, such as a lack of memory in their common step
+                self._fail_all(error)
+            self._active = [x for x in self._active if not x.done]
+        for request in [*(response.request for response in self._active), *self._waiting]:
+            request.deliver(RuntimeError(STOPPED))
+
+    def _drop_abandoned(self) -> None:
+        """End requests that wait and that nobody waits for any more; they never begin."""
+        with self._changed:
+            gone = [request for request in self._waiting if request.cancelled]
+            if gone:
+                self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        for request in gone:
+            request.deliver(None)
+
+    def _admit(self) -> None:
+        """Begin requests that wait, as many as there are rows for; waits for one if nothing runs."""
+        while len(self._active) < self.rows and (request := self._next()) is not None:
+            try:
+                self._active.append(Response(self.text, request, self._batch.device))
+            except Exception as error:  # raised where its text is read
+                request.deliver(error)
+
+    def _next(self) -> Request | None:
+        """The request that has waited longest, once there is one; None if others run meanwhile, or the scheduler stops."""
+        with self._changed:
+            while not (self._waiting or self._active or self._stopping):
+                self._changed.wait()
+            return self._waiting.popleft() if self._waiting and not self._stopping else None
+
+    def _take_turn(self) -> None:
+        """Read one chunk of one prompt, so that a long prompt holds up the others by no more, then generate a token for every
+        request whose prompt has been read."""
+        for response in self._active:
+            if response.request.cancelled:
+                self._finish(response)
+        for response in [x for x in self._active if x.chunks and not x.done][:1]:
+            self._try(response, lambda response=response: self._prefill(response))
+        if self._batch.responses:
+            self._decode()
+
+    def _prefill(self, response: Response) -> None:
+        """Read the next chunk of a prompt; after the last one, the response joins the batch."""
+        response.prompt = self._batch.stream.prefill(response.chunks.pop(0), response.prompt)
+        if not response.chunks:
+            self._batch.join(response)
+
+    def _decode(self) -> None:
+        """One decode step of the batch."""
+        self._batch.draw()
+        for response in self._batch.responses:
+            self._try(response, lambda response=response: self._take(response))
+        self._batch.step()
+
+    def _take(self, response: Response) -> None:
+        request, most = response.request, self._batch.stream.length
+        if not response.take(response.token):
+            self._finish(response)
+        elif most is not None and len(request.prompt) + request.written > most:
+            raise ValueError(f"the model reads at most {most:,} tokens, prompt and answer together; ask for fewer")
+
+    def _fail_all(self, error: Exception) -> None:
+        responses = self._batch.responses
+        self._batch.reset()
+        for response in responses:
+            self._finish(response, error)
+
+    def _try(self, response: Response, work: Callable[[], Any]) -> None:
+        """Do work for one response. An exception ends it and is raised where its text is read; the others continue."""
+        try:
+            work()
+        except Exception as error:
+            self._finish(response, error)
+
+    def _finish(self, response: Response, error: Exception | None = None) -> None:
+        """End a request, with the exception that ended it if there was one."""
+        if response.done:
+            return
+        response.done = True
+        response.request.deliver(error)
+        if response.row is not None:
+            self._batch.leave(response)

@@ -1,0 +1,1 @@
+"""Settings: frozen dataclasses of runs, tasks, models and training, read without torch."""

@@ -1,0 +1,166 @@
+"""Settings of agents: the environment, the policy, how it learns. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from expire_span.checks import checked, require
+from expire_span.field_docs import documented
+from expire_span.settings.models import BackboneConfig
+from expire_span.settings.train import BudgetConfig, LearningConfig
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class ObservationField:
+    """The description of one part of an observation, from which a policy builds its encoder."""
+
+    name: str
+    """Its key in the observation; nested keys are joined by dots, and an observation without keys has the name "value"."""
+    form: Literal["numbers", "choices", "words", "grid"]
+    """numbers: real numbers; choices: integers with a range per place; words: integers of one common range; grid: cells in
+    MiniGrid's encoding."""
+    shape: tuple[int, ...]
+    """Shape of one observation."""
+    sizes: tuple[int, ...] = ()
+    """For choices and words, the number of values of each place."""
+    lows: tuple[int, ...] = ()
+    """For choices and words, the smallest value of each place; empty means 0."""
+
+    @property
+    def places(self) -> int:
+        """Number of values in one observation."""
+        return math.prod(self.shape)
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class EnvTask:
+    """Act in an environment, so that its rewards add up."""
+
+    kind: Literal["env"] = "env"
+    env: str = ""
+    """Id of a Gymnasium environment, like ExpireSpan/Corridor-Easy-v0; module:Id imports a module first, which registers it."""
+    options: str = "{}"
+    """Arguments of the environment as JSON, like '{"recue_prob": 0.5}'."""
+    previous_action: bool = False
+    """Show the agent its last action. It is off by default, since an agent could store what it must remember in its actions."""
+    success_return: float | None = None
+    """Where the environment does not report success itself: an episode with at least this return is one. Until `train.goal` is
+    reached, weights with a higher mean return then count as better."""
+    processes: bool = False
+    """Step every environment in a process of its own, which pays where a step takes more than a millisecond."""
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The environment's arguments."""
+        try:
+            return json.loads(self.options)
+        except ValueError as error:
+            raise ValueError(f"task.options must be a JSON table of arguments, got {self.options!r}") from error
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class PolicyConfig(BackboneConfig):
+    """Observations in, actions and values out: encoder, backbone, two heads."""
+
+    observation: tuple[ObservationField, ...] = ()
+    """What the policy reads; filled in from the environment."""
+    actions: tuple[int, ...] = ()
+    """Number of values of each choice of an action; filled in from the environment."""
+    cell_dim: int = 16
+    """Width of the embedding of a grid's cell, or of a word."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.cell_dim >= 1, f"cell_dim must be at least 1, got {self.cell_dim}")
+        for name in ("dropout", "layer_drop"):
+            why = "since replayed steps must give the probabilities that were acted on"
+            require(getattr(self, name) == 0, f"{name} of a policy must be 0, {why}, got {getattr(self, name)}")
+
+
+@documented
+@dataclass(frozen=True)
+class AgentTrainConfig(LearningConfig):
+    """How an agent learns: PPO with generalised advantages, or imitation of an expert."""
+
+    steps: int = 300
+    """Updates. Each plays `window` steps in every environment and learns from them."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's running-mean factors."""
+    clip: float = 0.5
+    """Largest gradient norm; 0 switches clipping off."""
+    warmup: int = 10
+    """Updates of linear warm-up."""
+    schedule: Literal["cosine", "constant", "linear"] = "linear"
+    """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
+    span_weight: float = 0.0
+    """Fixed weight of the mean span of new memories, used when no budget is set."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
+    eval_every: int = 50
+    """Updates between evaluations; the last update always has one."""
+    checkpoint_every: int = 100
+    """Updates between checkpoints; the last update always has one."""
+    envs: int = 64
+    """Environments side by side, over all processes together."""
+    window: int = 32
+    """Steps between two updates, replayed from one stored state as one block: the horizon of the gradient."""
+    epochs: int = 2
+    """Number of passes over each window."""
+    minibatches: int = 1
+    """Optimizer steps per epoch, each on a part of the environments."""
+    gamma: float = 0.99
+    """Discount of rewards per step."""
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation: 0 is one-step advantages, 1 those of whole returns."""
+    clip_ratio: float = 0.2
+    """Clipping range of PPO: relative change of an action's probability beyond which the objective no longer improves."""
+    kl_limit: float = 0.02
+    """Stop learning from a window once an epoch has changed the policy by this much (Kullback-Leibler divergence, nats)."""
+    least_spread: float = 0.1
+    """Smallest standard deviation by which advantages are divided: those of an agent that always succeeds are noise, which
+    would undo what was learned if it were scaled up. Environments with small rewards need a smaller value."""
+    entropy: float = 0.01
+    """Weight of the entropy bonus, which keeps the agent exploring."""
+    value_weight: float = 0.5
+    """Weight of the value's squared error."""
+    imitate: int = 0
+    """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
+    expert_share: float = 0.5
+    """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
+    averaging: float = 0.0
+    """Evaluate an exponential moving average of the weights with this decay, since policy gradients are noisy. The agent plays
+    and learns with the newest weights. 0 evaluates the newest weights."""
+    goal: float = 0.95
+    """Success, in the hardest band of episodes, from which weights count as solving the task. Among those the ones with the
+    fewest live memories are best; once the budget's target is met, those with the highest success, and of equals the newest."""
+    eval_episodes: int = 256
+    """Episodes of an evaluation during training."""
+    test_episodes: int = 1000
+    """Episodes of the final evaluation, with the best weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("envs", "window", "epochs", "minibatches", "eval_episodes", "test_episodes"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
+        require(self.envs % self.minibatches == 0, fits)
+        for name in ("clip_ratio", "kl_limit", "least_spread"):
+            require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
+        for name in ("entropy", "value_weight", "imitate"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda", "expert_share", "goal", "averaging"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")

@@ -1,0 +1,191 @@
+"""Settings of retrofitted Hugging Face models and of how they learn to forget. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from expire_span.checks import above_zero, at_least, checked, require
+from expire_span.field_docs import documented
+from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class RetrofitConfig:
+    """How memories of a retrofitted model expire."""
+
+    max_span: int = 4096
+    """Longest span a memory can be given, in tokens (L). A memory is gone after max_span + ramp tokens at the latest."""
+    ramp: int = 128
+    """Soft edge of the mask, in tokens (R). Only memories on the ramp give gradients to the span predictors."""
+    initial_span: float = 0.999
+    """Share of max_span that every memory gets before training: nothing expires in a context of this length."""
+    temperature: float = 1.0
+    """Divides the predictors' logits w . h; below 1 spans learn faster to differ between tokens."""
+    keep_first: int = 0
+    """Number of first tokens that are never deleted, whatever their predicted span: pretrained models use the first tokens,
+    mostly four, as attention sinks."""
+    cap: int | None = None
+    """Hard limit on stored memories per row and head: the one with the fewest steps left is evicted, which is not exact."""
+    impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
+
+    def __post_init__(self) -> None:
+        self.lifetimes()  # checks the fields that both have
+        require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
+        require(0 <= self.keep_first <= self.max_span, f"keep_first must lie in [0, max_span], got {self.keep_first}")
+        require(
+            self.cap is None or self.keep_first < self.cap,
+            f"cap must leave room beside the {self.keep_first} first tokens that are kept, got {self.cap}",
+        )
+
+    def lifetimes(self) -> ExpireSpanConfig:
+        """The same as settings of the memory system: one span per key/value head, with a stop-gradient at the hidden states."""
+        return ExpireSpanConfig(
+            max_span=self.max_span,
+            ramp=self.ramp,
+            initial_span=self.initial_span,
+            temperature=self.temperature,
+            span_per="kv_head",
+            span_loss="l1",
+            reach=HeadReach(stop_gradient=True),
+        )
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class DistillConfig:
+    """How the span predictors of a frozen model are trained."""
+
+    budget: float | None = None
+    """Living memories at the end of a context, as a share of its tokens."""
+    budget_tokens: float | None = None
+    """The same as a number of memories per head."""
+    budget_bytes: int | None = None
+    """The same in bytes of keys, values, spans and positions per row, over all layers that learn."""
+    context: int = 4096
+    """Tokens of a training context; the budget is met at its end."""
+    block: int = 1024
+    """Tokens per forward pass: the gradient horizon. The memory is carried from block to block."""
+    batch: int = 4
+    """Contexts per optimizer step."""
+    steps: int = 400
+    """Optimizer steps."""
+    seconds: float | None = None
+    """Time limit in seconds since the start or the last resume; the schedule then follows the clock, and steps are skipped."""
+    lora_rank: int = 0
+    """Rank of LoRA weights for the model's linear layers, which are trained too (needs peft); 0 trains the predictors only."""
+    lora_lr: float = 1e-4
+    """Learning rate of the LoRA weights."""
+    calibrate: int = 0
+    """Number of contexts from whose attention in the base model the initial spans are fitted; 0 starts with spans so long that
+    nothing expires."""
+    anneal: float = 0.6
+    """Share of the steps over which the budget falls from the whole context to its target; calibrated spans begin there."""
+    budget_from: float = 1.0
+    """Share of a context after which the budget applies, in proportion to the tokens read; 1 applies it at the end only."""
+    lr: float | None = None
+    """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
+    bias_lr: float = 0.02
+    """Learning rate of the predictors' biases, where it is above lr: the mean span of a head is one number."""
+    decay: float = 0.3
+    """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
+    gain: float = 0.1
+    """How fast the weight of the span loss follows the budget."""
+    initial_weight: float = 1e-5
+    """Weight of the span loss (mean span in tokens) to start from."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out text; the last step always has one."""
+    eval_contexts: int = 4
+    """Contexts of an evaluation."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
+    """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        given = {
+            n: getattr(self, n) for n in ("budget", "budget_tokens", "budget_bytes") if getattr(self, n) is not None
+        }
+        require(len(given) == 1, f"give one of budget, budget_tokens and budget_bytes, got {given or 'none'}")
+        share = self.budget
+        require(
+            share is None or 0 < share <= 1,
+            f"budget is a share of the context and must lie in (0, 1], got {share}; budget_tokens takes a number of memories",
+        )
+        counts = ("context", "block", "batch", "steps", "eval_every", "eval_contexts", "checkpoint_every", "log_every")
+        at_least(self, 1, *counts, "budget_bytes")
+        above_zero(self, "budget_tokens", "seconds", "lr", "bias_lr", "lora_lr", "gain", "initial_weight", "clip")
+        at_least(self, 0, "calibrate", "lora_rank")
+        for name in ("anneal", "decay", "budget_from"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+
+    def target(self, ramp: int, bytes_per_token: int) -> float:
+        """The budget as living memories per head at the end of a context."""
+        if self.budget is not None:
+            live = self.budget * self.context
+        else:
+            live = self.budget_tokens if self.budget_tokens is not None else (self.budget_bytes or 0) / bytes_per_token
+        require(
+            live <= self.context,
+            f"the budget of {live:g} memories is more than the context of {self.context} tokens; give less or a longer context",
+        )
+        least = (
+            f"every memory lives for its ramp of {ramp} tokens, so {ramp} is the least budget, got {live:g} memories"
+        )
+        require(live >= ramp, f"{least}; give more, or a shorter ramp")
+        return live
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class RetrofitTask:
+    """Give the base model's answers with less memory."""
+
+    kind: Literal["retrofit"] = "retrofit"
+    model: str = ""
+    """Folder, .gguf file or hub name of the base model."""
+    data: str = ""
+    """Text to learn from: a file, or a folder of .txt files."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the base model; the predictors are always float32."""
+
+
+@documented
+@dataclass(frozen=True)
+@checked
+class BaseModel:
+    """The frozen model and how its memories expire."""
+
+    family: str = ""
+    """Its model type, like llama."""
+    hash: str = ""
+    """Hash that identifies its weights; see hf/adapter.py."""
+    dim: int = 1
+    """Width of its hidden states."""
+    ff_dim: int = 1
+    """Inner width of its feed-forward part, where it has one number for it."""
+    layers: int = 1
+    """Number of attention layers."""
+    kv_heads: int = 1
+    """Key/value heads of a layer."""
+    head_dim: int = 64
+    """Width of a head."""
+    expiry: RetrofitConfig = field(default_factory=RetrofitConfig)
+    """How memories expire."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "dim", "ff_dim", "layers", "kv_heads", "head_dim")

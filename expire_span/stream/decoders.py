@@ -1,0 +1,68 @@
+"""A decoder as a stream's model, and the way from any model to what a stream asks of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from expire_span.models.decoder import Decoder
+from expire_span.models.encoder import Encoder
+from expire_span.models.slot_step import slot_rules
+from expire_span.models.state import bytes_of
+from expire_span.models.stepping import Stepper, can_step
+from expire_span.store.slots import smallest_bytes
+from expire_span.store.tensor_files import digest_tensors
+
+from .interface import Prefilled, StreamModel
+from .prompts import read_blocks
+
+
+def model_of(model: Any) -> StreamModel:
+    """What a stream asks of a model: of a decoder, or of any model that says so itself by `for_stream`."""
+    if isinstance(model, Decoder) and not isinstance(model, Encoder):  # an encoder is not causal
+        return DecoderModel(model)
+    for_stream: Any = getattr(model, "for_stream", None)
+    if for_stream is not None:
+        return for_stream()
+    got = type(model).__name__
+    raise ValueError(
+        f"a stream runs a Decoder or a Retrofit, got {got}; give Decoder(config), load_decoder(folder) or retrofit(model)"
+    )
+
+
+class DecoderModel:
+    """A decoder that was trained here."""
+
+    prefers_steps = True
+    length: int | None = None
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder.eval()
+        self.device, self.vocab = decoder.embed.weight.device, decoder.config.vocab
+        self.layers = len(decoder.blocks)
+        self.can_step = can_step(decoder)
+        # Initial memories are stored by the decoder's initial state only.
+        rules: list[Any] = [getattr(block.mixer, "rules", None) for block in decoder.layers()]
+        self.reads_in_step = not any(getattr(rule, "initial_memories", 0) for rule in rules)
+
+    @property
+    def row_bytes(self) -> int:
+        """Its logits and probabilities, and in every layer the smallest slots, or, where the layer keeps no slots, the state
+        that it begins with."""
+        c, element = self.decoder.config, self.decoder.embed.weight.element_size()
+        slots = smallest_bytes(c.num_kv_heads, c.head_dim, element)
+        mixers = [block.mixer for block in self.decoder.layers()]
+        return 8 * self.vocab + sum(bytes_of(m.initial_state(1)) if slot_rules(m) is None else slots for m in mixers)
+
+    def fingerprint(self) -> str:
+        """sha256 of the decoder's weights and their names."""
+        return digest_tensors(self.decoder.state_dict())
+
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
+        *_, (_, logits, after, aux) = deque(read_blocks(self.decoder, tokens, state), maxlen=1)
+        return Prefilled(logits[:, -1].float(), after, aux.layers)
+
+    def stepper(self, rows: int) -> Stepper:
+        return Stepper(self.decoder, rows)

@@ -1,0 +1,99 @@
+"""What a stream asks of a model. A decoder that was trained here answers in decoders.py, a retrofitted model in hf/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from expire_span.models.mixer import MixerAux
+from expire_span.models.slot_step import StreamPosition
+from expire_span.store.slot_memory import SlotMemory
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts of equal length that have been read, wholly or up to some token, as a batch."""
+
+    logits: Tensor
+    """Logits of the next token, [B, V]."""
+    state: list[Any]
+    """The memories of each layer."""
+    reports: Sequence[MixerAux] = ()
+    """What each layer reported about the last chunk."""
+    reader: Any = None
+    """The model that read them; None where it is not known."""
+
+
+class Stepper(Protocol):
+    """One decoding step of all layers over buffers of static shapes, for a number of rows."""
+
+    clock: StreamPosition
+    layers: Any
+    """For each layer an object with `memory`, its `SlotMemory` or None, `memories(part)`, which finds the memories in a layer's
+    state, and `load(rows, ..)`, which takes them over; without slots, `load` takes the layer's state."""
+    memories: list[SlotMemory]
+    """Those of the layers that have slots."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
+        ...
+
+    def prepare(self) -> str:
+        """Do the host's part of the next step, and name the device's: steps of one name do the same there."""
+        ...
+
+    def compact(self) -> None:
+        """Delete dead memories and begin the clock's next epoch, by work on the device only."""
+        ...
+
+    def begin(self, rows: list[int], state: list[Any]) -> None:
+        """Take note that these rows go on from a state, whose memories the layers have loaded."""
+        ...
+
+    def clear(self, rows: list[int]) -> None:
+        """Empty the memories of these rows, which begin anew."""
+        ...
+
+    def to_state(self) -> list[Any] | None:
+        """The memories of all rows as `prefill` takes them; None where memories in slots, or those of rows that have read
+        unequally many tokens, cannot be given back."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that steps change, by name, with the batch row in dimension 0."""
+        ...
+
+
+class StreamModel(Protocol):
+    """A causal language model that reads tokens into a state, and can be stepped over buffers of static shapes, or not."""
+
+    device: torch.device
+    vocab: int
+    layers: int
+    can_step: bool
+    """Whether all its layers have memories of static shapes."""
+    prefers_steps: bool
+    """Whether steps of static shapes are faster than ordinary calls on its device."""
+    reads_in_step: bool
+    """Whether short prompts of unequal lengths are read faster by steps than by ordinary calls."""
+    length: int | None
+    """Most tokens that a row may read; None where there is no limit."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Least number of bytes that a row occupies."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash of everything that its memories depend on."""
+        ...
+
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
+        """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is."""
+        ...
+
+    def stepper(self, rows: int) -> Stepper: ...

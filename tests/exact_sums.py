@@ -1,0 +1,25 @@
+"""Sums that do not depend on their order, for tests that compare to the last bit."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SumsInFloat64(TorchDispatchMode):
+    """Products and sums are computed in float64 and rounded once. In float32 they depend on the order of summation, and so on
+    the number of rows, on the width of the slots, and on the slot in which a memory lies."""
+
+    SUMS = ("mm", "addmm", "bmm", "baddbmm", "sum", "mean", "_softmax", "_scaled_dot_product")
+    WHOLE = ("linear", "matmul", "scaled_dot_product", "rms_norm")  # as inference mode calls them
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if not name.startswith(self.SUMS + self.WHOLE):
+            return func(*args, **kwargs)
+        floats = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if not floats:
+            return func(*args, **kwargs)
+        wide = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+        back = lambda x: x.to(floats[0].dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+        out = func(*map(wide, args), **{name: wide(x) for name, x in kwargs.items()})
+        return tuple(map(back, out)) if isinstance(out, tuple) else back(out)

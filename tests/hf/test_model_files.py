@@ -1,0 +1,139 @@
+"""Damaged model folders and GGUF files, and sizes that no machine holds, are refused before anything is loaded or allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from expire_span.cli import main
+from expire_span.errors import UserError
+from expire_span.hf import loading
+from expire_span.hf.gguf import check_gguf
+from expire_span.hf.verify import streamed_error
+from expire_span.settings.retrofit import DistillConfig
+from expire_span.train.estimate import check_retrofit_batch
+from expire_span.train.loop import TrainingLoop
+from tests.fuzz_models import fuzz, list_cases
+from tests.hf_models import forgetful, llama_gguf, model_folder, tiny
+
+SAMPLE = 40
+HUGE = 999_999_999_999
+
+
+def test_a_sample_of_damaged_models(tmp_path):
+    assert fuzz(list_cases()[:SAMPLE], tmp_path) == []
+
+
+@pytest.mark.long
+def test_all_damaged_models(tmp_path):
+    cases = list_cases()
+    assert len(cases) >= 500
+    assert fuzz(cases, tmp_path) == []
+
+
+def test_the_command_line_refuses_damaged_models(tmp_path, capsys):
+    folder, book = model_folder(tmp_path / "model"), tmp_path / "book.txt"
+    book.write_text("a b c")
+    (folder / "tokenizer.json").write_text("null")
+    assert main(["retrofit", str(folder), "--data", str(book), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("expire-span: ") and "tokenizer.json must hold a JSON table" in said[-1]
+    assert not any("Traceback" in line for line in said)
+
+
+# GGUF files
+
+
+def without_reader(monkeypatch, folder):
+    """Let transformers take the folder's safetensors for a GGUF file, since its reader needs the package gguf."""
+    for kind in (loading.AutoConfig, loading.AutoModelForCausalLM, loading.AutoTokenizer):
+        load = kind.from_pretrained
+        monkeypatch.setattr(kind, "from_pretrained", lambda _, load=load, gguf_file=None, **o: load(folder, **o))
+
+
+def test_a_gguf_file_without_a_tensor_is_refused(tmp_path, monkeypatch):
+    """transformers fills what is missing with random numbers, and reports it."""
+    import safetensors.torch
+
+    folder, file = model_folder(tmp_path / "model"), llama_gguf(tmp_path / "x.gguf", drop=["blk.1.ffn_up.weight"])
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    without_reader(monkeypatch, folder)
+    with pytest.raises(
+        UserError, match=r"x.gguf lacks weights .*1 in all, the first is model.layers.1.mlp.up_proj.weight"
+    ):
+        loading.open_model(str(file), device="cpu")
+
+
+def test_a_gguf_file_with_a_tensor_that_transformers_drops(tmp_path, monkeypatch):
+    """As rope_freqs.weight, without which positions are rotated by other angles."""
+    folder, file = model_folder(tmp_path / "model"), llama_gguf(tmp_path / "x.gguf")
+    without_reader(monkeypatch, folder)
+    loading.open_model(str(file), device="cpu")
+    llama_gguf(file, more={"rope_freqs.weight": torch.ones(4)})
+    with pytest.raises(UserError, match=r"holds 32,100 numbers, and the model .* has 32,096, .* rope_freqs.weight"):
+        loading.open_model(str(file), device="cpu")
+
+
+def test_a_gguf_file_through_its_own_reader(tmp_path):
+    """The same two files as transformers itself reads them."""
+    pytest.importorskip("gguf")
+    loading.open_model(str(llama_gguf(tmp_path / "x.gguf")), device="cpu")
+    for drop, more, said in [
+        (["blk.1.ffn_up.weight"], {}, "lacks weights"),
+        ([], {"rope_freqs.weight": torch.ones(4)}, "holds 32,100 numbers"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            loading.open_model(str(llama_gguf(tmp_path / "y.gguf", drop, more)), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_count": HUGE}, "block_count is 999999999999, which is more than 21"),
+        ({"embedding_length": 0}, "embedding_length must be a whole number of at least 1, got 0"),
+        ({"vocab_size": 2**60}, "vocab_size is 1152921504606846976, which is more than 64,192"),
+    ],
+)
+def test_gguf_sizes_that_do_not_fit_the_tensors(tmp_path, fields, said):
+    with pytest.raises(UserError, match=rf"x.gguf: {said}"):
+        check_gguf(llama_gguf(tmp_path / "x.gguf", **fields))
+
+
+# Sizes
+
+
+def test_low_rank_additions_that_cannot_fit():
+    handle = forgetful(tiny(), max_span=40, ramp=4)
+    with pytest.raises(UserError, match=r"\(rank 999,999,999,999\) needs at least .* TB, and cpu has"):
+        handle.add_lora(HUGE)
+    assert not handle.lora and not any("lora" in name for name, _ in handle.model.named_modules())
+
+
+@pytest.mark.parametrize("fields", [{"batch": HUGE}, {"calibrate": HUGE}, {"context": HUGE}], ids=str)
+def test_contexts_that_cannot_fit(fields):
+    config = dataclasses.replace(DistillConfig(budget=0.5), **fields)
+    with pytest.raises(UserError, match=r"contexts of .* tokens .* needs at least .*; give smaller sizes"):
+        check_retrofit_batch(config, torch.device("cpu"))
+
+
+def test_a_time_limit_of_almost_nothing():
+    """The time that has passed is then infinitely many limits, which is no whole number of steps."""
+    settings = SimpleNamespace(seconds=1e-320, steps=7)
+    learner = SimpleNamespace(warmup=0)
+    for elapsed, place in ((0.0, 3), (1.0, 7)):
+        loop = SimpleNamespace(settings=settings, learner=learner, clock=SimpleNamespace(elapsed=elapsed), step=3)
+        assert TrainingLoop._place(loop) == place
+
+
+def test_streams_to_verify_that_cannot_fit(capsys):
+    with pytest.raises(UserError, match="the logits of 999,999,999,999 tokens"):
+        streamed_error(forgetful(tiny(), max_span=40, ramp=4), HUGE)
+    assert main(["verify", "wikibooks", "--tokens", str(HUGE)]) == 2
+    assert "one pass over 999,999,999,999 tokens" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""The server's scheduler: responses that are generated together get the tokens that each would get alone."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from expire_span.sampling import Sampling, draw, draw_rows
+from expire_span.serve.requests import Request
+from expire_span.serve.scheduler import Busy, Scheduler
+from expire_span.serve.text import TextModel
+from expire_span.store.slots import FRESH
+from expire_span.stream import Stream
+from tests.hf_models import byte_tokenizer, forgetful, tiny
+from tests.stream_cases import build
+
+SAMPLINGS = (
+    Sampling(temperature=0),
+    Sampling(seed=3),
+    Sampling(seed=4),
+    Sampling(temperature=0.7, top_k=9, seed=3),
+    Sampling(top_p=0.8, seed=1),
+)
+
+
+class Numbers:
+    """A tokenizer whose text is the tokens' numbers, so that an answer shows which tokens were drawn."""
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return "".join(f"{token}," for token in tokens)
+
+
+class Client:
+    """Requests to one scheduler, and the pieces of their responses."""
+
+    def __init__(self, model, rows):
+        self.scheduler = Scheduler(TextModel(model, Numbers()), rows=rows)
+
+    def ask(self, prompt, limit, sampling=SAMPLINGS[0]):
+        pieces = queue.Queue()
+        request = Request(prompt, limit, sampling, (), pieces.put)
+        self.scheduler.submit(request)
+        return request, pieces
+
+
+def text_of(pieces):
+    text = ""
+    while (piece := pieces.get(timeout=60)) is not None:
+        if isinstance(piece, Exception):
+            raise piece
+        text += piece
+    return text
+
+
+def alone(model, prompt, limit, sampling):
+    stream = Stream(model, 1, static_shapes=False)
+    stream.read([prompt])
+    return "".join(f"{int(step.tokens)}," for step in stream.generate(sampling, limit))
+
+
+def test_rows_with_settings_of_their_own_are_drawn_as_if_alone():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    of = lambda: [torch.Generator().manual_seed(x.seed) for x in SAMPLINGS]  # noqa: E731
+    together = draw_rows(logits, SAMPLINGS, of())
+    each = [draw(row[None], sampling, own) for row, sampling, own in zip(logits, SAMPLINGS, of())]
+    assert together.tolist() == torch.cat(each).tolist()
+
+
+MODELS = {
+    "llama": lambda: forgetful(tiny(), max_span=40, ramp=4),
+    "llama that keeps first tokens": lambda: forgetful(tiny(), max_span=40, ramp=4, keep_first=6),
+    "gpt2": lambda: forgetful(tiny("gpt2"), max_span=40, ramp=4, keep_first=6),  # no slots
+    "a run's": lambda: build("spans per head"),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_do_not_depend_on_their_neighbours(model):
+    """Prompts and answers of unequal length, more requests than rows, and one that leaves in the middle."""
+    handle = MODELS[model]()
+    client = Client(handle, rows=3)
+    draws = torch.Generator().manual_seed(1)
+    sizes = [(3, 40), (300, 10), (8, 70), (1, 9), (40, 10)]
+    prompts = [torch.randint(1, 90, (n,), generator=draws).tolist() for n, _ in sizes]
+    leaving, left = client.ask([7, 8], 10**9)
+    answers = [client.ask(p, limit, s)[1] for p, (_, limit), s in zip(prompts, sizes, SAMPLINGS)]
+    while not isinstance(left.get(timeout=60), str):
+        pass
+    leaving.cancelled = True
+    for prompt, (_, limit), sampling, pieces in zip(prompts, sizes, SAMPLINGS, answers):
+        assert text_of(pieces) == alone(handle, prompt, limit, sampling)
+    client.scheduler.close()
+
+
+def test_answers_share_the_steps_of_the_model():
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    calls = []
+    handle.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(args[0].shape), with_kwargs=True)
+    client = Client(handle, rows=4)
+    answers = [client.ask([n + 1, n + 2], 40)[1] for n in range(4)]
+    for pieces in answers:
+        text_of(pieces)
+    client.scheduler.close()
+    assert max(rows for rows, _ in calls) == 4
+    assert len(calls) <= 4 + 39 + 6, "four prompts, and 39 steps for all but those that joined later"
+
+
+def test_a_step_that_fails_ends_its_responses_and_the_scheduler_goes_on(monkeypatch):
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    feed, failed = Stream.feed, []
+
+    def fail_once(self, *args):
+        assert self not in failed, "a stream that failed in the middle of a step has no known state"
+        if self.rows == 2 and not failed:
+            failed.append(self)
+            raise RuntimeError("out of memory")
+        return feed(self, *args)
+
+    monkeypatch.setattr(Stream, "feed", fail_once)
+    client = Client(handle, rows=2)
+    answers = [client.ask([n + 1], 10**9)[1] for n in range(2)]
+    for pieces in answers:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            text_of(pieces)
+    assert text_of(client.ask([5], 20)[1]) == alone(handle, [5], 20, SAMPLINGS[0])
+    client.scheduler.close()
+
+
+def test_a_request_that_cannot_begin_does_not_stop_the_scheduler():
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    client = Client(handle, rows=1)
+    with pytest.raises(ValueError, match="str"):
+        text_of(client.ask(["no token"], 4)[1])
+    assert text_of(client.ask([5], 8)[1]) == alone(handle, [5], 8, SAMPLINGS[0])
+    client.scheduler.close()
+
+
+@pytest.mark.parametrize("model", ["llama", "a run's"])
+def test_idle_rows_hold_nothing_after_a_compaction(model):
+    """On a GPU the number of rows is fixed, and idle ones read something in every step."""
+    stream = Stream(MODELS[model](), 3, static_shapes=True)
+    stream.join([4, 5], row=1)
+    for _ in range(FRESH + 1):
+        stream.feed([7, 8, 9])
+    counts = stream._engine.stepper.memories[0].slots.counts
+    assert counts[1].min() > 0 and not counts[[0, 2]].any()
+
+
+def test_a_table_of_positions_ends_one_response_alone():
+    handle = forgetful(tiny("gpt2"), max_span=40, ramp=4)
+    client = Client(handle, rows=2)
+    long, short = client.ask([1] * 2040, 50)[1], client.ask([5], 40)[1]
+    with pytest.raises(ValueError, match="reads at most 2,048 tokens, prompt and answer together; ask for fewer"):
+        text_of(long)
+    assert text_of(short) == alone(handle, [5], 40, SAMPLINGS[0])
+    client.scheduler.close()
+
+
+def test_closing_the_scheduler_ends_its_requests():
+    scheduler = Scheduler(TextModel.of_retrofit(MODELS["llama"](), byte_tokenizer()), rows=1)
+    ends = [queue.Queue(), queue.Queue()]  # one request that runs, and one that waits
+    for end in ends:
+        scheduler.submit(Request([5, 6], 10**9, Sampling(), (), end.put))
+    while not isinstance(ends[0].get(timeout=20), str):
+        pass
+    scheduler.close()
+    for end in ends:
+        *_, last = end.queue
+        assert "the server was stopped" in str(last)
+    with pytest.raises(RuntimeError, match="the server was stopped"):  # nobody would ever answer it
+        scheduler.submit(Request([5, 6], 1, Sampling(), (), ends[0].put))
+
+
+def test_a_scheduler_that_refuses_goes_on_with_what_it_has():
+    client = Client(forgetful(tiny(), max_span=30, ramp=4), rows=1)
+    answers = [client.ask([n + 1], 30)[1] for n in range(2)]
+    client.scheduler.refuse()
+    with pytest.raises(RuntimeError, match="the server was stopped"):
+        client.ask([5], 1)
+    assert all(text_of(pieces).count(",") == 30 for pieces in answers)
+    client.scheduler.close()
+
+
+def test_requests_that_nobody_waits_for_leave_the_queue_while_all_rows_are_busy():
+    client = Client(forgetful(tiny(), max_span=30, ramp=4), rows=1)
+    client.scheduler.most_waiting = 20
+    running, begun = client.ask([7], 10**9)
+    begun.get(timeout=60)
+    waiting = [client.ask([5], 10**9) for _ in range(20)]
+    with pytest.raises(Busy, match="20 texts wait, of at most 20, got 1 more; ask later"):
+        client.ask([6], 1)
+    for request, _ in waiting:
+        request.cancelled = True
+    _, pieces = client.ask([6], 1)  # there is room at once
+    for _, gone in waiting:
+        assert gone.get(timeout=60) is None and gone.empty()
+    assert not running.cancelled and pieces.empty()
+    running.cancelled = True
+    assert text_of(pieces)
+    client.scheduler.close()
