@@ -1,6 +1,7 @@
 """Draws the documentation's pictures of the page: `python -m benchmarks.view_pictures [RUN] [--agent RUN] [--out docs/img]`.
 
 - view.png: the page as it opens, with its own example, in the layer with the longest lifetimes
+- view_after.png, view_before.png: one typed text on the layer that the page chooses, and on the one with the longest life
 - view.gif: memories that appear and expire while the model continues a short prompt
 - view_agent.png, only with --agent: an episode of a trained agent, such as a run of `expire-span train agent_corridor`
 
@@ -14,6 +15,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from PIL import Image
 
@@ -33,6 +35,12 @@ GIF_WIDE, COLOURS = 680, 64
 LOW = "#es-tokens { height: calc(6 * 1.65em); } "
 LOW += "#es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
+TYPED = """Marie Curie was born in Warsaw in 1867. She studied physics in Paris, and there she met Pierre. Together they found two \
+new elements, polonium and radium, and in 1903 they won the Nobel Prize. Years later Curie went back to Warsaw."""
+LONGEST = 4
+"""Index of the layer in which every memory of so short a text lives to its end."""
+WINDOW, SMALL = {"width": 1280, "height": 800}, (800, 500)
+"""Window of the two pictures of the typed text, and their size."""
 EPISODE, CURSOR = 0, 40
 """Number of the agent's episode, and the step at which it is shown; in a shorter episode, its last step."""
 LAYER = 6
@@ -60,6 +68,20 @@ def draw_still(tab: Watched, path: Path) -> None:
     tab.page.evaluate("document.getElementById('es-tokens').scrollTop = 0")
     picture = Image.open(io.BytesIO(shoot(tab, "choice", "strips", below=200)))
     picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def draw_typed(tab: Watched, address: str, folder: Path) -> list[Path]:
+    """The first screen after a text was typed, on the layer that the page chooses and on the one with the longest life."""
+    tab.page.set_viewport_size(WINDOW)
+    paths = []
+    for name, layer in (("view_after.png", ""), ("view_before.png", f"&layer={LONGEST}")):
+        tab.page.goto("about:blank")  # another address of an open page would only move it
+        tab.open(f"{address}#text={quote(TYPED)}{layer}")
+        tab.rest()
+        paths.append(folder / name)
+        picture = Image.open(io.BytesIO(tab.page.screenshot())).convert("RGB").resize(SMALL, Image.Resampling.LANCZOS)
+        picture.quantize(128, dither=Image.Dither.NONE).save(paths[-1], optimize=True)
+    return paths
 
 
 def draw_agent(tab: Watched, address: str, path: Path, episode: int = EPISODE) -> None:
@@ -126,7 +148,7 @@ def draw_agents_picture(run: RunFolder, folder: Path, episode: int = EPISODE) ->
 
 
 def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Path]:
-    """Both pictures of a model of text, with a server and a browser of their own."""
+    """All pictures of a model of text, with a server and a browser of their own."""
     paths = [folder / "view.png", folder / "view.gif"]
     folder.mkdir(parents=True, exist_ok=True)
     text = sample_of(run)
@@ -136,6 +158,7 @@ def draw_pictures(run: RunFolder, folder: Path, frames: int = FRAMES) -> list[Pa
         tab.open(f"http://127.0.0.1:{port}/")
         draw_still(tab, paths[0])
         draw_moving(tab, text[PROMPT], paths[1], frames)
+        paths += draw_typed(tab, f"http://127.0.0.1:{port}/", folder)
         tab.close(f"http://127.0.0.1:{port}/")
     return paths
 

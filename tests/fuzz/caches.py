@@ -189,6 +189,6 @@ def _check_endless(case: dict[str, Any], handle: Retrofit, exact: Retrofit) -> N
         given.append(stream.logits)  # those that gave the next token
         (step,) = stream.generate(Sampling(temperature=1.0, seed=case["seed"]), 1)
         ids = torch.cat([ids, step.tokens[:, None]], 1)
-    logits = torch.stack(given, 1)
+    logits = torch.stack(given, 1).to(handle.model.dtype)  # the stream hands them on in float32, to draw from
     for row in range(rows):
         _compare(handle, exact, ids[row, :-1], logits[row], "logits of the stream")

