@@ -35,8 +35,10 @@ GIF_WIDE, COLOURS = 680, 64
 LOW = "#es-tokens { height: calc(6 * 1.65em); } "
 LOW += "#es-token-title, #es-strips, #es-token-box .es-row, .es-now { display: none !important; }"
 """The animation shows the last lines of the text, right below the timeline."""
-TYPED = """Marie Curie was born in Warsaw in 1867. She studied physics in Paris, and there she met Pierre. \
-Together they found two new elements, polonium and radium, and in 1903 they won the Nobel Prize. Years later Curie went back to Warsaw."""
+TYPED = (
+    "Marie Curie was born in Warsaw in 1867. She studied physics in Paris, and there she met Pierre. Together they found two "
+    "new elements, polonium and radium, and in 1903 they won the Nobel Prize. Years later Curie went back to Warsaw."
+)
 LONGEST = 4
 """Index of the layer in which every memory of so short a text lives to its end."""
 WINDOW, SMALL = {"width": 1280, "height": 800}, (800, 500)
