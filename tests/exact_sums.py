@@ -5,16 +5,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SumsInFloat64(TorchDispatchMode):
-    """Products and sums are computed in float64 and rounded once. In float32 they depend on the order of summation, and so on
-    the number of rows, on the width of the slots, and on the slot in which a memory lies."""
+    """Products, sums and curved functions are computed in float64 and rounded once. In float32 sums depend on the order of
+    summation, and so on the number of rows, on the width of the slots, and on the slot in which a memory lies; a curved
+    function depends on whether a number lies in the part of a tensor that the processor computes in vectors or in the rest."""
 
     SUMS = ("mm", "addmm", "bmm", "baddbmm", "sum", "mean", "_softmax", "_scaled_dot_product")
+    CURVED = (
+        "gelu",
+        "silu",
+        "sigmoid",
+        "softplus",
+        "tanh",
+        "exp",
+        "erf",
+        "log",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "reciprocal",
+        "cos",
+        "sin",
+    )
     WHOLE = ("linear", "matmul", "scaled_dot_product", "rms_norm")  # as inference mode calls them
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if not name.startswith(self.SUMS + self.WHOLE):
+        if not name.startswith(self.SUMS + self.CURVED + self.WHOLE):
             return func(*args, **kwargs)
         floats = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         if not floats:

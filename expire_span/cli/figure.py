@@ -24,6 +24,13 @@ KINDS = (".pdf", ".png", ".svg")
 """Endings of the files that figures are written into."""
 OF_SYSTEMS = ("growth", "patterns")
 """Figures that without a run are measured on an untrained layer of each memory system."""
+READERS = ("spans", "timeline", "tokens", "growth", "ages", "layers", "words", "cut")
+"""Figures that can be drawn of a run."""
+OPTIONS = {
+    "text": READERS, "word": ("words",), "others": ("words",), "max_span": ("cut",), "live": ("cut",), "needed": ("ages",),
+    "mixers": OF_SYSTEMS, "longest": ("growth",),
+}  # fmt: skip
+"""The figures in which an option counts; elsewhere it is refused, since it would change nothing."""
 OLDEST = 2**40
 """Largest value of --needed."""
 MOST_STEPS = 2**20
@@ -89,10 +96,14 @@ def _check(command: FigureCommand, is_trace: bool) -> None:
     name = command.name
     if name not in NAMES:
         raise UserError(f"unknown figure {name!r}; {nearest(name, list(NAMES))}")
-    if command.needed is not None and (name != "ages" or not 0 <= command.needed <= OLDEST):
-        raise UserError(
-            f"--needed is an age between 0 and {OLDEST:,} for the figure ages, got {command.needed} for {name}"
-        )
+    for option, figures in OPTIONS.items():
+        if name not in figures and (given := getattr(command, option)) != getattr(FigureCommand, option):
+            flag = "--" + option.replace("_", "-")
+            raise UserError(
+                f"{flag} counts in {' and '.join(figures)} only, got {given} for the figure {name}; leave it out"
+            )
+    if command.needed is not None and not 0 <= command.needed <= OLDEST:
+        raise UserError(f"--needed is an age between 0 and {OLDEST:,}, got {command.needed}")
     if command.run is not None and name == "patterns":
         raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     if is_trace and name in PAIRED:
