@@ -211,10 +211,22 @@ def tell_headline(run: RunFolder, metrics: Sequence[dict[str, Any]]) -> str:
     name = str(result.get("score_name", "score"))
     scored = f"{format_score(result['score'], name)} ({SCORES.get(name, name)})"
     if not result.get("full_bytes") or "mean_bytes" not in result:
-        return f"After {run.config.train.steps:,} training steps it scores {scored}."
+        return f"It scores {scored}{_tell_living(result)}."
     rows = max(result.get("rows", 1), 1)
     held, full = (show_bytes(result[key] / rows) for key in ("mean_bytes", "full_bytes"))
     return f"It scores {scored} and holds {held} for each {run.config.kind.sequence} instead of {full}."
+
+
+def _tell_living(result: dict[str, Any]) -> str:
+    """What an agent or a retrofitted model keeps, for the end of a sentence."""
+    if not result.get("live"):
+        return f" after {result.get('step', 0):,} training steps"
+    words = f" with {sum(result['live']) / len(result['live']):,.1f} memories alive in each layer"
+    if result.get("peak_live"):
+        words += f", at most {max(result['peak_live']):,.0f}"
+    if "live_share" in result:
+        words += f", {result['live_share']:.1%} of the tokens that it has read"
+    return words + (f", over {result['episodes']:,} fresh episodes" if "episodes" in result else "")
 
 
 def explain_budget(run: RunFolder) -> str:

@@ -288,6 +288,7 @@ def test_pages_stand_alone_and_name_their_numbers(which, request):
     page = (path / "report.html").read_text()
     assert "http" not in page and not re.search(r"<(script|link|iframe)\b", page)
     assert not re.search(r"(src|href)=\"(?!#|data:)", page) and "prefers-color-scheme: dark" in page
+    assert "words on average" in page or which == "study", "the headline"
     assert page.count("<svg") == (11 if which == "study" else 3)
     collect = entrances.collect_facts if which == "study" else word_rnn.collect_facts
     assert all(f"<b>{value}</b>" in page for _, value in collect(result))

@@ -174,7 +174,8 @@ def run_study(settings: WordSettings, out: Path, processes: int) -> tuple[Path, 
     result["seconds"] = {"all_models": sum(m["seconds"] for m in models), "this_call": time.perf_counter() - begin}
     folder.write_result(result)
     title, facts = "What a word model holds on to", collect_facts(result)
-    write_page(folder.path / "report.html", title=title, lead=LEAD, facts=facts, sections=draw_sections(result))
+    page = folder.path / "report.html"
+    write_page(page, title=title, lead=LEAD, facts=facts, sections=draw_sections(result), headline=tell_headline(facts))
     return folder.path, result
 
 
@@ -184,6 +185,14 @@ def check_text(settings: WordSettings) -> None:
     task = Words(config.task)  # type: ignore[arg-type]
     for split in ("train", "valid", "test"):
         task.stream(split, batch=config.train.batch, block=config.train.block, seed=0)
+
+
+def tell_headline(facts: list[tuple[str, str]]) -> str:
+    trained, before, held, held_before, perplexity, without = (value for _, value in facts)
+    return (
+        f"A trained unit keeps its value for {trained} words on average, an untrained one for {before}; {held} of the state "
+        f"(before training {held_before}) is held for {HELD} words or more. Perplexity {perplexity}, without memory {without}."
+    )
 
 
 def collect_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
