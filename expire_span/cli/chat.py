@@ -36,7 +36,7 @@ class ChatCommand:
     temperature: float = 0.7
     """Below 1 sharpens the distribution; 0 takes the likeliest token."""
     top_p: float | None = 0.95
-    """Draw from the smallest set of tokens that holds this share of the probability."""
+    """Draw from the smallest set of tokens that holds this much of the probability."""
     seed: int = 0
     """Seed of the draws."""
     dtype: Literal["fp32", "bf16"] = "fp32"

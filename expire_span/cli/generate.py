@@ -38,7 +38,7 @@ class Generate(OnAnyRun):
     top_k: int | None = None
     """Draw from the k likeliest tokens only."""
     top_p: float | None = None
-    """Draw from the smallest set of tokens that holds this share of the probability."""
+    """Draw from the smallest set of tokens that holds this much of the probability."""
     seed: int = 0
     """Seed of the draws."""
     device: str = "auto"

@@ -78,7 +78,7 @@ def tell(run: RunFolder, result: dict[str, Any]) -> str:
 
 
 def _one_budget(args: list[str]) -> list[str]:
-    """A budget in tokens or bytes replaces the default share."""
+    """A budget in tokens or bytes replaces the default fraction."""
     words = {word.split("=")[0].replace("_", "-") for word in args}
     if words & {"--budget-tokens", "--budget-bytes"} and "--budget" not in words:
         return [*args, "--budget", "None"]

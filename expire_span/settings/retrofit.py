@@ -61,7 +61,7 @@ class DistillConfig:
     """How the span predictors of a frozen model are trained."""
 
     budget: float | None = None
-    """Living memories at the end of a context, as a share of its tokens."""
+    """Living memories at the end of a context, as a fraction of its tokens."""
     budget_tokens: float | None = None
     """The same as a number of memories per head."""
     budget_bytes: int | None = None

@@ -22,7 +22,7 @@ class BudgetConfig:
     initial_weight: float = 1e-6
     """Loss weight the controller starts from."""
     gain: float = 0.05
-    """How fast the weight follows: at twice the target it grows by about this share times 0.7 each step."""
+    """How fast the weight follows: at twice the target it grows by about this fraction times 0.7 each step."""
     max_weight: float = 1e-1
     """Upper limit of the weight."""
     start_loss: float | None = None
@@ -81,7 +81,7 @@ class LearningConfig:
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
     decay_share: float = 1.0
-    """With schedule=linear: the share of the steps, at the end, over which the rate falls."""
+    """With schedule=linear: the fraction of the steps, at the end, over which the rate falls."""
     final_lr: float = 0.1
     """Share of the peak learning rate left at the last step."""
     span_weight: float = 1e-6

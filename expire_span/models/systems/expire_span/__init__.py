@@ -19,7 +19,7 @@ class PaperDetails:
     include_self: bool = True
     """Whether a token attends to itself (the paper's does not)."""
     noisy: bool = False
-    """In training, clamp all spans to one random share of max_span per forward pass; deletion uses the unclamped spans."""
+    """In training, clamp all spans to one random fraction of max_span per forward pass; deletion uses the unclamped spans."""
     initial_memories: int = 0
     """Number of zero vectors that the memory holds before the first token (the released code starts with a block of them)."""
     normalizer_eps: float = 0.0

@@ -16,7 +16,7 @@ class ForgettingConfig:
 
     kind: Literal["forgetting"] = "forgetting"
     initial_gate: float = 0.99
-    """Forget gate of every head before training: the share of weight a memory keeps each step."""
+    """Forget gate of every head before training: the fraction of weight a memory keeps each step."""
     chunk: int = 512
     """Queries that are scored at once; it does not change the result."""
     impl: Literal["auto", "torch", "fla"] = "auto"
