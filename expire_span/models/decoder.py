@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +13,10 @@ from expire_span.settings.models import DecoderConfig
 
 from .backbone import Backbone, BackboneAux, Block, check_config
 from .mixer import Keep
+
+MANY_SINGLE_TOKENS = 64
+"""Number of tokens read one by one on a GPU after which a program is told, once, of a faster way."""
+_single_tokens = itertools.count(1)
 
 
 class DecoderOutput(NamedTuple):
@@ -22,7 +28,11 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """`logits, state, aux = decoder(tokens, state)`: tokens [B, T], logits [B, T, V]; a state of None starts fresh."""
+    """`logits, state, aux = decoder(tokens, state)`: tokens [B, T], logits [B, T, V]; a state of None starts fresh.
+
+    This call is for training and for reading whole blocks. To write token by token use `expire_span.Stream(decoder)`, whose
+    steps are recorded: on a GPU a token here costs over a hundred times as much, since every operation is launched by the host.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -61,7 +71,10 @@ class Decoder(nn.Module):
         self, tokens: Tensor, state: list[Any] | None = None, fresh: Tensor | None = None, keep: Keep = "kv"
     ) -> DecoderOutput:
         """tokens [B, T]. fresh [B] (bool): rows whose memory is emptied first. keep: what a state of None begins to keep."""
-        h, after, aux = self.backbone(self._embed(tokens), state, fresh=fresh, keep=keep)
+        x = self._embed(tokens)
+        if state is not None and x.shape[1] == 1 and x.is_cuda and not torch.is_grad_enabled():
+            _recommend_stream()
+        h, after, aux = self.backbone(x, state, fresh=fresh, keep=keep)
         return DecoderOutput(self.head(h), after, aux)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -75,6 +88,15 @@ class Decoder(nn.Module):
         except IndexError:
             low, high, last = int(tokens.min()), int(tokens.max()), self.config.vocab - 1
             raise ValueError(f"tokens must lie between 0 and {last}, got {low} to {high}") from None
+
+
+def _recommend_stream() -> None:
+    if not torch.compiler.is_compiling() and next(_single_tokens) == MANY_SINGLE_TOKENS:
+        warnings.warn(
+            f"{MANY_SINGLE_TOKENS} tokens were read one by one by decoder(token, state), which takes tens of milliseconds a "
+            "token on a GPU; expire_span.Stream(decoder) takes a fraction of one (docs/serving.md)",
+            stacklevel=5,
+        )
 
 
 def check_tokens(tokens: Tensor) -> Tensor:

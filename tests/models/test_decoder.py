@@ -1,11 +1,13 @@
 """The decoder in every dtype, with layers that differ, and with tokens it does not know."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from expire_span import Backbone, BackboneConfig, Decoder, DecoderConfig, ExpireSpan, ExpireSpanConfig
+from expire_span.models import decoder as decoder_module
 from expire_span.models.encoder import Encoder
 from expire_span.models.systems import SYSTEMS
 from expire_span.models.systems.recurrent import GRUConfig
@@ -107,3 +109,11 @@ def test_an_agent_rolls_out_in_eval_mode_with_states_that_learning_starts_from()
     torch.testing.assert_close(h, torch.cat(steps, 1), rtol=0, atol=DOUBLE)
     (h.square().mean() + aux.loss).backward()
     assert all(float(block.mixer.span_predictor.weight.grad.abs().sum()) > 0 for block in backbone.layers())
+
+
+def test_reading_single_tokens_on_a_gpu_recommends_a_stream_once(monkeypatch):
+    monkeypatch.setattr(decoder_module, "_single_tokens", itertools.count(1))
+    with pytest.warns(UserWarning, match=r"expire_span.Stream\(decoder\)") as told:
+        for _ in range(3 * decoder_module.MANY_SINGLE_TOKENS):
+            decoder_module._recommend_stream()
+    assert len(told) == 1
