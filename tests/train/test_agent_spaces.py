@@ -290,9 +290,9 @@ def test_rewards_are_scaled_by_the_spread_of_the_discounted_return():
 
 def test_continuous_actions_are_learned():
     """Rewards a hundred times as large as usual, and a number that is shown once."""
-    config = tiny_agent("Tiny/Torque-v0", steps=30, envs=32, window=5, lr=1e-2, epochs=4, scale_rewards=True)
+    config = tiny_agent("Tiny/Torque-v0", steps=20, envs=32, window=5, lr=1e-2, epochs=4, scale_rewards=True)
     learner, returns = AgentLearner(replace(config, model=replace(config.model, layers=1))), []
-    for index in range(30):
+    for index in range(20):
         learner.step(index)
         returns.append(learner.metrics()["return"])
-    assert sum(returns[-5:]) / 5 > 0.6 * returns[0], returns
+    assert sum(returns[-4:]) / 4 > 0.9 * sum(returns[:2]) / 2, returns
