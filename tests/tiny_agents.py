@@ -54,10 +54,62 @@ class Echo(gymnasium.Env):
 
 
 class Torque(gymnasium.Env):
-    """Has continuous actions, which no agent here can take."""
+    """Continuous actions: the reward is highest where the first equals what was shown at the start, and the second 5."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
-    action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, unbounded: bool = False) -> None:
+        high = np.array([2, np.inf if unbounded else 9], np.float32)
+        self.action_space = spaces.Box(np.array([-2, -np.inf if unbounded else 1], np.float32), high)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.aim, self.time, self.taken = float(self.np_random.uniform(-1, 1)), 0, []
+        return np.array([self.aim, 1], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert action.dtype == np.float32 and self.action_space.contains(action), action
+        self.time += 1
+        self.taken.append(action)
+        missed = (float(action[0]) - self.aim) ** 2 + (float(action[1]) - 5) ** 2 / 16
+        return np.array([0, 0], np.float32), -100 * missed, False, self.time >= 5, {}
+
+
+class Nest(gymnasium.Env):
+    """Nested observations with text and a picture, and nested actions of every kind, which it checks."""
+
+    observation_space = spaces.Dict(
+        {
+            "mission": spaces.Text(60),
+            "inner": spaces.Tuple((spaces.Box(0, 255, (20, 18, 3), np.uint8), spaces.MultiBinary(3))),
+        }
+    )
+    action_space = spaces.Dict(
+        {
+            "go": spaces.Discrete(3, start=2),
+            "push": spaces.Box(-1, 3, (2, 1), np.float32),
+            "more": spaces.Tuple(
+                (spaces.MultiBinary(2), spaces.MultiDiscrete([2, 4]), spaces.Box(0, 5, (1,), np.int8))
+            ),
+        }
+    )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        self.word = str(self.np_random.choice(["red", "blue", "green"]))
+        return self._see(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.time += 1
+        reward = float(action["go"] == 2) + float(action["push"].sum()) + float(action["more"][1][1])
+        return self._see(), reward, self.time >= 4, False, {}
+
+    def _see(self) -> Any:
+        picture = self.np_random.integers(0, 256, (20, 18, 3)).astype(np.uint8)
+        told = f"Go to the {self.word} door, then stop." if self.time == 0 else ""
+        return {"mission": told, "inner": (picture, self.np_random.integers(0, 2, 3).astype(np.int8))}
 
 
 class Broken(Echo):
@@ -82,6 +134,15 @@ class Broken(Echo):
             raise SystemExit(3)
         if self.wrong == "nan":
             seen["clock"][1] = np.nan
+        if self.wrong == "shape":
+            seen["clock"] = seen["clock"][:1]
+        if self.wrong == "parts":
+            seen.pop("clock")
+        if self.wrong == "kind":
+            seen = seen["clock"]
+        if self.wrong == "hang":
+            while True:
+                pass
         if self.wrong == "range":
             seen["number"] = np.int64(9)
         if self.wrong == "success":
@@ -93,7 +154,7 @@ class Broken(Echo):
 
 
 def register() -> None:
-    kinds: dict[str, Any] = {"Echo": Echo, "Torque": Torque, "Broken": Broken}
+    kinds: dict[str, Any] = {"Echo": Echo, "Torque": Torque, "Nest": Nest, "Broken": Broken}
     for name, kind in kinds.items():
         if f"Tiny/{name}-v0" not in gymnasium.registry:
             gymnasium.register(f"Tiny/{name}-v0", entry_point=kind)

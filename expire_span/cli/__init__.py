@@ -93,7 +93,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", "compare.run_compare"),
     "demo": ("train the recall recipe and show what it remembers", "runs.run_demo"),
     "data": ("fetch or make a data set: expire-span data enwik8|books|collision", "data.run_data"),
-    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction", "play.run_play"),
+    "play": ("play a grid world yourself: expire-span play corridor|portal|instruction|tmaze", "play.run_play"),
     "import": ("make a run of a checkpoint that the paper's released code wrote", "importing.run_import"),
     "ship": ("make a small folder of a run of text, to give away: expire-span ship RUN --out FOLDER", "ship.run_ship"),
     "recipes": ("list the recipes", "lists.run_recipes"),

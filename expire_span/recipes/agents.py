@@ -95,7 +95,7 @@ def agent_repeat_first_tiny() -> AgentRunConfig:
     """popgym's RepeatFirst Easy: answer every step with the first card; minutes on a CPU."""
     # The observation has no first-step flag: rotary positions tell the oldest memory from the others.
     base = agent()
-    task = EnvTask(env="popgym:popgym-RepeatFirstEasy-v0", success_return=0.95)
+    task = EnvTask(env="popgym:popgym-RepeatFirstEasy-v0", previous_action=False, success_return=0.95)
     return replace(base, task=task, train=replace(base.train, gamma=0.9))
 
 
@@ -107,7 +107,7 @@ def agent_repeat_first() -> AgentRunConfig:
     budget = BudgetConfig(live=60, initial_weight=1e-5, start_loss=0.1, patience_loss=0.1, rest=True)
     train = AgentTrainConfig(steps=400, window=52, epochs=4, minibatches=2, lr=1.5e-3, averaging=0.9, budget=budget)
     train = replace(train, gamma=0.1, gae_lambda=0.9, least_spread=0.01, entropy=0.03, eval_episodes=64)
-    task = EnvTask(env="popgym:popgym-RepeatFirstMedium-v0", success_return=0.95)
+    task = EnvTask(env="popgym:popgym-RepeatFirstMedium-v0", previous_action=False, success_return=0.95)
     return AgentRunConfig(task, _policy(512, ramp=32, initial_span=0.95, layers=2), train)
 
 
@@ -115,7 +115,7 @@ def agent_repeat_previous_tiny() -> AgentRunConfig:
     """popgym's RepeatPrevious Easy: answer with the card of three steps ago; minutes on a CPU."""
     budget = BudgetConfig(live=5, initial_weight=1e-4, start_loss=0.1, patience_loss=0.1)
     train = AgentTrainConfig(steps=150, epochs=4, minibatches=2, lr=3e-3, gamma=0.9, budget=budget)
-    task = EnvTask(env="popgym:popgym-RepeatPreviousEasy-v0", success_return=0.95)
+    task = EnvTask(env="popgym:popgym-RepeatPreviousEasy-v0", previous_action=False, success_return=0.95)
     return AgentRunConfig(task, _policy(16, ramp=4), train)
 
 
@@ -125,6 +125,6 @@ def agent_repeat_previous() -> AgentRunConfig:
     # positions learn to attend to one age among many sooner than rotary ones.
     train = AgentTrainConfig(steps=1500, window=52, epochs=4, minibatches=2, lr=3e-3, gamma=0.1, gae_lambda=0.9)
     train = replace(train, least_spread=0.01, entropy=0.003, eval_episodes=64)
-    task = EnvTask(env="popgym:popgym-RepeatPreviousMedium-v0", success_return=0.9)
+    task = EnvTask(env="popgym:popgym-RepeatPreviousMedium-v0", previous_action=False, success_return=0.9)
     model = _policy(40, ramp=8, initial_span=0.95, positions="relative", relative_window=48)
     return AgentRunConfig(task, model, train)

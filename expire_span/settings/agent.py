@@ -21,9 +21,9 @@ class ObservationField:
 
     name: str
     """Its key in the observation; nested keys are joined by dots, and an observation without keys has the name "value"."""
-    form: Literal["numbers", "choices", "words", "grid"]
+    form: Literal["numbers", "choices", "words", "grid", "text", "image"]
     """numbers: real numbers; choices: integers with a range per place; words: integers of one common range; grid: cells in
-    MiniGrid's encoding."""
+    MiniGrid's encoding; text: hashes of the words of a sentence; image: pixels of one to four channels."""
     shape: tuple[int, ...]
     """Shape of one observation."""
     sizes: tuple[int, ...] = ()
@@ -48,8 +48,15 @@ class EnvTask:
     """Id of a Gymnasium environment, like ExpireSpan/Corridor-Easy-v0; module:Id imports a module first, which registers it."""
     options: str = "{}"
     """Arguments of the environment as JSON, like '{"recue_prob": 0.5}'."""
-    previous_action: bool = False
-    """Show the agent its last action. It is off by default, since an agent could store what it must remember in its actions."""
+    previous_action: bool | None = None
+    """Show the agent its last action, in which it could also store what it must remember. None decides by the environment, and
+    training says why: popgym's are shown, as in its own baselines, others not."""
+    previous_reward: bool = False
+    """Show the agent the reward of its last step, as bandits and other tasks of learning within an episode need."""
+    text_words: int = 32
+    """Most words of a text in an observation, such as MiniGrid's mission."""
+    patience: float = 300.0
+    """Seconds that the environments may take for one step or reset; then training ends with an error and can be resumed."""
     success_return: float | None = None
     """Where the environment does not report success itself: an episode with at least this return is one. Until `train.goal` is
     reached, weights with a higher mean return then count as better."""
@@ -60,6 +67,8 @@ class EnvTask:
         require(
             isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
         )
+        require(self.text_words >= 1, f"task.text_words must be at least 1, got {self.text_words}")
+        require(self.patience > 0, f"task.patience must be greater than 0 seconds, got {self.patience}")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -80,8 +89,12 @@ class PolicyConfig(BackboneConfig):
     """What the policy reads; filled in from the environment."""
     actions: tuple[int, ...] = ()
     """Number of values of each choice of an action; filled in from the environment."""
+    continuous: tuple[bool, ...] = ()
+    """For each continuous number of an action, whether its range is bounded; filled in from the environment."""
     cell_dim: int = 16
     """Width of the embedding of a grid's cell, or of a word."""
+    normalise: bool = False
+    """Shift and scale the numbers of observations by their running mean and standard deviation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,6 +150,8 @@ class AgentTrainConfig(LearningConfig):
     """Weight of the entropy bonus, which keeps the agent exploring."""
     value_weight: float = 0.5
     """Weight of the value's squared error."""
+    scale_rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted return, so that their unit does not matter."""
     imitate: int = 0
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: float = 0.5

@@ -284,6 +284,29 @@ class CorridorTask:
 @documented
 @dataclass(frozen=True)
 @checked
+class TMazeTask:
+    """Corridors one after the other, each with a cue at its start that tells the right turn at its end."""
+
+    kind: Literal["tmaze"] = "tmaze"
+    min_length: int = 10
+    """Shortest corridor, in cells; the same as max_length for a fixed length."""
+    max_length: int = 30
+    """Longest corridor, in cells."""
+    mazes: int = 10
+    """Number of corridors in an episode (M)."""
+    view: int = 5
+    """Side of the square of cells that the agent sees: 3, 5 or 7."""
+
+    def __post_init__(self) -> None:
+        require(self.min_length >= 2, f"min_length must be at least 2, a start and an end, got {self.min_length}")
+        require(self.mazes >= 1, f"mazes must be at least 1, got {self.mazes}")
+        _check_lengths(self)
+        _check_view(self.view)
+
+
+@documented
+@dataclass(frozen=True)
+@checked
 class PortalTask:
     """A chain of rooms with two coloured doors each: one leads on, the other back to the first room."""
 

@@ -35,12 +35,13 @@ from expire_span.settings.run import AgentRunConfig
 from . import randomness
 from .agent_evaluation import AgentResult, evaluate_agent
 from .budget import BudgetController
-from .build_environments import build_environments
+from .build_environments import build_environments, decide_inputs
 from .devices import build_accelerator, check_processes, impl_of
 from .evaluate import memory_bytes
 from .loop import Fault
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .replay import Window, replay
+from .reward_scale import RewardScale
 from .rollout import EpisodeSums, Player
 from .session import resume, train
 from .trackers import check_tracker
@@ -115,8 +116,14 @@ class AgentLearner:
         if count % config.train.minibatches:
             given = f"{config.train.minibatches} and {count}"
             raise ValueError(f"minibatches must divide the environments of each process, got {given}")
-        envs = build_environments(config.task, count, device, first=self.accelerator.process_index * count)
-        model = replace(config.model, observation=envs.fields, actions=envs.actions)
+        task, why = decide_inputs(config.task)
+        self.notes = [why] if why else []
+        config = replace(config, task=task)
+        envs = build_environments(task, count, device, first=self.accelerator.process_index * count)
+        if config.model.observation:
+            envs.keep_fields(config.model.observation)
+        seen = {"observation": envs.fields, "actions": envs.actions, "continuous": envs.continuous}
+        model = replace(config.model, **seen)
         self.config, self.train_config = replace(config, model=model), config.train
         randomness.seed_everything(config.seed)
         improver = Improver(Policy(model).to(device), self.config)
@@ -128,7 +135,8 @@ class AgentLearner:
         if processes > 1:  # weights were drawn with one seed; from here on each process draws its own actions
             torch.manual_seed(config.seed + self.accelerator.process_index)
         envs.begin(split_seed(config.seed, 0))
-        self.player = Player(self.trained, envs, config.task)
+        scale = RewardScale(count, device, self._add_up) if config.train.scale_rewards else None
+        self.player = Player(self.trained, envs, task, scale)
         self.budget = self._build_budget()
         self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
         self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
@@ -143,6 +151,10 @@ class AgentLearner:
         layers, device = self.config.model.layers, self.accelerator.device
         more: dict[str, Any] = {"device": device, "loss_memory": WINDOWS_JUDGED}
         return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, **more)
+
+    def _add_up(self, sums: Tensor) -> Tensor:
+        """The sum of these numbers over all processes."""
+        return self.accelerator.reduce(sums, "sum")  # type: ignore[return-value]
 
     @property
     def trained(self) -> Policy:
@@ -164,6 +176,7 @@ class AgentLearner:
         weight = weight.to(self.accelerator.device)
         self.trained.train()
         pieces = self._improve_all(played.window, weight)
+        self.trained.encoder.note(played.window.observation)
         self.average.update(self.trained)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})

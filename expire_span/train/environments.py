@@ -15,10 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expire_span.errors import UserError
 from expire_span.settings.agent import EnvTask, ObservationField
 
 PREVIOUS = "previous_action"
-"""Name of the observation field that holds the last action, where the task shows it."""
+"""Name of the observation field that holds the choices of the last action, where the task shows it."""
+PREVIOUS_NUMBERS = "previous_numbers"
+"""Name of the field that holds the last action's continuous numbers, squashed; 0 where there is none yet."""
+PREVIOUS_REWARD = "previous_reward"
+"""Name of the field that holds the reward of the last step, where the task shows it; 0 where there is none yet."""
 
 
 @dataclass
@@ -45,19 +50,43 @@ class Environments(ABC):
 
     fields: tuple[ObservationField, ...]
     actions: tuple[int, ...]
-    """Number of values of each of the K categorical choices that make an action."""
+    """Number of values of each of the categorical choices that make an action."""
+    continuous: tuple[bool, ...] = ()
+    """For each continuous number that follows the choices in an action, whether its range is bounded."""
     observation: dict[str, Tensor]
     batched: bool = False
     """Whether all rows are stepped together, so that more of them cost little."""
 
     def __init__(self, task: EnvTask, count: int, device: torch.device) -> None:
         self.task, self.count, self.device = task, count, device
+        self.reward = torch.zeros(count, device=device)  # of the last step
+
+    @property
+    def width(self) -> int:
+        """Number of choices and continuous numbers of an action (K)."""
+        return len(self.actions) + len(self.continuous)
 
     def _finish_fields(self) -> None:
-        """Add the last action to the observation, if the task asks for it; one additional value means "none yet"."""
-        if self.task.previous_action:
+        """Add the last action and reward to the observation, if the task asks for them; one additional value of a choice
+        means "none yet"."""
+        more = []
+        if self.task.previous_action and self.actions:
             sizes = tuple(n + 1 for n in self.actions)
-            self.fields = (*self.fields, ObservationField(PREVIOUS, "choices", (len(sizes),), sizes))
+            more.append(ObservationField(PREVIOUS, "choices", (len(sizes),), sizes))
+        if self.task.previous_action and self.continuous:
+            more.append(ObservationField(PREVIOUS_NUMBERS, "numbers", (len(self.continuous),)))
+        if self.task.previous_reward:
+            more.append(ObservationField(PREVIOUS_REWARD, "numbers", ()))
+        self.fields = (*self.fields, *more)
+
+    def keep_fields(self, fields: tuple[ObservationField, ...]) -> None:
+        """Describe observations by the fields with which a run was trained; an environment that has changed is refused."""
+        theirs, ours = ([(f.name, f.shape) for f in given] for given in (fields, self.fields))
+        if theirs != ours:
+            raise UserError(
+                f"the observations of environment {self.task.env} have changed: trained with {theirs}, got {ours}"
+            )
+        self.fields = fields
 
     def begin(self, seed: int) -> None:
         """Begin the first episode in every row, with this seed."""
@@ -67,7 +96,7 @@ class Environments(ABC):
     def step(self, actions: Tensor) -> EnvironmentStep:
         """Take the actions [B, K]; rows whose episode ends begin the next one."""
         reward, terminated, truncated, success = self._advance(actions)
-        ended = terminated | truncated
+        ended, self.reward = terminated | truncated, reward
         final = self._show(self._observe(), actions, None) if bool(truncated.any()) else None
         if bool(ended.any()):
             self._begin_rows(ended)
@@ -75,11 +104,25 @@ class Environments(ABC):
         return EnvironmentStep(reward, terminated, truncated, success, final)
 
     def _show(self, seen: dict[str, Tensor], actions: Tensor | None, ended: Tensor | None) -> dict[str, Tensor]:
-        if not self.task.previous_action:
-            return seen
-        none = torch.tensor(self.actions, device=self.device).expand(self.count, -1)
-        last = none if actions is None else actions
-        return {**seen, PREVIOUS: last if ended is None else torch.where(ended[:, None], none, last)}
+        """What the agent sees: the observation, and the last action and reward except where an episode begins.
+
+        actions [B, K]: the last ones; None at the first step of all rows. ended [B]: rows at their first step; None: none is.
+        """
+        shown = dict(seen)
+        keep = lambda x, none: none if actions is None else x if ended is None else torch.where(ended, none, x)  # noqa: E731
+        if self.task.previous_action:
+            count = len(self.actions)
+            last = torch.zeros(self.count, self.width) if actions is None else actions
+            none = [torch.tensor(n, device=self.device).expand(self.count) for n in self.actions]
+            choices = [keep(last[:, n].long(), none[n]) for n in range(count)]
+            numbers = [
+                keep(_squash(last[:, n], b), self.reward * 0) for n, b in enumerate(self.continuous, start=count)
+            ]
+            shown |= {PREVIOUS: torch.stack(choices, 1)} if choices else {}
+            shown |= {PREVIOUS_NUMBERS: torch.stack(numbers, 1)} if numbers else {}
+        if self.task.previous_reward:
+            shown[PREVIOUS_REWARD] = keep(self.reward.float(), self.reward.float() * 0)
+        return shown
 
     @abstractmethod
     def facts(self) -> dict[str, Tensor]:
@@ -108,6 +151,10 @@ class Environments(ABC):
 
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)
         """Release resources outside this process."""
+
+
+def _squash(x: Tensor, bounded: bool) -> Tensor:
+    return x.float().tanh() if bounded else x.float()
 
 
 def to_tensor(x: Any, device: torch.device) -> Tensor:

@@ -1,7 +1,10 @@
-"""What environments of other packages do wrong, in one sentence: they raise, end the process, or return impossible values."""
+"""What environments of other packages do wrong, in one sentence: they raise, hang, end the process, or return impossible
+values."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from expire_span.errors import RunError, UserError
-from expire_span.settings.agent import ObservationField
+from expire_span.settings.agent import EnvTask, ObservationField
+
+
+class NoAnswerError(RunError):
+    """An environment has not answered in time."""
 
 
 @contextmanager
@@ -23,6 +30,8 @@ def told(env: str, doing: str, options: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except (UserError, RunError):
+        raise  # it is a sentence already
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise RunError(
             f"a process of environment {env} was killed, as the system does when memory runs out; "
@@ -30,6 +39,43 @@ def told(env: str, doing: str, options: str = "") -> Iterator[None]:
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(_sentence(error, env, doing, options)) from error
+
+
+@contextmanager
+def answer_within(task: EnvTask, doing: str, vector: Any = None) -> Iterator[None]:
+    """Raise NoAnswerError if what runs inside takes longer than `task.patience` seconds, so that training does not hang.
+
+    The system's timer interrupts it, which only the main thread of a Unix process can be; elsewhere nothing is limited.
+    vector: environments in processes of their own, which are then ended.
+    """
+    if not _can_interrupt():
+        yield
+        return
+
+    def interrupt(*given: Any) -> None:
+        raise NoAnswerError(
+            f"environment {task.env} has not answered for {task.patience:g} s in {doing}; if that is its usual time, give "
+            "a larger --task.patience, and expire-span resume continues a run from its newest checkpoint"
+        )
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, task.patience)
+    try:
+        yield
+    except NoAnswerError:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if task.processes and vector is not None:
+            vector.close(terminate=True)
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _can_interrupt() -> bool:
+    """Whether this thread can be interrupted by the system's timer, and nobody else has set it."""
+    ours = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    return ours and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def _sentence(error: BaseException, env: str, doing: str, options: str) -> str:

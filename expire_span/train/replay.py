@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from expire_span.models.lifetimes import Lifetimes
 from expire_span.models.mixer import MixerAux
-from expire_span.models.policy import Observation, Policy
+from expire_span.models.observations import Observation
+from expire_span.models.policy import Policy
 from expire_span.models.state import select_rows
 
 

@@ -15,6 +15,7 @@ from expire_span.store import NEVER, SteadyMemory, trim_states
 
 from .environments import Environments, EnvironmentStep
 from .replay import Window
+from .reward_scale import RewardScale
 
 
 @dataclass
@@ -51,8 +52,9 @@ class Played:
 class Player:
     """A policy in its environments, with its memories and running returns; each window continues where the last one ended."""
 
-    def __init__(self, policy: Policy, envs: Environments, task: EnvTask) -> None:
-        self.policy, self.envs, self.task = policy, envs, task
+    def __init__(self, policy: Policy, envs: Environments, task: EnvTask, scale: RewardScale | None = None) -> None:
+        """scale: the unit of rewards in what is learned from; None leaves them as they are."""
+        self.policy, self.envs, self.task, self.scale = policy, envs, task, scale
         device = envs.device
         self.state: list[Any] = policy.initial_state(envs.count, "hidden")
         self.begins = torch.ones(envs.count, dtype=torch.bool, device=device)
@@ -77,23 +79,25 @@ class Player:
                 seen.add(expert=expert)
                 actions = torch.cat([expert[:expert_rows], actions[expert_rows:]])
             frame = self.envs.step(actions)
-            reward = frame.reward + gamma * self._value_beyond(frame, out.state)
-            seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], reward=reward, ended=frame.ended)
+            seen.add(reward=frame.reward, beyond=self._value_beyond(frame, out.state))
+            seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], ended=frame.ended)
             seen.add(live=_mean_live(out.state, held))
             episodes.add(self._note(frame))
             self._go_on(out.state, frame.ended)
         last = self.policy(_one_step(self.envs.observation), self.state).value[:, 0]
-        window = seen.window(start, last, gamma, gae_lambda)
+        if self.scale is not None:
+            self.scale.update(seen.stacked("reward"), seen.stacked("ended"), gamma)
+        window = seen.window(start, last, gamma, gae_lambda, self.scale)
         return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), held.bytes_held)
 
     def _go_on(self, state: list[Any], ended: Tensor) -> None:
         self.begins = ended
         self.state = self.policy.reset_rows(state, ended) if bool(ended.any()) else state
 
-    def _value_beyond(self, frame: EnvironmentStep, state: list[Any]) -> Tensor | float:
+    def _value_beyond(self, frame: EnvironmentStep, state: list[Any]) -> Tensor:
         """The value of the final state of truncated episodes, 0 elsewhere."""
         if frame.final is None:
-            return 0.0
+            return torch.zeros_like(frame.reward)
         value = self.policy(_one_step(frame.final), state).value[:, 0]
         return torch.where(frame.truncated, value, 0.0)
 
@@ -123,6 +127,7 @@ class Player:
             "begins": self.begins,
             "returns": self.returns,
             "steps": self.steps,
+            **({"scale": self.scale.state_dict()} if self.scale is not None else {}),
             "envs": self.envs.state_dict(),
         }
 
@@ -130,6 +135,8 @@ class Player:
         self.envs.load_state_dict(saved["envs"])
         self.state = move(saved["state"])
         self.begins, self.returns, self.steps = (move(saved[n]) for n in ("begins", "returns", "steps"))
+        if self.scale is not None:
+            self.scale.load_state_dict(saved["scale"], move)
 
 
 @dataclass
@@ -142,11 +149,18 @@ class _Columns:
         for name, value in values.items():
             self.columns.setdefault(name, []).append(value)
 
-    def window(self, start: list[Any], last: Tensor, gamma: float, gae_lambda: float) -> Window:
+    def stacked(self, name: str) -> Tensor:
+        return torch.stack(self.columns[name])
+
+    def window(
+        self, start: list[Any], last: Tensor, gamma: float, gae_lambda: float, scale: RewardScale | None
+    ) -> Window:
         c = {name: torch.stack(x) for name, x in self.columns.items() if name not in ("observation", "live")}
+        reward = c["reward"] if scale is None else scale.scaled(c["reward"])
+        reward = reward + gamma * c["beyond"]
         names = self.columns["observation"][0]
         observation = {name: torch.stack([x[name] for x in self.columns["observation"]]) for name in names}
-        advantage = advantages(c["reward"], c["value"], c["ended"], last, gamma, gae_lambda)
+        advantage = advantages(reward, c["value"], c["ended"], last, gamma, gae_lambda)
         target, given = advantage + c["value"], (c["actions"], c["log_prob"], c["value"])
         return Window(start, c["begins"], observation, *given, advantage, target, c.get("expert"))
 

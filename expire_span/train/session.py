@@ -102,7 +102,10 @@ def begin(
     with _lock_run(run, accelerator):
         if origin is not None:
             learner.load(Snapshot.of_weights(origin.weights))
-        _build_loop(learner, run, _build_display(learner, run, shown), first=0).run()
+        display = _build_display(learner, run, shown)
+        for note in getattr(learner, "notes", ()):
+            display.say(note)
+        _build_loop(learner, run, display, first=0).run()
     return run
 
 

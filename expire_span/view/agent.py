@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from expire_span.checkpoint import load_policy
-from expire_span.models.policy import Choices, Policy
+from expire_span.models.actions import ActionDistribution
+from expire_span.models.policy import Policy
 from expire_span.runs import RunFolder, UserError
 from expire_span.settings.run import AgentRunConfig
 from expire_span.tasks.gridworlds import level_config, list_ids
@@ -157,13 +158,15 @@ class Playing:
             return {"text": f"step {self.log.position}"}
         return {"text": self.describer.words(), "image": picture_of(self.engine)}
 
-    def _likeliest(self, choices: Choices) -> list[list[Any]]:
-        """The likeliest values of the first choice, [text, probability] each."""
+    def _likeliest(self, choices: ActionDistribution) -> list[list[Any]]:
+        """The likeliest values of the first choice, [text, probability] each; none where all of an action is continuous."""
+        if not choices.parts:
+            return []
         chances = choices.parts[0][0, 0].exp()
         best, which = chances.topk(min(GUESSES, len(chances)))
         return [[self._name([action]), round_off(chance)] for chance, action in zip(best.tolist(), which.tolist())]
 
-    def _name(self, action: list[int]) -> str:
+    def _name(self, action: list[float]) -> str:
         if self.engine is None:
-            return "action " + ", ".join(map(str, action))
-        return name_action(self.engine, action[0])
+            return "action " + ", ".join(f"{x:.3g}" for x in action)
+        return name_action(self.engine, int(action[0]))

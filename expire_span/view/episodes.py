@@ -54,7 +54,10 @@ class Describer:
         self.engine = engine
         try:
             self.twin: Twin | None = TWINS[engine.name](engine.config)  # type: ignore[arg-type]
-        except ValueError:  # a world whose expert may need more steps than an episode has no supervised twin
+        except (
+            KeyError,
+            ValueError,
+        ):  # T-mazes, and worlds whose expert may need more steps than an episode, have no twin
             self.twin = None
 
     def words(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expire_span.models.policy import Choices, ObservationEncoder, Policy
+from expire_span.models.actions import Choices
+from expire_span.models.observations import ObservationEncoder
+from expire_span.models.policy import Policy
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.settings.agent import ObservationField, PolicyConfig
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask
+from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask, TMazeTask
 from expire_span.tasks.gridworlds.arrays import Arrays, below
 from expire_span.tasks.gridworlds.levels import LEVELS, build_engine
 from expire_span.tasks.hashing import mix_signed
@@ -27,6 +27,7 @@ CONFIGS = {
     "unmarked": PortalTask(rooms=3, width=5, marked=False, view=7, max_steps=50),
     "nine-places": InstructionTask(instructions=9, talk=30, cancel_prob=0.5, pairs="all"),
     "odd-talk": replace(InstructionTask(), instructions=2, talk=7, pairs="held_out", view=5),
+    "short-mazes": TMazeTask(min_length=2, max_length=4, mazes=2, view=7),
 }
 DIGESTS = {
     "Corridor-Easy": "690e1446eb9a1e10",
@@ -41,6 +42,9 @@ DIGESTS = {
     "Instruction-Easy": "a352ee14e19922e7",
     "Instruction-Medium": "70c5d5f6c699b62f",
     "Instruction-Hard": "da489c291cbd322d",
+    "EndlessTMaze-Easy": "fd4b70bcc10f8399",
+    "EndlessTMaze-Medium": "7ed2894686cdf56c",
+    "EndlessTMaze-Hard": "656a17af7b148c3f",
     "short-instructions": "e33b505e465f798e",
     "two-cues": "974f83e38c54eaec",
     "narrow-view": "24ed4d8da8a834c5",
@@ -49,6 +53,7 @@ DIGESTS = {
     "unmarked": "f9b14a299c25f7f9",
     "nine-places": "0439aa0a04c66470",
     "odd-talk": "9ff8cbcf8b80a067",
+    "short-mazes": "cb811fdf16252f6f",
 }
 KINDS = {"bool": "u1", "uint8": "u1", "int32": "<i4", "int64": "<i8", "float32": "<f4"}
 
@@ -79,14 +84,14 @@ def test_episodes_stay_what_they_were(name, backend):
     assert digest(CONFIGS[name], backend) == DIGESTS[name]
 
 
-@pytest.mark.parametrize("name", ["narrow-view", "laps", "short-instructions", "odd-talk"])
+@pytest.mark.parametrize("name", ["narrow-view", "laps", "short-instructions", "odd-talk", "short-mazes"])
 def test_episodes_are_the_same_where_all_rows_are_drawn(name, monkeypatch):
     """As on a GPU, where asking which rows begin would wait for the device."""
     monkeypatch.setattr(Arrays, "positions", lambda self, rows: None)
     assert digest(CONFIGS[name], "torch") == DIGESTS[name]
 
 
-@pytest.mark.parametrize("name", ["Corridor-Hard", "two-cues", "laps", "nine-places"])
+@pytest.mark.parametrize("name", ["Corridor-Hard", "two-cues", "laps", "nine-places", "short-mazes"])
 def test_an_engine_goes_on_from_its_snapshot(name):
     """What a snapshot leaves out follows from the episodes' numbers; the rows of the other engine are elsewhere before."""
     first, second = (build_engine(CONFIGS[name], 5) for _ in range(2))

@@ -31,7 +31,7 @@ def test_every_id_passes_the_checker_of_gymnasium(name):
     assert vector.step(vector.action_space.sample())[0]["image"].dtype == np.uint8
 
 
-@pytest.mark.parametrize("world", ["Corridor", "Portal", "Instruction"])
+@pytest.mark.parametrize("world", ["Corridor", "Portal", "Instruction", "EndlessTMaze"])
 def test_a_row_of_the_vector_plays_what_the_single_environment_plays(world):
     vector, single = GridWorldVectorEnv(4, world, autoreset_mode="SameStep"), GridWorldEnv(world, environment=2)
     (batch, info), (own, own_info) = vector.reset(seed=7), single.reset(seed=7)

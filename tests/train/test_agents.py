@@ -12,7 +12,7 @@ pytest.importorskip("gymnasium")
 
 from expire_span.checkpoint import load_model, load_policy
 from expire_span.models.systems import SYSTEMS, find
-from expire_span.runs import RunFolder, UserError
+from expire_span.runs import RunError, RunFolder, UserError
 from expire_span.settings.agent import EnvTask
 from expire_span.train import actor_critic
 from expire_span.train.actor_critic import TEST, VALID, AgentLearner, resume, train
@@ -326,7 +326,6 @@ def test_bad_environments_are_refused():
     )
     refuse("environment 'Nothing-v0' cannot be made", "Nothing-v0")
     refuse("cannot be imported", "no_such_module:Thing-v0")
-    refuse("actions must be Discrete or MultiDiscrete, got Box", "Tiny/Torque-v0")
     refuse("name one with --task.env", "")
     refuse("do not fit ExpireSpan/Corridor-Easy-v0", CORRIDOR, options='{"colour": 3}')
     refuse("do not fit Tiny/Echo-v0", "Tiny/Echo-v0", options='{"colour": 3}')
@@ -370,6 +369,10 @@ def test_no_two_splits_share_their_episodes():
         ("reset", r"Tiny/Broken-v0 failed in reset with RuntimeError: no reset today \(tiny_agents.py, line \d+\)"),
         ("step", r"Tiny/Broken-v0 failed in step with SystemExit: 3 \(tiny_agents.py, line \d+\)"),
         ("nan", "the observation clock of environment Tiny/Broken-v0 must be finite, got nan"),
+        ("shape", r"the observation clock of environment Tiny/Broken-v0 must have the shape \(2,\) .*, got \(1,\)"),
+        ("parts", r"the observation value of .* must have the parts \['clock', 'number'\] .*, got \['number'\]"),
+        ("kind", "the observation value of environment Tiny/Broken-v0 must have a dict, got ndarray"),
+        ("hang", "environment Tiny/Broken-v0 has not answered for 0.5 s in step; .* expire-span resume continues"),
         ("range", "the observation number of environment Tiny/Broken-v0 must lie in 1..4, got 9"),
         ("reward", "the reward of environment Tiny/Broken-v0 must be finite, got inf"),
         ("success", "Tiny/Broken-v0 failed in its report of success with ValueError: could not convert"),
@@ -378,8 +381,9 @@ def test_no_two_splits_share_their_episodes():
 )
 def test_what_environments_do_wrong_is_one_sentence(monkeypatch, wrong, words):
     monkeypatch.setattr("expire_span.train.agent_evaluation.MOST_STEPS", 50)
-    config = tiny_agent("Tiny/Broken-v0", {"options": json.dumps({"wrong": wrong})}, steps=1)
-    with pytest.raises(UserError, match=words):
+    patience = 0.5 if wrong == "hang" else 300.0
+    config = tiny_agent("Tiny/Broken-v0", {"options": json.dumps({"wrong": wrong}), "patience": patience}, steps=1)
+    with pytest.raises((UserError, RunError), match=words):
         learner = AgentLearner(config)
         learner.step(0)
         learner.evaluate()

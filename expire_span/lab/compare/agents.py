@@ -15,7 +15,8 @@ def survey(base: AgentRunConfig) -> tuple[AgentRunConfig, dict[str, Any], Callab
     """The recipe with what the environment says a policy reads and does, the score, and a check that all pass."""
     check_device(base.train.device)
     envs = build_environments(base.task, 1)
-    base = replace(base, model=replace(base.model, observation=envs.fields, actions=envs.actions))
+    known = {"observation": envs.fields, "actions": envs.actions, "continuous": envs.continuous}
+    base = replace(base, model=replace(base.model, **known))
     judged = envs.batched or base.task.success_return is not None
     envs.close()
     return base, {"name": "success" if judged else "return", "higher_is_better": True}, lambda config: None

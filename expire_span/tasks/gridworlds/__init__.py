@@ -1,4 +1,5 @@
-"""Grid worlds that need selective memory: Corridor, Portal, Instruction, re-implemented from the published descriptions.
+"""Grid worlds that need selective memory: Corridor, Portal, Instruction and Endless T-Maze, from the published
+descriptions.
 
 Importing this package registers `ExpireSpan/<Name>-{Easy,Medium,Hard}-v0` with Gymnasium where that is installed (the extra
 `rl`). The engines themselves need only numpy, or torch to run on a GPU.

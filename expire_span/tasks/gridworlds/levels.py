@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask
+from expire_span.settings.tasks import CorridorTask, InstructionTask, PortalTask, TMazeTask
 
 from .arrays import Backend
 from .corridor import Corridor
 from .engine import WorldEngine
 from .instruction import Instruction
 from .portal import Portal
+from .tmaze import TMaze
 
-WORLDS: dict[str, type[WorldEngine]] = {"corridor": Corridor, "portal": Portal, "instruction": Instruction}
+WORLDS: dict[str, type[WorldEngine]] = {
+    "corridor": Corridor,
+    "portal": Portal,
+    "instruction": Instruction,
+    "tmaze": TMaze,
+}
 
 _HARD_CORRIDOR = CorridorTask(max_length=200, colours=4, niche_prob=0.5, shuffled=True)
 LEVELS: dict[str, dict[str, Any]] = {
@@ -32,6 +38,11 @@ LEVELS: dict[str, dict[str, Any]] = {
         "Easy": InstructionTask(instructions=1, talk=50),
         "Medium": InstructionTask(instructions=3, talk=200),
         "Hard": InstructionTask(instructions=6, talk=1000),
+    },
+    "EndlessTMaze": {
+        "Easy": TMazeTask(min_length=3, max_length=8),
+        "Medium": TMazeTask(),
+        "Hard": TMazeTask(min_length=50, max_length=100),
     },
 }
 """Settings of every registered environment, by name and difficulty."""
