@@ -173,14 +173,15 @@ class Backbone(nn.Module):
         """The blocks as a list of `Block`, for type checkers; `blocks` is an `nn.ModuleList`."""
         return cast(list[Block], list(self.blocks))
 
-    def compile_blocks(self, *, carry: bool) -> None:
+    def compile_blocks(self, *, carry: bool, attention: bool = True) -> None:
         """Compile each block on its own: blocks of the same shape share one graph, so only one layer has to be compiled.
 
         carry: whether training carries memory from block to block. Without it, or where the carried state keeps its shapes,
-        whole blocks are compiled. Other systems' states change their shapes: there only the feed-forward parts are compiled.
+        whole blocks are compiled. Other systems' states change their shapes: there only the feed-forward parts are compiled, as
+        they are without `attention`, for layers that read one part of a sequence.
         """
         for block in self.layers():
-            if carry and not block.mixer.steadiness().shapes:
+            if not attention or (carry and not block.mixer.steadiness().shapes):
                 block.ff.compile()
             else:
                 block.compiled = torch.compile(block.forward)

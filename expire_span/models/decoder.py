@@ -51,8 +51,8 @@ class Decoder(nn.Module):
         """The blocks as a list of `Block`, for type checkers; `blocks` is an `nn.ModuleList`."""
         return self.backbone.layers()
 
-    def compile_blocks(self, *, carry: bool) -> None:
-        self.backbone.compile_blocks(carry=carry)
+    def compile_blocks(self, *, carry: bool, attention: bool = True) -> None:
+        self.backbone.compile_blocks(carry=carry, attention=attention)
 
     def initial_state(self, batch: int, keep: Keep = "kv") -> list[Any]:
         return self.backbone.initial_state(batch, keep)

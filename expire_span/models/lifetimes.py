@@ -69,16 +69,18 @@ class LifetimeRule(nn.Module):
         """Spans that attention uses in this forward pass. Deletion always uses the unlimited ones that `forward` gave."""
         return span
 
-    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor | None:
+    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int, queries: int | None = None) -> Tensor | None:
         """The span loss of a block of `count` tokens from position `start` on, for each row [B].
 
-        span [B, P, S] and k_pos [.., S] are of all memories that the block reads; the block's own come last.
+        span [B, P, S] and k_pos [.., S] are of all memories that the block reads; the block's own come last. queries: where a
+        block is read in parts of `count` tokens, the number of tokens of all parts, with `start` that of the block: the mean
+        over all parts, each with its own memories, is then the loss of the whole block.
         """
         return None
 
-    def live(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
-        """Mean number of living memories per query of the block, a scalar."""
-        where = (span.detach(), k_pos, start, start + count - 1)
+    def live(self, span: Tensor, k_pos: Tensor, start: int, count: int, queries: int | None = None) -> Tensor:
+        """Mean number of living memories per query of the block, a scalar; for `queries` see `loss`."""
+        where = (span.detach(), k_pos, start, start + (queries or count) - 1)
         if self.causal:
             alive = live_queries(*where, ramp=self.ramp, include_self=self.include_self)
         else:
@@ -188,10 +190,10 @@ class Lifetimes(LifetimeRule):
             return span
         return torch.minimum(span, torch.rand((), device=span.device) * self.max_span)
 
-    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
+    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int, queries: int | None = None) -> Tensor:
         if self.settings.span_loss == "l1":
             return self.mean_over_heads(span[..., -count:].mean(-1))
-        charged = ramp_loss(span, k_pos, start, start + count - 1, ramp=self.ramp)
+        charged = ramp_loss(span, k_pos, start, start + (queries or count) - 1, ramp=self.ramp)
         return self.mean_over_heads(charged) / count
 
 

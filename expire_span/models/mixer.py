@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from expire_span.checks import show
 from expire_span.models import systems
 from expire_span.models.systems import LayerShape
+from expire_span.ops.context import active_context
 
 from .state import accept_state, bytes_of
 
@@ -105,6 +106,8 @@ class Mixer(nn.Module, ABC):
     __signature__: ClassVar[inspect.Signature]
     fixed_state: ClassVar[bool] = False
     """Whether the state for decoding is a dict of tensors of fixed shapes, so that a step can overwrite it in place."""
+    reads_parts: ClassVar[bool] = False
+    """Whether the layer can read one part of a sequence whose other parts are elsewhere (`expire_span.ops.context`)."""
     out: nn.Linear
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -155,6 +158,11 @@ class Mixer(nn.Module, ABC):
     def forward(self, x: Tensor, state: Any = None) -> MixerOutput:
         """A state of None starts fresh and keeps keys and values; `initial_state` gives other starts."""
         self._check_input(x)
+        if not self.reads_parts and active_context() is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"in a context, layers must be built on expiring attention, got {name}; give expire_span layers"
+            )
         state = self.initial_state(x.shape[0]) if state is None else accept_state(state, x.shape[0])
         return self.mix(x, state) if x.numel() else _mix_nothing(x, state)
 

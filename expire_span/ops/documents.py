@@ -17,16 +17,25 @@ Boundaries = Tensor | Sequence[int]
 
 
 def document_ids(
-    documents: Documents | None, cu_seqlens: Boundaries | None, q: Tensor, memories: int, check: bool
+    documents: Documents | None,
+    cu_seqlens: Boundaries | None,
+    q: Tensor,
+    memories: int,
+    check: bool,
+    part: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Document ids of queries [B, T] and of memories [B, S], or None where nothing is packed."""
+    """Document ids of queries [B, T] and of memories [B, S], or None where nothing is packed.
+
+    part: the place of the first query in the sequence to which boundaries belong, and its length; 0 and T by default.
+    """
     if documents is None and cu_seqlens is None:
         return None
     if documents is not None and cu_seqlens is not None:
         raise ValueError("documents and cu_seqlens say the same thing in two ways; give one of them")
     if cu_seqlens is not None:
-        bounds = as_boundaries(cu_seqlens, q.shape[2], memories, check)
-        documents = _ids_from_boundaries(bounds.to(q.device), q.shape[2])
+        first, whole = part or (0, q.shape[2])
+        bounds = as_boundaries(cu_seqlens, whole, whole + memories - q.shape[2], check)
+        documents = _ids_from_boundaries(bounds.to(q.device), first, q.shape[2])
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     if len(pair) != 2:
         raise ValueError(f"documents must be one tensor or two, of the queries and of the memories, got {len(pair)}")
@@ -34,9 +43,9 @@ def document_ids(
     return tuple(_expand(ids, q, *want, check) for ids, want in zip(pair, wanted))  # type: ignore[return-value]
 
 
-def _ids_from_boundaries(cu_seqlens: Tensor, queries: int) -> Tensor:
-    """Boundaries as document ids: [0, 3, 7] -> 1 1 1 2 2 2 2."""
-    index = torch.arange(queries, device=cu_seqlens.device)
+def _ids_from_boundaries(cu_seqlens: Tensor, first: int, queries: int) -> Tensor:
+    """Boundaries as document ids, of `queries` tokens from `first` on: [0, 3, 7] -> 1 1 1 2 2 2 2."""
+    index = torch.arange(first, first + queries, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.contiguous(), index, right=True)
 
 

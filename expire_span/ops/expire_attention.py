@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import inputs
-from .choice import DECODE_QUERIES, Impl, resolve_impl
+from .call import Call, spans_of_heads
+from .choice import Impl, resolve_impl
+from .context.current import Context, active_context
 from .documents import Boundaries, Documents, document_ids
 
 
@@ -64,8 +65,52 @@ def expire_attention(
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
     """
+    given = dict(ramp=ramp, causal=causal, include_self=include_self, scale=scale, relative_keys=relative_keys)
+    given |= dict(normalizer_eps=normalizer_eps, documents=documents, cu_seqlens=cu_seqlens)
+    given |= dict(deterministic=deterministic, impl=impl, check_values=check_values)
+    context = active_context()
+    if context is not None:
+        return _attend_in_context(context, q, k, v, span, q_pos, k_pos, given)
+    return _run(_check(None, q, k, v, span, q_pos, k_pos, **given))
+
+
+@torch.compiler.disable
+def _attend_in_context(
+    context: Context, q: Any, k: Any, v: Any, span: Any, q_pos: Any, k_pos: Any, given: Any
+) -> Tensor:
+    """The same for one part of a sequence, whose queries also see living memories of the other parts."""
+    call = context.prepare(lambda: _check(context, q, k, v, span, q_pos, k_pos, **given))
+    return _run(call if call.q.numel() == 0 else context.widen(call))
+
+
+def _check(
+    context: Context | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Tensor,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+    *,
+    ramp: float,
+    causal: bool,
+    include_self: bool,
+    scale: float | None,
+    relative_keys: Tensor | None,
+    normalizer_eps: float,
+    documents: Documents | None,
+    cu_seqlens: Boundaries | None,
+    deterministic: bool,
+    impl: Impl,
+    check_values: bool | None,
+) -> Call:
+    """Check the arguments and choose an implementation."""
     inputs.check_tensors(q=q, k=k, v=v, span=span)
     inputs.check_rank(q, k)
+    first = 0 if context is None or q_pos is not None else context.first(q.shape[2])
+    if context is not None and q_pos is None and k_pos is None and q.shape[2] != k.shape[2]:
+        given = f"got {q.shape[2]} queries and {k.shape[2]} memories"
+        raise ValueError(f"in a context, a part has as many memories as queries, {given}; give q_pos and k_pos")
     q_pos, k_pos = inputs.default_positions(q.shape[2], k.shape[2], q_pos, k_pos, q.device)
     inputs.check_tensors(q_pos=q_pos, k_pos=k_pos)
     inputs.check_relative_keys(relative_keys, q)
@@ -77,74 +122,33 @@ def expire_attention(
     check = check_values if check_values is not None else transform is None and _cheap_to_check(q)
     if check:
         inputs.check_values(span, q_pos, k_pos, ramp)
-    ids = document_ids(documents, cu_seqlens, q, k.shape[2], check)
+    whole = q.shape[2] if context is None else context.total(q.shape[2])
+    part = (0 if context is None else context.first(q.shape[2]), whole)
+    ids = document_ids(documents, cu_seqlens, q, k.shape[2], check, part)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
     # The fast implementations define first derivatives only, none of torch.func's transforms.
-    if transform is not None and chosen != "reference":
-        raise ValueError(f"under {transform} the operator needs impl='reference', got impl={impl!r}")
-    if q.shape[0] == 0 or q.shape[2] == 0:
-        return q.clone()  # no rows or no queries: y is empty like q
+    if transform is not None and (chosen != "reference" or context is not None):
+        needs = "impl='reference'" if context is None else "the whole sequence in one call, without a context"
+        raise ValueError(f"under {transform} the operator needs {needs}, got impl={impl!r}")
     span = span.to(inputs.lifetime_dtype(span, q))
+    q_pos, k_pos = (x.long() if first == 0 else x.long() + first for x in (q_pos, k_pos))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
-    call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *options)
-    if chosen == "triton":
-        return _run_triton(call, deterministic, check)
-    return _run_reference(call, causal) if chosen == "reference" else _run_chunked(call, causal)
+    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps, causal, deterministic, check, chosen)
+    return Call(q, k, v, span, q_pos, k_pos, ids, *options)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The checked arguments of a call: positions are int64, spans have the dtype in which lifetimes are computed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    span: Tensor
-    q_pos: Tensor
-    k_pos: Tensor
-    ids: tuple[Tensor, Tensor] | None
-    ramp: float
-    include_self: bool
-    scale: float
-    relative_keys: Tensor | None
-    normalizer_eps: float
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that every implementation takes, `documents` apart."""
-        return dict(ramp=self.ramp, include_self=self.include_self, scale=self.scale)
-
-    @property
-    def paper_options(self) -> dict[str, Any]:
-        """The two options that only the paper's models use: relative keys and the epsilon of the normaliser."""
-        return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
-
-    @property
-    def learns(self) -> bool:
-        leaves = (self.q, self.k, self.v, self.span, self.relative_keys)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether there are so few queries, without gradient, that a single pass without live lists is faster."""
-        return self.q.shape[2] <= DECODE_QUERIES and not self.learns
-
-    def lifetimes_by_head(self) -> tuple[Tensor, Tensor, Tensor]:
-        """span [B, P, S], q_pos [B, 1, T] and k_pos [B, P, S], where P is 1, or Hkv if either is given per head."""
-        (batch, kv_heads), span, k_pos = self.k.shape[:2], self.span, self.k_pos
-        span = span.unsqueeze(1) if span.dim() == 2 else spans_of_heads(span, kv_heads)
-        q_pos = self.q_pos.expand(batch, -1).unsqueeze(1)
-        k_pos = k_pos.expand(batch, -1).unsqueeze(1) if k_pos.dim() < 3 else k_pos
-        if span.shape[1] != k_pos.shape[1]:  # one of them is given per head, so the other is expanded
-            span, k_pos = span.expand(-1, kv_heads, -1), k_pos.expand(-1, kv_heads, -1)
-        return span, q_pos, k_pos
+def _run(call: Call) -> Tensor:
+    if call.q.shape[0] == 0 or call.q.shape[2] == 0:
+        return call.q.clone()  # no rows or no queries: y is empty like q
+    if call.impl == "triton":
+        return _run_triton(call)
+    return _run_reference(call) if call.impl == "reference" else _run_chunked(call)
 
 
-def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
+def _run_triton(call: Call) -> Tensor:
     """Call the GPU kernels. They take spans and positions in the shapes given, since every view costs host time."""
     from .triton import triton_attention, triton_decode
 
@@ -154,29 +158,29 @@ def _run_triton(call: _Call, deterministic: bool, check: bool) -> Tensor:
     tensors = (call.q, call.k, call.v, span, call.q_pos, call.k_pos)
     if decodes and call.ids is None:
         return triton_decode(*tensors, **call.options, **call.paper_options)
-    if check and call.relative_keys is not None and call.learns:
+    if call.check and call.relative_keys is not None and call.learns:
         inputs.check_distinct(call.q_pos, call.k_pos, call.relative_keys.shape[0], call.ids)
     return triton_attention(
-        *tensors, **call.options, **call.paper_options, documents=call.ids, deterministic=deterministic
+        *tensors, **call.options, **call.paper_options, documents=call.ids, deterministic=call.deterministic
     )
 
 
-def _run_chunked(call: _Call, causal: bool) -> Tensor:
+def _run_chunked(call: Call) -> Tensor:
     tensors = (call.q, call.k, call.v, *call.lifetimes_by_head())
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=causal, documents=call.ids, **call.options)
+        return decode_attention(*tensors, causal=call.causal, documents=call.ids, **call.options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
+    return chunked_attention(*tensors, causal=call.causal, documents=call.ids, **call.options, **call.paper_options)
 
 
-def _run_reference(call: _Call, causal: bool) -> Tensor:
+def _run_reference(call: Call) -> Tensor:
     from .reference import reference_attention
 
     tensors = (call.q, call.k, call.v, *(x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head()))
-    return reference_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
+    return reference_attention(*tensors, causal=call.causal, documents=call.ids, **call.options, **call.paper_options)
 
 
 def attend_in_segments(
@@ -210,14 +214,6 @@ def attend_in_segments(
     options: dict[str, Any] = dict(ramp=float(ramp), include_self=include_self, scale=1 / math.sqrt(q.shape[-1]))
     options.update(relative_keys=relative_keys, normalizer_eps=normalizer_eps, segments=segments)
     return triton_decode(q, k, v, span.expand(batch, -1), q_pos, k_pos.expand(batch, -1), **options)
-
-
-def spans_of_heads(span: Tensor, kv_heads: int) -> Tensor:
-    """Expand spans [B, P, S] with P in 1..Hkv to one row per head, [B, Hkv, S]; P = 1, shared by all heads, stays."""
-    if span.dim() == 2 or span.shape[1] in (1, kv_heads):
-        return span
-    shared = span[:, -1:].expand(-1, kv_heads - span.shape[1], -1)
-    return torch.cat([span, shared], 1)
 
 
 def _cheap_to_check(q: Tensor) -> bool:

@@ -131,6 +131,12 @@ class TrainConfig(LearningConfig):
     """Carry each row's memory from block to block (text); off, every block starts empty."""
     accumulate: int = 1
     """Micro-batches per optimizer step; must divide batch."""
+    context_parallel: int = 1
+    """Number of processes that share each row: every one reads a contiguous shard of the block and sends the others only the
+    memories that they can still see. Must divide the block and the number of processes."""
+    pieces: int = 1
+    """Read each block in this many pieces, one after another, with the gradients of the whole block: only the activations of
+    one piece and the memories that outlive theirs are held, and every piece but the last is computed twice."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward and backward pass; with bf16, a GPU computes products that stay in float32 as TF32."""
     compile: bool = False
@@ -150,7 +156,7 @@ class TrainConfig(LearningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch", "block", "accumulate", "eval_batches"):
+        for name in ("batch", "block", "accumulate", "eval_batches", "context_parallel", "pieces"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("test_batches", "eval_batch", "eval_block"):
             value = getattr(self, name)
@@ -159,3 +165,13 @@ class TrainConfig(LearningConfig):
             self.batch % self.accumulate == 0,
             f"accumulate must divide batch, got accumulate {self.accumulate} and batch {self.batch}",
         )
+        for name in ("context_parallel", "pieces"):
+            parts = getattr(self, name)
+            require(self.block % parts == 0, f"{name} must divide block, got {name} {parts} and block {self.block}")
+        both = f"got context_parallel {self.context_parallel} and pieces {self.pieces}"
+        require(
+            self.context_parallel == 1 or self.pieces == 1,
+            f"a block is shared or read in pieces, {both}; leave one at 1",
+        )
+        whole = "pieces need blocks that begin without memory, got carry True; give --train.no-carry"
+        require(self.pieces == 1 or not self.carry, whole)

@@ -35,7 +35,7 @@ class SteadyMemory(Store):
     living: Tensor | None = None
     """Number of living memories of each row [B] right after a block; None once `trim_states` has cut off the empty slots."""
     block: int = 0
-    """Number of tokens in the last block."""
+    """Number of tokens that the last block added."""
 
     @classmethod
     def empty(cls, batch: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> SteadyMemory:
@@ -54,14 +54,22 @@ class SteadyMemory(Store):
         return hidden, torch.cat([self.pos, pos.expand(x.shape[0], -1)], 1)
 
     def after(
-        self, hidden: Tensor, pos: Tensor, span: Tensor, *, block: int, ramp: float, cap: int | None
+        self,
+        hidden: Tensor,
+        pos: Tensor,
+        span: Tensor,
+        *,
+        block: int,
+        ramp: float,
+        cap: int | None,
+        added: int | None = None,
     ) -> SteadyMemory:
         """The store after a block of `block` tokens: hidden and pos as `extended` returned them, with their spans [B, S +
-        T]."""
+        T]. added: number of tokens that were added here, where others hold the rest of the block."""
         alive, lost = find_living(steps_left(span, pos, block, ramp), cap)
         evicted = self.evicted if lost is None else self.evicted + lost
         kept = _living_last(hidden.detach(), pos - block, alive)
-        return SteadyMemory(*kept, evicted, alive.sum(-1), block)
+        return SteadyMemory(*kept, evicted, alive.sum(-1), block if added is None else added)
 
     def forget_rows(self, rows: Tensor, start: SteadyMemory) -> SteadyMemory:
         """Replace the memories of the rows marked in `rows` [B] (bool) by those of `start`."""

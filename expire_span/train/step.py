@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.models.state import detach, map_tensors
+from expire_span.ops.context import backward_in_pieces
 from expire_span.ops.graphs import record_graph
 from expire_span.store import trim_states
 
@@ -66,8 +67,8 @@ class Recording:
 class TrainStep:
     """`step(pass) -> (sums, state, bytes held)`; gradients go to the parameters' `.grad`, which must be None before."""
 
-    def __init__(self, model: nn.Module, backward: Callable[[Tensor], None], *, graphs: bool) -> None:
-        self.model, self.backward, self.graphs = model, backward, graphs
+    def __init__(self, model: nn.Module, backward: Callable[[Tensor], None], *, graphs: bool, pieces: int = 1) -> None:
+        self.model, self.backward, self.graphs, self.pieces = model, backward, graphs, pieces
         self.parameters = list(model.parameters())
         self.recordings: OrderedDict[Any, Recording | None] = OrderedDict()
         self.pool: Any = None
@@ -88,10 +89,26 @@ class TrainStep:
 
     def run(self, given: Pass) -> Outcome:
         """Run the pass without a graph, kernel by kernel."""
+        if self.pieces > 1:
+            return self._run_in_pieces(given)
         sums, state, held = self.model(given.x, given.y, given.mask, given.state, given.fresh, given.remember)
         self.backward(sums["nll"] * given.scale + given.weight * sums["span_loss"])
         sums = {name: x.detach() for name, x in sums.items()}
         return sums, detach(state) if given.remember else None, held
+
+    def _run_in_pieces(self, given: Pass) -> Outcome:
+        """The same gradients, with the activations of one piece at a time."""
+        sums: dict[int, dict[str, Tensor]] = {}
+
+        def loss_of(n: int) -> Tensor:
+            x, y, mask = (part.chunk(self.pieces, 1)[n] for part in (given.x, given.y, given.mask))
+            found, _, _ = self.model(x, y, mask, None, None, False)
+            sums[n] = {name: part.detach() for name, part in found.items()}
+            return found["nll"] * given.scale + given.weight / self.pieces * found["span_loss"]
+
+        backward_in_pieces(loss_of, self.pieces)
+        totals = {name: torch.stack([part[name] for part in sums.values()]) for name in sums[0]}
+        return {n: x.sum(0) if n in ("nll", "correct") else x.mean(0) for n, x in totals.items()}, None, 0
 
     def _record(self, key: Any, given: Pass) -> Recording:
         while len(self.recordings) > MOST_GRAPHS:

@@ -28,6 +28,7 @@ from expire_span.checkpoint import Snapshot
 from expire_span.disk.sizes import show_bytes
 from expire_span.models.decoder import Decoder
 from expire_span.models.state import move
+from expire_span.ops.context import context_parallel
 from expire_span.runs import UserError
 from expire_span.settings.run import SupervisedRunConfig, TrainConfig
 from expire_span.tasks.contract import Task
@@ -35,6 +36,7 @@ from expire_span.tasks.registry import build_task
 
 from . import randomness
 from .budget import BudgetController
+from .context import build_context, seed_shards
 from .devices import build_accelerator, check_device, check_processes, impl_of
 from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
@@ -55,10 +57,15 @@ _PREFIX = "decoder."
 
 def check_rows(train: TrainConfig, processes: int) -> None:
     """Refuse a batch whose rows cannot be split evenly among processes and accumulation steps."""
-    if train.batch % (processes * train.accumulate):
+    if processes % train.context_parallel:
+        raise ValueError(
+            f"context_parallel must divide the number of processes, got context_parallel {train.context_parallel} and "
+            f"{processes} processes; start them by accelerate launch --num_processes {train.context_parallel}"
+        )
+    if train.batch % (processes // train.context_parallel * train.accumulate):
         raise ValueError(
             f"batch must be a multiple of processes x accumulate, got batch {train.batch}, "
-            f"{processes} processes and accumulate {train.accumulate}"
+            f"{processes // train.context_parallel} processes and accumulate {train.accumulate}"
         )
 
 
@@ -78,10 +85,12 @@ class SupervisedLearner:
         self.impl, self.warmup = impl_of(config.model, self.accelerator.device), config.train.warmup
         check_rows(config.train, self.accelerator.num_processes)
         check_processes(config, self.accelerator)
+        self.context = build_context(config, self.accelerator)
         processes = self.accelerator.num_processes
         check_size(config, self.accelerator.device, processes, processes if self._sharded else 1)
         randomness.seed_everything(config.seed)
         self._build_model()
+        seed_shards(config.seed, self.context)
         self.states: list[Any] = [None] * config.train.accumulate
         self.bytes_held = [0] * config.train.accumulate
         self.step_metrics = StepMetrics(config.model.layers)
@@ -92,19 +101,22 @@ class SupervisedLearner:
     def _build_model(self) -> None:
         decoder = Decoder(self.config.model).to(self.accelerator.device)
         if self.train_config.compile:
-            decoder.compile_blocks(carry=self.train_config.carry)
+            in_parts = self.context is not None or self.train_config.pieces > 1
+            decoder.compile_blocks(carry=self.train_config.carry, attention=not in_parts)
         scorer = Scorer(decoder, self.train_config.precision).train()
         self.model, *wrapped = self.accelerator.prepare(scorer, *build_optimizers(scorer, self.train_config))
         self.wrapped_optimizers = wrapped
         self.optimizers = [w.optimizer for w in wrapped]
         self.parameters = list(self.model.parameters())
-        self.run_pass = TrainStep(self.model, self.accelerator.backward, graphs=self._can_replay(decoder))
+        graphs, pieces = self._can_replay(decoder), self.train_config.pieces
+        self.run_pass = TrainStep(self.model, self.accelerator.backward, graphs=graphs, pieces=pieces)
 
     def _can_replay(self, decoder: Decoder) -> bool:
         """Whether steps can be recorded as CUDA graphs: one process on a GPU, and layers that allow it (`Mixer.steadiness`)."""
         config, one = self.train_config, self.accelerator.num_processes == 1
         promises = [block.mixer.steadiness() for block in decoder.layers()]
         steady = all(promise.carried if config.carry else promise.alone for promise in promises)
+        one = one and config.pieces == 1
         return config.graphs and one and config.accumulate == 1 and self.accelerator.device.type == "cuda" and steady
 
     def _build_budget(self) -> BudgetController | None:
@@ -149,8 +161,8 @@ class SupervisedLearner:
         self.rate = rate_factor(index, self.train_config)
         set_rates(self.optimizers, self.rate)
         micro, processes = self.train_config.accumulate, self.accelerator.num_processes
-        size = self.train_config.batch // (micro * processes)
-        first = self.accelerator.process_index * micro * size
+        size = self._rows_of_a_pass
+        first = self.accelerator.process_index // self.train_config.context_parallel * micro * size
         pieces = []
         for n in range(micro):
             rows = rows_of(batch, first + n * size, first + (n + 1) * size)
@@ -165,10 +177,18 @@ class SupervisedLearner:
         """Forward and backward of one micro-batch, with its own carried memory."""
         carry, device = self.train_config.carry, self.accelerator.device
         state, fresh = start_of(rows, self.states[n], device)
-        x, y, mask = (part.to(device, non_blocking=True) for part in (rows.x, rows.y, rows.mask))
+        own = [part if self.context is None else self.context.shard(part) for part in (rows.x, rows.y, rows.mask)]
+        x, y, mask = (part.to(device, non_blocking=True) for part in own)
         given = Pass(x, y, mask, state, fresh, torch.full((), scale, device=device), weight, carry)
-        sums, self.states[n], self.bytes_held[n] = self.run_pass(given)
+        with nullcontext() if self.context is None else context_parallel(self.context):
+            sums, self.states[n], self.bytes_held[n] = self.run_pass(given)
         return sums
+
+    @property
+    def _rows_of_a_pass(self) -> int:
+        """Number of rows that a process reads in one forward and backward pass."""
+        sharing = self.accelerator.num_processes // self.train_config.context_parallel
+        return self.train_config.batch // (self.train_config.accumulate * sharing)
 
     def _update_weights(self) -> Tensor:
         limit = self.train_config.clip or float("inf")
@@ -201,8 +221,8 @@ class SupervisedLearner:
         if found is None:
             return None
         back, process, micro, value = found
-        size = self.train_config.batch // (self.train_config.accumulate * self.accelerator.num_processes)
-        first = (process * self.train_config.accumulate + micro) * size
+        size, rows_of = self._rows_of_a_pass, process // self.train_config.context_parallel
+        first = (rows_of * self.train_config.accumulate + micro) * size
         place = f"rows {first}-{first + size - 1} of that step's batch" if micro >= 0 else "in the gradient only"
         advice = (
             f"try a lower --train.lr (now {self.train_config.lr:g}), "

@@ -22,6 +22,7 @@ from torch import Tensor
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness, check_start
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
+from expire_span.ops.context import active_context
 from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 
 from .attention import AttentionMixer
@@ -46,6 +47,8 @@ class ExpiringAttention(AttentionMixer):
 
     Subclasses build the lifetimes (`span_predictor`) and say how memories are read and limited (`rules`).
     """
+
+    reads_parts = True
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
@@ -124,6 +127,8 @@ class ExpiringAttention(AttentionMixer):
             raise ValueError(f"the state is not one that this layer made, got {type(state).__name__}; begin with None")
         (state,) = trim_states([state])
         memory = state["memory"]
+        if active_context() is not None:
+            self._check_parts(memory)
         if isinstance(memory, SteadyMemory):
             return self._read_hidden(x, memory, state)
         if memory is None:
@@ -132,25 +137,43 @@ class ExpiringAttention(AttentionMixer):
             return self._read_in_place(x, memory, state["position"])
         return self._read_kv(x, memory, state["position"])
 
+    def _check_parts(self, memory: Any) -> None:
+        """Refuse what needs the whole sequence in one place."""
+        noisy = self.training and getattr(getattr(self.settings, "paper", None), "noisy", False)
+        for name, used in (
+            ("states of keys and values", isinstance(memory, ExpiringMemory)),
+            ("initial_memories", self.rules.initial_memories > 0),
+            ("a cap on carried memories", self.rules.cap is not None and memory is not None),
+            ("paper.noisy", noisy),
+        ):
+            if used:
+                raise ValueError(
+                    f"in a context, a layer reads one part of a sequence and has no {name}; leave it out, and begin with "
+                    'keep="nothing" or keep="hidden"'
+                )
+
     def _read_block(self, x: Tensor, start: int) -> MixerOutput:
         """A block without memory before it."""
-        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        first = start + _tokens_before(x)
+        pos = torch.arange(first, first + x.shape[1], device=x.device)
         keys, (values, span) = self.keys(x, pos), self.span_predictor.with_values(x, self.value)
         y = self.attend(x, keys, self.split_heads(values), span, pos, pos)
         return MixerOutput(
-            y, {"memory": None, "position": start + x.shape[1]}, self._report(span, pos, start, len(pos))
+            y, {"memory": None, "position": start + _tokens_in_all(x)}, self._report(span, pos, start, len(pos))
         )
 
     def _read_hidden(self, x: Tensor, memory: SteadyMemory, state: dict[str, Any]) -> MixerOutput:
         """Stored and new hidden states become keys, values and spans, all computed with the current weights."""
         start, count = state["position"], x.shape[1]
-        pos = torch.arange(start, start + count, device=x.device)
+        first, block = start + _tokens_before(x), _tokens_in_all(x)
+        pos = torch.arange(first, first + count, device=x.device)
         h, k_pos = memory.extended(x.to(storage_dtype(x)), pos)  # [B, S + T, C]
         keys, (values, span) = self.keys(h, k_pos), self.span_predictor.with_values(h, self.value)
         y = self.attend(x, keys, self.split_heads(values), span, pos, k_pos)
         aux = self._report(span, k_pos, start, count)
         longest = span.detach().amax(1)  # a hidden state lives while any head needs it
-        memory = memory.after(h, k_pos, longest, block=count, ramp=self.span_predictor.ramp, cap=self.rules.cap)
+        limits: dict[str, Any] = dict(ramp=self.span_predictor.ramp, cap=self.rules.cap)
+        memory = memory.after(h, k_pos, longest, block=block, added=count, **limits)
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start}, aux)
 
@@ -233,7 +256,9 @@ class ExpiringAttention(AttentionMixer):
         """The report of a block of `count` queries from position `start` on, over memories with span [B, P, S] and k_pos."""
         k_pos = k_pos.unsqueeze(1) if k_pos.dim() == 2 else k_pos  # [B, 1 or Hkv, S] or [S]
         new = spans_of_heads(span.detach()[..., -count:], self.shape.num_kv_heads).squeeze(1)
-        new, rule, where = new if self.span_predictor.reports_spans else None, self.span_predictor, (start, count)
+        context = active_context()
+        new, rule = new if self.span_predictor.reports_spans else None, self.span_predictor
+        where = (start, count) if context is None else (start, count, context.total(count))
         if torch.is_grad_enabled():  # training reads both, and a compiled block cannot return functions
             return MixerAux(rule.loss(span, k_pos, *where), new, rule.live(span, k_pos, *where))
         return MixerAux(partial(rule.loss, span, k_pos, *where), new, partial(rule.live, span, k_pos, *where))
@@ -249,3 +274,15 @@ class ExpiringAttention(AttentionMixer):
         rule = self.span_predictor
         new_spans = new.squeeze(1) if rule.reports_spans else None
         return MixerAux(partial(ask, rule.loss), new_spans, partial(ask, rule.live))
+
+
+def _tokens_before(x: Tensor) -> int:
+    """Number of tokens of the block before x [B, T, C]: none, unless x is one part of a block that is read in parts."""
+    context = active_context()
+    return 0 if context is None else context.first(x.shape[1])
+
+
+def _tokens_in_all(x: Tensor) -> int:
+    """Number of tokens of the block to which x [B, T, C] belongs."""
+    context = active_context()
+    return x.shape[1] if context is None else context.total(x.shape[1])

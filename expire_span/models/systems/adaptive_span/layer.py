@@ -42,7 +42,7 @@ class HeadLifetimes(LifetimeRule):
     def span_form(self, dim: int) -> SpanForm:
         return SpanForm.constant(self.max_span * self.ratio.float().clamp(0.0, 1.0), dim)
 
-    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> Tensor:
+    def loss(self, span: Tensor, k_pos: Tensor, start: int, count: int, queries: int | None = None) -> Tensor:
         """L * mean(ratio), for each row."""
         return span[..., -1].mean(1)
 

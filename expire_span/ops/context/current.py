@@ -1,0 +1,49 @@
+"""The context in which the operator is called: none where a call holds its whole sequence, which is the usual case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from expire_span.ops.call import Call
+
+
+class Context(Protocol):
+    """One part of a sequence whose other parts are elsewhere. All parts have the same number of tokens."""
+
+    def first(self, count: int) -> int:
+        """Number of tokens of the sequence before this part, where parts have `count` tokens."""
+        ...
+
+    def total(self, count: int) -> int:
+        """Number of tokens of the whole sequence, where parts have `count` tokens."""
+        ...
+
+    def prepare(self, build: Callable[[], Call]) -> Call:
+        """Check this part's arguments by `build`, and, where others wait for this part, tell them of an error."""
+        ...
+
+    def widen(self, call: Call) -> Call:
+        """The call with all memories that its queries can see, those of other parts included."""
+        ...
+
+
+_active: Context | None = None
+
+
+def active_context() -> Context | None:
+    return _active
+
+
+@contextmanager
+def within(context: Context) -> Iterator[None]:
+    """Let the operator and the layers be called in this context. Contexts do not nest."""
+    global _active
+    if _active is not None:
+        raise ValueError("a context is active already and contexts do not nest; leave the first one before the second")
+    _active = context
+    try:
+        yield
+    finally:
+        _active = None
