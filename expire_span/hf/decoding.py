@@ -106,6 +106,11 @@ class RetrofitStepper:
         column, (epoch,) = self.clock.column, epochs
         return [{"memory": x.to_memory(column, epoch), "position": epoch + column} for x in self.memories]
 
+    def row_state(self, row: int) -> list[Any]:
+        """What a row holds, as `prefill` takes it. The host waits for the device."""
+        column, epoch = self.clock.column, int(self.clock.epochs[row])
+        return [{"memory": x.to_memory(column, epoch, row), "position": epoch + column} for x in self.memories]
+
     def tensors(self) -> dict[str, Tensor]:
         layers = enumerate(self.memories)
         fields = {f"layer{n}.{name}": x for n, memory in layers for name, x in memory.slots.tensors().items()}

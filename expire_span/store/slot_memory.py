@@ -111,10 +111,10 @@ class SlotMemory:
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
         self.refresh()
 
-    def to_memory(self, column: int, epoch: int) -> ExpiringMemory:
+    def to_memory(self, column: int, epoch: int, row: int | None = None) -> ExpiringMemory:
         """The living memories in order of birth, as an `ExpiringMemory`; rows with fewer of them have empty slots in front.
-        epoch: position of the first fresh slot."""
-        s = self.slots
+        epoch: position of the first fresh slot; row: the only row that is wanted."""
+        s = self.slots if row is None else self.slots.selected(torch.tensor([row], device=self.slots.k.device))
         alive = s.left(column) > 0  # [B, Hkv, W]
         born = s.by_head(s.pos)
         order = torch.where(alive, born, -torch.inf).argsort(-1)[..., alive.shape[-1] - int(alive.sum(-1).max()) :]

@@ -70,6 +70,10 @@ class Engine(ABC):
             self.tokens.copy_(column)
             self.advance(None)
 
+    @abstractmethod
+    def row_state(self, row: int) -> list[Any]:
+        """What a row holds, as `prefill` takes it, in tensors of its own. The host waits for the device."""
+
     @property
     @abstractmethod
     def live(self) -> Tensor:
@@ -164,6 +168,9 @@ class SlotEngine(Engine):
                 self.stepper.clear(begins[n])
             self.tokens.copy_(table[n])
             self.advance(None)
+
+    def row_state(self, row: int) -> list[Any]:
+        return self.stepper.row_state(row)
 
     # Steps
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from expire_span.models.mixer import MixerAux
 from expire_span.models.slot_step import StreamPosition
+from expire_span.models.state import map_tensors
+from expire_span.store import ExpiringMemory, Store
 from expire_span.store.slot_memory import SlotMemory
 
 
@@ -26,6 +28,16 @@ class Prefilled:
     """What each layer reported about the last chunk."""
     reader: Any = None
     """The model that read them; None where it is not known."""
+
+
+def trimmed(read: Prefilled) -> Prefilled:
+    """A copy that holds what is alive and shares no tensor with a state that goes on; without reports."""
+    state = map_tensors(read.state, torch.Tensor.clone, _trim)
+    return Prefilled(read.logits.clone(), state, reader=read.reader)
+
+
+def _trim(store: Store) -> Store:
+    return store.trimmed() if isinstance(store, ExpiringMemory) else store.map_tensors(torch.Tensor.clone)
 
 
 class Stepper(Protocol):
@@ -61,6 +73,10 @@ class Stepper(Protocol):
     def to_state(self) -> list[Any] | None:
         """The memories of all rows as `prefill` takes them; None where memories in slots, or those of rows that have read
         unequally many tokens, cannot be given back."""
+        ...
+
+    def row_state(self, row: int) -> list[Any]:
+        """What one row holds, as `prefill` takes it. The host waits for the device."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:

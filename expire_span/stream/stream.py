@@ -20,7 +20,7 @@ from expire_span.sampling import Sampling
 from .decoders import model_of
 from .engines import Engine, SlotEngine
 from .events import count_by_head, find_events, remember_living
-from .interface import Prefilled
+from .interface import Prefilled, trimmed
 from .memory_check import check_room
 from .plain_engine import PlainEngine
 from .prompts import Prompt, check_prompt, group_by_length
@@ -144,6 +144,20 @@ class Stream:
         return row
 
     @torch.inference_mode()
+    def snapshot(self, row: int) -> Prefilled:
+        """What a row holds and the logits of its next token, as `prefill` gives them: `join(snapshot(row))` goes on from here, and
+        so does `prefill(more, snapshot(row))`. Of what the row has read, only what is alive is in it."""
+        row = self._check_row(row)
+        if not self._engine.active[row]:
+            raise ValueError(f"row {row} is idle and holds nothing; name one of the rows in use, {self._in_use()}")
+        self._check_nothing_ahead()
+        logits, state = self._engine.logits[row : row + 1].clone(), self._engine.row_state(row)
+        return trimmed(Prefilled(logits, state, reader=self.model))
+
+    def _in_use(self) -> list[int]:
+        return [row for row, active in enumerate(self._engine.active) if active]
+
+    @torch.inference_mode()
     def leave(self, row: int) -> None:
         """Delete what a row holds; it is idle until another prompt joins there."""
         row = self._check_row(row)
@@ -162,11 +176,14 @@ class Stream:
         if given.dim() != 2 or len(given) != self.rows or given.is_floating_point() or not given.shape[1]:
             shape = f"shape {tuple(given.shape)} of {given.dtype}"
             raise ValueError(f"feed takes a token for each of {self.rows} rows, [rows] or [rows, T], got {shape}")
+        self._check_nothing_ahead()
+        self._engine.feed(given.to(torch.int64))
+
+    def _check_nothing_ahead(self) -> None:
         if self._flights:
             raise ValueError(
                 "generate has computed a step ahead; take it first, by next(stream.generate()), or give max_tokens"
             )
-        self._engine.feed(given.to(torch.int64))
 
     def _check_row(self, row: Any) -> int:
         number = as_whole(row)
