@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .memory import ExpiringMemory
-from .slots import FRESH, NEVER, Slots, choose_capacity, count_living
+from .slots import FRESH, NEVER, Slots, choose_capacity, count_kept, count_living
 
 if TYPE_CHECKING:
     from expire_span.ops.triton.slot_tiles import Division
@@ -35,9 +35,10 @@ class SlotMemory:
     def __init__(
         self, heads: int, head_dim: int, *, ramp: float, cap: int | None, limit: int, fused: bool, like: Tensor
     ) -> None:
-        """limit: the most memories that a row and head can hold; fused: whether kernels read the slots; like: a tensor with
+        """limit: the most memories that a row and head can hold, not counting those that are kept for ever; fused: whether kernels read the slots; like: a tensor with
         their dtype and device."""
         self.heads, self.head_dim, self.limit, self.fused = heads, head_dim, limit, fused
+        self._unmarked = limit
         self._settings: dict[str, Any] = dict(ramp=ramp, cap=cap, dtype=like.dtype, device=like.device)
         self.most: list[int] = [0] * heads
         """For each head, the most older slots that any row had in use after the last compaction."""
@@ -102,8 +103,14 @@ class SlotMemory:
         self.refresh()
 
     def count(self, found: Memories) -> Tensor:
-        """For each head, the largest number of living memories of any row, [Hkv], on the device."""
-        return count_living(found.span, found.pos, found.now, self.slots.ramp, self.heads)
+        """For each head, the largest number of living memories of any row, and behind them the number of those that are kept for
+        ever, [Hkv + 1], on the device."""
+        living = count_living(found.span, found.pos, found.now, self.slots.ramp, self.heads)
+        return torch.cat([living, count_kept(found.span).to(living.dtype).view(1)])
+
+    def allow(self, kept: int) -> None:
+        """Let rows hold so many memories that are kept for ever."""
+        self.limit = max(self.limit, self._unmarked + kept)
 
     def load(self, rows: Tensor, column: int, found: Memories, counts: list[int]) -> None:
         """Put memories into rows; counts: what `count` finds for them, for which room was made."""

@@ -108,8 +108,18 @@ class StreamModel(Protocol):
         """A hash of everything that its memories depend on."""
         ...
 
-    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
-        """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is."""
+    @property
+    def capped(self) -> bool:
+        """Whether a cap evicts living memories: what is kept then depends on the chunks in which tokens were read."""
+        ...
+
+    def check_marks(self, marks: Tensor) -> None:
+        """Raise ValueError where the model cannot give tokens these lifetimes, marks [T]."""
+        ...
+
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
+        """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is. marks [B, T]: lifetimes of
+        single tokens (models/marks.py)."""
         ...
 
     def stepper(self, rows: int) -> Stepper: ...
