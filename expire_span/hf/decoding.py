@@ -45,7 +45,8 @@ class RetrofitModel:
         if all(x.window is not None for x in self.handle.layers) and bool((marks == KEEP).any()):
             windows = ", ".join(sorted({str(x.window) for x in self.handle.layers}))
             raise ValueError(
-                f"this model reads the last {windows} tokens in every layer, so no token can be kept for longer; leave the mark out"
+                f"this model reads the last {windows} tokens in every layer, so no token can be kept for longer; leave the "
+                "mark out"
             )
 
     @property

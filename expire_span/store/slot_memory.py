@@ -35,8 +35,8 @@ class SlotMemory:
     def __init__(
         self, heads: int, head_dim: int, *, ramp: float, cap: int | None, limit: int, fused: bool, like: Tensor
     ) -> None:
-        """limit: the most memories that a row and head can hold, not counting those that are kept for ever; fused: whether kernels read the slots; like: a tensor with
-        their dtype and device."""
+        """limit: the most memories that a row and head can hold, not counting those that are kept for ever; fused: whether
+        kernels read the slots; like: a tensor with their dtype and device."""
         self.heads, self.head_dim, self.limit, self.fused = heads, head_dim, limit, fused
         self._unmarked = limit
         self._settings: dict[str, Any] = dict(ramp=ramp, cap=cap, dtype=like.dtype, device=like.device)
@@ -103,8 +103,8 @@ class SlotMemory:
         self.refresh()
 
     def count(self, found: Memories) -> Tensor:
-        """For each head, the largest number of living memories of any row, and behind them the number of those that are kept for
-        ever, [Hkv + 1], on the device."""
+        """For each head, the largest number of living memories of any row, and behind them the number of those that are kept
+        for ever, [Hkv + 1], on the device."""
         living = count_living(found.span, found.pos, found.now, self.slots.ramp, self.heads)
         return torch.cat([living, count_kept(found.span).to(living.dtype).view(1)])
 

@@ -76,7 +76,8 @@ class DecoderModel:
             )
         if bool(((marks >= 0) & (marks != KEEP)).any()) and others:
             raise ValueError(
-                f"layers of {', '.join(others)} do not forget single tokens, so none can expire at a given age; leave the mark out"
+                f"layers of {', '.join(others)} do not forget single tokens, so none can expire at a given age; leave the "
+                "mark out"
             )
 
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:

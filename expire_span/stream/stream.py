@@ -164,8 +164,8 @@ class Stream:
 
     @torch.inference_mode()
     def snapshot(self, row: int) -> Prefilled:
-        """What a row holds and the logits of its next token, as `prefill` gives them: `join(snapshot(row))` goes on from here, and
-        so does `prefill(more, snapshot(row))`. Of what the row has read, only what is alive is in it."""
+        """What a row holds and the logits of its next token, as `prefill` gives them: `join(snapshot(row))` goes on from here,
+        and so does `prefill(more, snapshot(row))`. Of what the row has read, only what is alive is in it."""
         row = self._check_row(row)
         if not self._engine.active[row]:
             raise ValueError(f"row {row} is idle and holds nothing; name one of the rows in use, {self._in_use()}")
@@ -324,12 +324,12 @@ class Stream:
         if self._generator is not None:
             meta["seed"] = self._generator[0]
             tensors = tensors | {"generator": self._generator[1].get_state()}
-        write_saved(Path(path), self._model, tensors, meta)
+        write_saved(Path(path), self._model.fingerprint(), tensors, meta)
 
     @classmethod
     def load(cls, model: Any, path: str | Path) -> Stream:
         """The stream that `save` wrote, of the same model."""
-        tensors, meta = read_saved(Path(path), model_of(model))
+        tensors, meta = read_saved(Path(path), model_of(model).fingerprint())
         try:
             return cls(model, meta["rows"], static_shapes=meta["static_shapes"])._restored(tensors, meta)
         except torch.OutOfMemoryError:

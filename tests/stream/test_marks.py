@@ -1,4 +1,4 @@
-"""Tokens with lifetimes of their own: kept ones never expire, others are gone at the age that was given, and nothing reads them."""
+"""Tokens with lifetimes of their own: kept ones never expire, others are gone at the age that was given and read by nothing."""
 
 from __future__ import annotations
 
