@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import sys
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from .parsing import PROGRAM, check_port, options_at_least, parse, warn
 
 if TYPE_CHECKING:
     from expire_span.serve.scheduler import Scheduler
+    from expire_span.serve.sessions import Sessions
     from expire_span.serve.text import TextModel
+
+KEYS = "EXPIRE_SPAN_API_KEYS"
+"""Variable of the environment with the keys that may ask, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Serve:
     runs_dir: Path = Path("runs")
     """Folder of runs."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server has no authentication: put a proxy that has one before any other address."""
+    """Address to listen on. For any other address, set keys (EXPIRE_SPAN_API_KEYS) and put a proxy with TLS before it."""
     port: int = 8000
     """Port to listen on."""
     rows: int = 8
@@ -49,6 +54,16 @@ class Serve:
     """Largest number of texts that wait for their turn; more are refused with 429."""
     max_prompt: int = 500_000
     """Largest number of tokens of a prompt."""
+    max_kept: int = 4096
+    """Largest number of tokens of a chat that are marked "keep"."""
+    session_memory: int = 1_000_000_000
+    """Bytes of memory for what earlier requests have read, so that a prompt that begins as they did goes on from there; 0 reads
+    every prompt whole."""
+    session_folder: Path | None = None
+    """Folder for sessions that leave the memory, and for the ends of answers, so that chats outlive the server. It holds what
+    the model remembers of texts: protect it as you would protect them."""
+    session_disk: int = 10_000_000_000
+    """Bytes of files in that folder; the sessions that were not used for longest are deleted."""
     max_body: int = 4_000_000
     """Largest number of bytes of a request."""
     patience: float = 30.0
@@ -61,7 +76,7 @@ def run_serve(args: list[str]) -> int:
     command = parse(Serve, args, f"{PROGRAM} serve")
     check_port(command.port)
     options_at_least(command, 1, "rows", "max_waiting", "max_prompt", "max_body")
-    options_at_least(command, 0, "grace")
+    options_at_least(command, 0, "grace", "max_kept", "session_memory", "session_disk")
     options_at_least(command, 0.1, "patience")
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
@@ -69,9 +84,10 @@ def run_serve(args: list[str]) -> int:
     from expire_span.serve.scheduler import Scheduler
 
     with _listen(command.host, command.port) as listener:
-        scheduler = Scheduler(_open(command), rows=command.rows, waiting=command.max_waiting)
+        keys, text = _keys(), _open(command)
+        scheduler = Scheduler(text, rows=command.rows, waiting=command.max_waiting, sessions=_sessions(command, text))
         try:
-            _serve(command, scheduler, listener)
+            _serve(command, scheduler, listener, keys)
         finally:
             scheduler.close()
     return 0
@@ -90,16 +106,47 @@ def _open(command: Serve) -> TextModel:
     return open_run(command.model, command.runs_dir, check_device(command.device), warn)
 
 
-def _serve(command: Serve, scheduler: Scheduler, listener: socket.socket) -> None:
+def _keys() -> list[str]:
+    """The keys that may ask; none lets everybody."""
+    given = os.environ.get(KEYS)
+    keys = [key.strip() for key in (given or "").split(",") if key.strip()]
+    if given is not None and not keys:
+        raise UserError(f"{KEYS} must hold keys with commas between them, got none; give some, or unset it")
+    if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise UserError(
+            f"{KEYS} must hold keys of printable ASCII characters without spaces, got others; give such keys"
+        )
+    return keys
+
+
+def _sessions(command: Serve, text: TextModel) -> Sessions | None:
+    from expire_span.serve.sessions import Sessions
+    from expire_span.stream.decoders import model_of
+
+    if command.session_memory == 0:
+        if command.session_folder is not None:
+            raise UserError(
+                f"--session-folder {command.session_folder} needs memory to write from, got --session-memory 0; give more"
+            )
+        return None
+    if model_of(text.model).capped:
+        warn("this model has a cap, and what it evicts depends on where reading pauses; it is served without sessions")
+        return None
+    return Sessions(text.model, command.session_memory, command.session_folder, command.session_disk)
+
+
+def _serve(command: Serve, scheduler: Scheduler, listener: socket.socket, keys: list[str]) -> None:
     from expire_span.serve.http import Limits, build_app, problem
+    from expire_span.web.guard import Keys
     from expire_span.web.hosts import LOOPBACK, OwnHosts, is_loopback
     from expire_span.web.server import Server, ServerConfig, exempt_loaded
 
-    limits = Limits(max_body=command.max_body, max_prompt=command.max_prompt, patience=command.patience)
+    limits = Limits(command.max_body, command.max_prompt, command.max_kept, patience=command.patience)
     names = {*LOOPBACK, command.host, *command.allow_host}
     hosts = OwnHosts(names, any_address=not is_loopback(command.host), hint="; allow a name with --allow-host")
     name = command.model or SHIPPED.name
-    app = build_app(scheduler, name, limits=limits, hosts=hosts)
+    who = Keys(keys, open_paths=("/health",)) if keys else None
+    app = build_app(scheduler, name, limits=limits, hosts=hosts, keys=who)
 
     def refuse() -> None:
         told = f"answers under way have {command.grace:g} s to end; a second signal ends at once"

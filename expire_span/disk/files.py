@@ -212,6 +212,13 @@ def sweep(folder: Path, pattern: str = ".*.tmp") -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def sweep_own(folder: Path) -> None:
+    """Delete the temporary files of an earlier process that had this one's number, as the first process of a container always
+    has; for a process that has not written into the folder yet."""
+    for path in folder.glob(f".*.{os.getpid()}.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def _sweep_earlier(path: Path) -> None:
     """Delete what earlier processes that were killed while they wrote this file have left beside it."""
     sweep(path.parent, f".{glob.escape(path.name)}.*.tmp")

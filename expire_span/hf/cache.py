@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from expire_span.disk.files import write_atomic
 from expire_span.errors import StorageError, UserError, describe
+from expire_span.models.marks import override
 from expire_span.models.state import pack, unpack
 from expire_span.store import ExpiringMemory
 from expire_span.store.tensor_files import check_tensors, to_bytes
@@ -75,6 +76,8 @@ class ExpiringLayer(ForgettingLayer):
         self.memory: ExpiringMemory | None = None
         self.seen = 0
         self.staged: LayerReading | None = None
+        self.marks: Tensor | None = None
+        """Lifetimes that the caller gives to the next tokens, [B, T]; see models/marks.py."""
         self.padded = False
         """Whether a mask came with tokens read so far, so that some of them may be padding."""
 
@@ -86,6 +89,7 @@ class ExpiringLayer(ForgettingLayer):
         """Store the spans of the next tokens, which `update` needs and transformers does not pass to it. padded: whether they
         come with a mask."""
         self._check_fits(reading.span)
+        reading.span = override(reading.span, self.marks, reading.ramp)
         self.staged, self.padded = reading, self.padded or padded
 
     def count_kept(self) -> Tensor | int:

@@ -3,11 +3,13 @@ token of every row per step; on a GPU a step is one replay of a CUDA graph."""
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from expire_span.models.marks import KEEP
 from expire_span.models.slot_step import SlotRules, StreamPosition
 from expire_span.store.slots import smallest_bytes
 from expire_span.store.tensor_files import digest_tensors
@@ -35,6 +37,19 @@ class RetrofitModel:
         self.prefers_steps = self.device.type == "cuda"
 
     @property
+    def capped(self) -> bool:
+        return self.handle.config.cap is not None
+
+    def check_marks(self, marks: Tensor) -> None:
+        """In a layer with a window of the base model's own, a kept token is read as far as the base model reads it."""
+        if all(x.window is not None for x in self.handle.layers) and bool((marks == KEEP).any()):
+            windows = ", ".join(sorted({str(x.window) for x in self.handle.layers}))
+            raise ValueError(
+                f"this model reads the last {windows} tokens in every layer, so no token can be kept for longer; leave the "
+                "mark out"
+            )
+
+    @property
     def row_bytes(self) -> int:
         element = next(self.handle.model.parameters()).element_size()
         slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.handle.layers)
@@ -44,11 +59,14 @@ class RetrofitModel:
         """The hashes of the base model and of what was learned."""
         return f"{base_hash(self.handle.model)} {digest_tensors(self.handle.learned())}"
 
-    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         cache, logits = self.handle.new_cache(), torch.empty(0)
         for layer, part in zip(cache.layers, state or ()):
             layer.memory, layer.seen = part["memory"], part["position"]
-        for chunk in tokens.to(self.device).split(CHUNK, dim=1):
+        chunks = tokens.to(self.device).split(CHUNK, dim=1)
+        for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(CHUNK, dim=1)):
+            for layer in cache.layers:
+                layer.marks = marked
             logits = self.handle.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         return Prefilled(logits.float(), [{"memory": x.memory, "position": x.seen} for x in cache.layers])
 
@@ -105,6 +123,11 @@ class RetrofitStepper:
             return None
         column, (epoch,) = self.clock.column, epochs
         return [{"memory": x.to_memory(column, epoch), "position": epoch + column} for x in self.memories]
+
+    def row_state(self, row: int) -> list[Any]:
+        """What a row holds, as `prefill` takes it. The host waits for the device."""
+        column, epoch = self.clock.column, int(self.clock.epochs[row])
+        return [{"memory": x.to_memory(column, epoch, row), "position": epoch + column} for x in self.memories]
 
     def tensors(self) -> dict[str, Tensor]:
         layers = enumerate(self.memories)

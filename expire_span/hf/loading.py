@@ -229,7 +229,7 @@ def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """Messages through the tokenizer's chat template, or as plain lines where it has none."""
-    return tokenizer.encode(_chat_text(tokenizer, messages), add_special_tokens=False)
+    return tokenizer.encode(chat_text(tokenizer, messages), add_special_tokens=False)
 
 
 def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
@@ -242,14 +242,15 @@ def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
     if first:
         return chat_tokens(tokenizer, [turn])
     before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-    after = _chat_text(tokenizer, [*before, turn]).partition(_MARK)[2]
+    after = chat_text(tokenizer, [*before, turn]).partition(_MARK)[2]
     return tokenizer.encode(after, add_special_tokens=False) if after else chat_tokens(tokenizer, [turn])
 
 
 _MARK = "the-answer-ends-here"
 
 
-def _chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """The text that `chat_tokens` encodes."""
     if not tokenizer.chat_template:
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
     from jinja2 import TemplateError

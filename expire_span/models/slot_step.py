@@ -176,6 +176,21 @@ class SlotStep:
         counts."""
         self.memory.load(rows, self.clock.column, found, counts)
 
+    def row_state(self, row: int) -> dict[str, Any]:
+        """What a row holds, as the decoder's state of this layer: the inverse of `load`. The host waits for the device."""
+        epoch, column = int(self.clock.epochs[row]), self.clock.column
+        memory, position = self.memory.to_memory(column, epoch, row), epoch + column
+        if isinstance(self.mixer, ExpiringAttention):
+            if self.mixer.span_predictor.per_head:
+                return {"memory": memory, "position": position}
+            return {"memory": memory.shared_by_heads(), "position": position}
+        state = self.mixer.initial_state(1)
+        (ring,), held = state["rings"], min(len(memory), self.rules.limit)
+        if held:
+            ring["k"][:, :, -held:], ring["v"][:, :, -held:] = (memory[x][:, :, -held:] for x in ("k", "v"))
+            ring["pos"][:, -held:] = memory.pos[:, 0, -held:]
+        return {**state, "position": position, "seen": state["seen"] + position}
+
     # The step
 
     def add(self, states: StepStates) -> StepStates:

@@ -39,6 +39,9 @@ class StateStep:
         for name, x in self.state.items():
             x[rows] = state[name].to(x.dtype)
 
+    def row_state(self, row: int) -> dict[str, Tensor]:
+        return {name: x[row : row + 1].clone() for name, x in self.state.items()}
+
     def add(self, states: StepStates) -> StepStates:
         y, after, _ = self.mixer.mix(self.norm(states.x).unsqueeze(1), self.state)
         for name, old in self.state.items():
@@ -143,7 +146,10 @@ class Stepper:
                 layer.memory.slots.clear(where)
 
     def to_state(self) -> None:
-        """None: memories in slots cannot be given back to the decoder."""
+        """None: rows of a batch may have read unequally many tokens, which the decoder does not take."""
+
+    def row_state(self, row: int) -> list[Any]:
+        return [layer.row_state(row) for layer in self.layers]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that steps change, by name."""

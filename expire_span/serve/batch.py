@@ -68,6 +68,7 @@ class Batch:
         tokens = [0] * self.stream.rows  # an idle row reads anything
         for response in self.responses:
             tokens[_row(response)] = response.token
+            response.fed.append(response.token)
         self.stream.feed(tokens)
 
     def _resize(self, size: int) -> None:

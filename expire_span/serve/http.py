@@ -19,11 +19,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from expire_span.checks import show
-from expire_span.web.guard import Guard
+from expire_span.web.guard import OWNER, Guard, Keys
 from expire_span.web.hosts import OwnHosts
 from expire_span.web.streaming import Streamed
 
-from .protocol import MOST_PROMPT, Body, Chat, Completion
+from .operations import add_operations
+from .protocol import MOST_KEPT, MOST_PROMPT, Body, Chat, Completion
 from .requests import Request
 from .scheduler import Busy, Scheduler
 
@@ -41,6 +42,8 @@ class Limits:
     """Largest number of bytes of a request."""
     max_prompt: int = MOST_PROMPT
     """Largest number of tokens of a prompt."""
+    max_kept: int = MOST_KEPT
+    """Largest number of tokens of a chat that never expire."""
     default_tokens: int = 256
     """Number of tokens of an answer where the client gives none."""
     patience: float = 30.0
@@ -48,14 +51,23 @@ class Limits:
 
 
 def build_app(
-    scheduler: Scheduler, name: str, *, limits: Limits | None = None, hosts: OwnHosts | None = None
+    scheduler: Scheduler,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    hosts: OwnHosts | None = None,
+    keys: Keys | None = None,
 ) -> FastAPI:
-    """The application: /v1/models, /v1/completions and /v1/chat/completions. hosts: by default those of this machine."""
+    """The application: OpenAI's /v1/models, /v1/completions and /v1/chat/completions; /v1/memory, /metrics and /health.
+
+    hosts: by default those of this machine; keys: those that may ask, by default everybody.
+    """
     limits = limits or Limits()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(
         Guard,
         hosts=hosts or OwnHosts(),
+        keys=keys,
         most_body=limits.max_body,
         patience=limits.patience,
         problem=problem,
@@ -81,9 +93,11 @@ def build_app(
     async def chat(body: Chat, http: fastapi.Request) -> Any:
         return await _answer(scheduler, body, _Words("chat.completion", "chatcmpl", name), limits, http)
 
+    add_operations(app, scheduler, name)
+
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
     async def anything_else(path: str, http: fastapi.Request) -> None:
-        has = "GET /v1/models, POST /v1/completions and POST /v1/chat/completions"
+        has = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/memory, GET /metrics and GET /health"
         raise HTTPException(404, f"this server has {has}, got {http.method} {show('/' + path)[1:-1]}")
 
     app.add_exception_handler(AnyHTTPException, _explain)
@@ -119,19 +133,24 @@ class _Words:
         self.kind = kind
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: str, request: Request) -> dict[str, Any]:
         said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return {"index": index, "finish_reason": reason, "logprobs": None, **said}
+        return {"index": index, "finish_reason": request.reason, "logprobs": None, **said, **_session(request)}
 
-    def piece(self, index: int, text: str, reason: str | None = None, first: bool = False) -> dict[str, Any]:
+    def piece(self, index: int, text: str, ended: Request | None = None, first: bool = False) -> dict[str, Any]:
         """A part of a streamed answer; the first one of a chat says whose it is."""
-        delta = ({"role": "assistant"} if first else {}) | ({} if reason else {"content": text})
+        delta = ({"role": "assistant"} if first else {}) | ({} if ended else {"content": text})
         said = {"delta": delta} if self.is_chat else {"text": text}
-        return {"index": index, "finish_reason": reason, "logprobs": None, **said}
+        end = {"finish_reason": None} if ended is None else {"finish_reason": ended.reason, **_session(ended)}
+        return {"index": index, "logprobs": None, **end, **said}
 
     def event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = f"{self.kind}.chunk" if self.is_chat else self.kind
         return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **more})}\n\n"
+
+
+def _session(request: Request) -> dict[str, str]:
+    return {} if request.session is None else {"session": request.session}
 
 
 class _Call:
@@ -141,10 +160,12 @@ class _Call:
         self.arrived: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.requests: list[Request] = []
 
-    async def begin(self, scheduler: Scheduler, body: Body, limits: Limits) -> None:
-        options = scheduler.text, limits.default_tokens, self._receiver(), limits.max_prompt
-        try:  # in a thread, since a long prompt takes a while to encode
+    async def begin(self, scheduler: Scheduler, body: Body, limits: Limits, owner: str) -> None:
+        most = limits.max_prompt, limits.max_kept
+        options = scheduler.text, limits.default_tokens, self._receiver(), *most, owner
+        try:  # in a thread, since a long prompt takes a while to encode, and a session to read
             self.requests = await asyncio.to_thread(body.requests, *options)
+            await asyncio.to_thread(_look_for_beginnings, scheduler, self.requests[:: body.choices])
             scheduler.submit(*self.requests)
         except (ValueError, RuntimeError) as error:
             raise _as_answer(error) from error
@@ -172,19 +193,27 @@ class _Call:
         for request in self.requests:
             request.cancelled = True
 
-    def usage(self, prompt_tokens: int) -> dict[str, int]:
-        written = sum(request.written for request in self.requests)
-        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": written}
-        return {**counts, "total_tokens": sum(counts.values())}
+    def usage(self, choices: int) -> dict[str, Any]:
+        """The numbers of tokens of all texts, `choices` of which share a prompt."""
+        written, first = sum(request.written for request in self.requests), self.requests[::choices]
+        counts = {"prompt_tokens": sum(len(x.prompt) for x in first), "completion_tokens": written}
+        details = {"prompt_tokens_details": {"cached_tokens": sum(x.cached for x in first)}}
+        return {**counts, "total_tokens": sum(counts.values()), **details}
+
+
+def _look_for_beginnings(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Read what is known about prompts from the folder of sessions, so that the scheduler need not wait for the disk."""
+    if scheduler.sessions is not None:
+        for request in requests:
+            request.begun = scheduler.sessions.find(request.owner, request.prompt, request.chat.marks, load=True)
 
 
 async def _answer(scheduler: Scheduler, body: Body, words: _Words, limits: Limits, http: fastapi.Request) -> Any:
     call = _Call()
-    await call.begin(scheduler, body, limits)
-    prompt_tokens = sum(len(request.prompt) for request in call.requests[:: body.choices])
+    await call.begin(scheduler, body, limits, http.scope.get(OWNER, ""))
     if body.stream:
         wants_usage = bool((body.stream_options or {}).get("include_usage"))
-        events = _events(call, words, prompt_tokens if wants_usage else None)
+        events = _events(call, words, body.choices if wants_usage else None)
         return Streamed(events, call.cancel, media_type="text/event-stream")
     texts: list[list[str]] = [[] for _ in call.requests]
     watch = asyncio.create_task(_cancel_when_gone(call, http))
@@ -196,8 +225,8 @@ async def _answer(scheduler: Scheduler, body: Body, words: _Words, limits: Limit
     finally:
         watch.cancel()
         call.cancel()
-    choices = [words.whole(n, "".join(text), r.reason) for n, (text, r) in enumerate(zip(texts, call.requests))]
-    return {**words.head, "object": words.kind, "choices": choices, "usage": call.usage(prompt_tokens)}
+    choices = [words.whole(n, "".join(text), r) for n, (text, r) in enumerate(zip(texts, call.requests))]
+    return {**words.head, "object": words.kind, "choices": choices, "usage": call.usage(body.choices)}
 
 
 async def _cancel_when_gone(call: _Call, http: fastapi.Request) -> None:
@@ -207,21 +236,22 @@ async def _cancel_when_gone(call: _Call, http: fastapi.Request) -> None:
     call.cancel()
 
 
-async def _events(call: _Call, words: _Words, prompt_tokens: int | None) -> AsyncIterator[str]:
-    """The answer as server-sent events. prompt_tokens: for an event with the number of tokens, where the client wants one."""
+async def _events(call: _Call, words: _Words, choices: int | None) -> AsyncIterator[str]:
+    """The answer as server-sent events. choices: texts for each prompt, for an event with the numbers of tokens, where the
+    client wants one."""
     begun: set[int] = set()
     try:
         async for index, piece in call.pieces():
             if call.arrived.qsize() > MOST_UNREAD:
                 raise RuntimeError(f"{MOST_UNREAD:,} pieces of the answer wait to be read; read it faster")
             if piece is None:
-                choice = words.piece(index, "", call.requests[index].reason, first=index not in begun)
+                choice = words.piece(index, "", call.requests[index], first=index not in begun)
             else:
                 choice = words.piece(index, piece, first=index not in begun)
             begun.add(index)
             yield words.event([choice])
-        if prompt_tokens is not None:
-            yield words.event([], usage=call.usage(prompt_tokens))
+        if choices is not None:
+            yield words.event([], usage=call.usage(choices))
     except Exception as error:
         yield f"data: {json.dumps(problem(_status(error), str(error)))}\n\n"
     yield "data: [DONE]\n\n"

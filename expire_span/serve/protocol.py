@@ -7,13 +7,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel
 
 from expire_span.checks import check_count, require, show
 from expire_span.sampling import Sampling
+from expire_span.stream.decoders import model_of
 
 from .requests import Request
 from .text import TextModel
+from .turns import Prompt, read_chat
 
 MOST_CHOICES = 128
 """Largest number of texts in one answer: prompts times n."""
@@ -21,6 +24,8 @@ MOST_STOPS, MOST_STOP = 16, 1000
 """Largest number of stop strings, each of which is looked for at every token, and of the characters of one."""
 MOST_MESSAGES = 10_000
 """Largest number of messages of a chat."""
+MOST_KEPT = 4096
+"""Largest number of tokens of a chat that never expire, unless the server is given another."""
 MOST_PROMPT = 500_000
 """Largest number of tokens of a prompt, unless the server is given another."""
 REFUSED = {
@@ -75,8 +80,8 @@ class Body(BaseModel, extra="allow"):
         return 1
 
     @abstractmethod
-    def prompts(self, text: TextModel) -> list[list[int]]:
-        """The prompts as tokens; a ValueError says what is wrong with them."""
+    def prompts(self, text: TextModel) -> list[Prompt]:
+        """The prompts; a ValueError says what is wrong with them."""
 
     def requests(
         self,
@@ -84,18 +89,29 @@ class Body(BaseModel, extra="allow"):
         default: int,
         receiver: Callable[[int], Any],
         most_prompt: int = MOST_PROMPT,
+        most_kept: int = MOST_KEPT,
+        owner: str = "",
     ) -> list[Request]:
         """One request for each text of the answer: `choices` for each prompt, with seeds that count up.
 
         default: number of tokens where the client gives none; receiver: gives the function that gets the text of an index;
-        most_prompt: largest number of tokens of a prompt.
+        most_prompt: largest number of tokens of a prompt; most_kept: of those that never expire; owner: whose sessions it
+        uses.
         """
         self._check()
         limit = next((x for x in (self.max_completion_tokens, self.max_tokens) if x is not None), default)
         check_count("max_tokens", limit)
         stops, prompts = self._stops(), self.prompts(text)
-        longest = max(map(len, prompts))
+        longest = max(len(prompt.tokens) for prompt in prompts)
         require(longest <= most_prompt, f"a prompt may have {most_prompt:,} tokens, got {longest:,}; cut it")
+        kept = max(prompt.kept for prompt in prompts)
+        require(
+            kept <= most_kept,
+            f"a chat may keep {most_kept:,} tokens, which fill slots for good, got {kept:,}; keep fewer",
+        )
+        for prompt in prompts:
+            if prompt.marks is not None:
+                model_of(text.model).check_marks(torch.tensor(prompt.marks))
         seed = self.seed if self.seed is not None else uuid.uuid4().int % 2**31
         made = []
         for prompt in prompts:
@@ -103,7 +119,9 @@ class Body(BaseModel, extra="allow"):
                 sampling = Sampling(
                     1.0 if self.temperature is None else self.temperature, None, self.top_p, seed + choice
                 )
-                made.append(Request(prompt, limit, sampling, stops, receiver(len(made)), continues=self.continues))
+                request = Request(prompt.tokens, limit, sampling, stops, receiver(len(made)), continues=self.continues)
+                request.chat, request.owner = prompt, owner
+                made.append(request)
         return made
 
     def _check(self) -> None:
@@ -142,26 +160,28 @@ class Completion(Body):
     def _several(self) -> bool:
         return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
-    def prompts(self, text: TextModel) -> list[list[int]]:
+    def prompts(self, text: TextModel) -> list[Prompt]:
         each = self.prompt if self._several() else [self.prompt if self.prompt not in (None, []) else ""]
         for one in each:
             fits = isinstance(one, str) or _is_tokens(one)
             require(fits, f"prompt must be text, tokens, or a list of either, got {show(one)}")
-        return [_encode(text, one) for one in each]
+        return [Prompt(_encode(text, one)) for one in each]
 
 
 class Chat(Body):
     messages: Any
     """A list of objects; checked below, as the prompts of a completion are."""
 
-    def prompts(self, text: TextModel) -> list[list[int]]:
+    def prompts(self, text: TextModel) -> list[Prompt]:
         if text.chat_tokens is None:
             raise ValueError("this model has learned plain text and no turns of a chat; ask /v1/completions instead")
         require(isinstance(self.messages, list), f"messages must be a list, got {show(self.messages)}")
         require(bool(self.messages), "messages must hold at least one message, got none")
         count = len(self.messages)
         require(count <= MOST_MESSAGES, f"a chat may have {MOST_MESSAGES:,} messages, got {count:,}; leave some out")
-        return [_check_tokens(text.chat_tokens([_plain(said) for said in self.messages]), text.vocab)]
+        prompt = read_chat(text, [_plain(said) for said in self.messages])
+        _check_tokens(prompt.tokens, text.vocab)
+        return [prompt]
 
 
 def _plain(said: Any) -> dict[str, Any]:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
+from expire_span.models.state import move
 from expire_span.sampling import Sampling
 from expire_span.stream import Prefilled
 
 from .detokenizer import TextWriter
+from .sessions import Snapshot
 from .text import TextModel
+from .turns import Prompt
 
 CHUNK = 256
 """Tokens of a prompt that are read between two decode steps."""
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt that is read in one call, and the lifetimes of its tokens."""
+
+    tokens: torch.Tensor
+    marks: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -35,6 +47,16 @@ class Request:
     """Number of tokens drawn so far."""
     reason: str = "length"
     """Why it ended, in OpenAI's words: "stop" or "length"."""
+    chat: Prompt = field(default_factory=lambda: Prompt([]))
+    """What is known about the prompt: lifetimes of its tokens, places of its messages, where later prompts may leave it."""
+    owner: str = ""
+    """Whose sessions it may go on from."""
+    begun: Snapshot | None = None
+    """The longest known beginning of the prompt, as far as it has been looked for."""
+    cached: int = 0
+    """Number of tokens of the prompt that did not have to be read."""
+    session: str | None = None
+    """The key of the snapshot that was taken at the end of the answer."""
 
 
 class Response:
@@ -44,8 +66,12 @@ class Response:
         self.request, self.ends = request, text.ends
         self.prompt: Prefilled | None = None
         """What has been read of the prompt, until the response joins the batch."""
-        self.chunks = list(torch.tensor(request.prompt).split(CHUNK))
-        """Those that have not been read yet."""
+        self.chunks: list[Chunk] | None = None
+        """Those that have not been read yet; None before it is known where to begin."""
+        self.read = 0
+        """Number of tokens of the prompt that have been read."""
+        self.fed: list[int] = []
+        """Tokens of the answer that the row has read."""
         self.generator = torch.Generator(device).manual_seed(request.sampling.seed)
         self.row: int | None = None
         """Its row of the batch."""
@@ -53,6 +79,31 @@ class Response:
         """The token that was drawn last."""
         self.done = False
         self._writer = TextWriter(text.tokenizer, request.stop, request.prompt if request.continues else ())
+
+    @property
+    def waits(self) -> bool:
+        """Whether its prompt has not been read to the end."""
+        return self.row is None and not self.done
+
+    def begin(self, found: Snapshot | None, device: torch.device) -> None:
+        """Plan the reading of the prompt, after a beginning that is known: in chunks that end at the points of interest."""
+        request, start = self.request, 0
+        tokens, marks = torch.tensor(request.prompt), request.chat.marks
+        lifetimes = None if marks is None else torch.tensor(marks)
+        if found is not None and found.read is not None:
+            start = self.read = request.cached = found.length
+            self.prompt = Prefilled(found.read.logits.to(device), move(found.read.state, device))
+        self.chunks = []
+        for begin, end in pairwise([start, *(x for x in self.points if x > start)]):
+            for at in range(begin, end, CHUNK):
+                part = slice(at, min(at + CHUNK, end))
+                self.chunks.append(Chunk(tokens[part], None if lifetimes is None else lifetimes[part]))
+
+    @property
+    def points(self) -> list[int]:
+        """Numbers of tokens of the prompt after which a snapshot is taken."""
+        whole = len(self.request.prompt)
+        return sorted({*(x for x in self.request.chat.points if x < whole), whole})
 
     def take(self, token: int) -> bool:
         """Deliver the text of a token that was drawn; returns False if the response is complete."""

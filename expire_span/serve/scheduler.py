@@ -6,14 +6,22 @@ One thread runs the model. At most `rows` requests run at a time; the others wai
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from expire_span.checks import check_count
+from expire_span.models.marks import FREE
+from expire_span.stream import Prefilled
+from expire_span.stream.decoders import model_of
+from expire_span.stream.interface import trimmed
 
 from .batch import Batch
 from .requests import Request, Response
+from .sessions import Sessions, Snapshot
 from .text import TextModel
 
 STOPPED = "the server was stopped before the answer was complete; ask again"
@@ -28,13 +36,21 @@ class Busy(RuntimeError):
 class Scheduler:
     """Runs requests until it is closed; at most `rows` of them at a time, while at most `waiting` others wait."""
 
-    def __init__(self, text: TextModel, *, rows: int = 8, waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, text: TextModel, *, rows: int = 8, waiting: int = MOST_WAITING, sessions: Sessions | None = None
+    ) -> None:
+        """sessions: known beginnings of prompts, or None, where every prompt is read whole. A model whose cap evicts living
+        memories has none, since what it keeps depends on where the reading was interrupted."""
         check_count("rows", rows)
         check_count("waiting", waiting)
         self.text, self.rows, self.most_waiting = text, rows, waiting
+        self.sessions = None if sessions is None or model_of(text.model).capped else sessions
+        self.counts: Counter[str] = Counter()
+        """Requests by how they ended, and tokens that were read, were known, and were written."""
         self._changed = threading.Condition()
-        """Held by whoever reads or changes the three below."""
+        """Held by whoever reads or changes the four below."""
         self._waiting: deque[Request] = deque()
+        self._questions: deque[tuple[Callable[[Batch], Any], Future[Any]]] = deque()
         self._refusing = self._stopping = False
         self._active: list[Response] = []
         self._batch = Batch(text.model, rows)
@@ -53,6 +69,29 @@ class Scheduler:
                 )
             self._waiting.extend(requests)
             self._changed.notify()
+
+    @property
+    def running(self) -> int:
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return not self._refusing and self._thread.is_alive()
+
+    def ask(self, question: Callable[[Batch], Any]) -> Future[Any]:
+        """Ask something about the batch, in the scheduler's thread between two steps."""
+        answer: Future[Any] = Future()
+        with self._changed:
+            if self._stopping:
+                answer.set_exception(RuntimeError(STOPPED))
+            self._questions.append((question, answer))
+            self._changed.notify()
+        return answer
 
     def refuse(self) -> None:
         """Take no more requests; those that were taken go on."""
@@ -74,6 +113,7 @@ class Scheduler:
         while not self._stopping:
             self._drop_abandoned()
             self._admit()
+            self._answer_questions()
             try:
                 self._take_turn()
             except Exception as error:  # of what all rows share, such as a lack of memory in their common step
@@ -81,6 +121,17 @@ class Scheduler:
             self._active = [x for x in self._active if not x.done]
         for request in [*(response.request for response in self._active), *self._waiting]:
             request.deliver(RuntimeError(STOPPED))
+        self._answer_questions()
+
+    def _answer_questions(self) -> None:
+        while self._questions:
+            question, answer = self._questions.popleft()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(question(self._batch))
+            except Exception as error:  # raised where the answer is waited for
+                answer.set_exception(error)
 
     def _drop_abandoned(self) -> None:
         """End requests that wait and that nobody waits for any more; they never begin."""
@@ -102,7 +153,7 @@ class Scheduler:
     def _next(self) -> Request | None:
         """The request that has waited longest, once there is one; None if others run meanwhile, or the scheduler stops."""
         with self._changed:
-            while not (self._waiting or self._active or self._stopping):
+            while not (self._waiting or self._active or self._stopping or self._questions):
                 self._changed.wait()
             return self._waiting.popleft() if self._waiting and not self._stopping else None
 
@@ -112,16 +163,56 @@ class Scheduler:
         for response in self._active:
             if response.request.cancelled:
                 self._finish(response)
-        for response in [x for x in self._active if x.chunks and not x.done][:1]:
+        for response in [x for x in self._active if x.waits][:1]:
             self._try(response, lambda response=response: self._prefill(response))
         if self._batch.responses:
             self._decode()
 
     def _prefill(self, response: Response) -> None:
         """Read the next chunk of a prompt; after the last one, the response joins the batch."""
-        response.prompt = self._batch.stream.prefill(response.chunks.pop(0), response.prompt)
+        if response.chunks is None:
+            response.begin(self._find_beginning(response.request), self._batch.device)
+            self.counts["known"] += response.read
+        if response.chunks:
+            tokens, marks = response.chunks.pop(0)
+            response.prompt = self._batch.stream.prefill(tokens, response.prompt, marks)
+            response.read += len(tokens)
+            self.counts["read"] += len(tokens)
+            if response.read in response.points:
+                self._remember(response.request, response.request.prompt[: response.read], response.prompt)
         if not response.chunks:
             self._batch.join(response)
+
+    def _find_beginning(self, request: Request) -> Snapshot | None:
+        """The longest beginning of the prompt that is known by now."""
+        if self.sessions is None:
+            return None
+        found, begun = self.sessions.find(request.owner, request.prompt, request.chat.marks, load=False), request.begun
+        longest = max((x for x in (found, begun) if x is not None), key=lambda x: x.length, default=None)
+        self.sessions.counts["misses" if longest is None else "hits"] += 1
+        return longest
+
+    def _remember(self, request: Request, tokens: list[int], read: Prefilled) -> None:
+        """Keep what was read up to a point of the prompt."""
+        if self.sessions is not None:
+            marks, places = request.chat.marks, request.chat.told(len(tokens))
+            marks = None if marks is None else marks[: len(tokens)]
+            with suppress(RuntimeError, MemoryError):  # without room for it, it is read again next time
+                self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read), places)
+
+    def _remember_answer(self, response: Response) -> None:
+        """Keep what a row has read: the prompt and the answer, as far as it was fed."""
+        request, row = response.request, response.row
+        if self.sessions is None or row is None:
+            return
+        tokens, marks = request.prompt + response.fed, request.chat.marks
+        marks = None if marks is None else marks + [FREE] * len(response.fed)
+        places, read = (
+            request.chat.told(len(request.prompt), len(response.fed)),
+            partial(self._batch.stream.snapshot, row),
+        )
+        with suppress(RuntimeError, MemoryError):
+            request.session = self.sessions.put(request.owner, tokens, marks, read, places, lasting=True)
 
     def _decode(self) -> None:
         """One decode step of the batch."""
@@ -155,6 +246,11 @@ class Scheduler:
         if response.done:
             return
         response.done = True
-        response.request.deliver(error)
+        request = response.request
+        self.counts["failed" if error else "cancelled" if request.cancelled else request.reason] += 1
+        self.counts["written"] += request.written
+        if error is None:
+            self._remember_answer(response)
+        request.deliver(error)
         if response.row is not None:
             self._batch.leave(response)

@@ -30,6 +30,8 @@ class TextModel:
     """Tokens that end a response."""
     chat_tokens: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """The tokens of the messages of a chat; None for a model that knows no turns."""
+    chat_text: Callable[[list[dict[str, Any]]], str] | None = None
+    """The text that `chat_tokens` encodes, where it is known."""
     turn_tokens: Callable[..., list[int]] | None = None
     """The tokens of the next turn of a chat whose earlier turns are in memory; with first=True, of the first one."""
 
@@ -39,10 +41,10 @@ class TextModel:
 
     @classmethod
     def of_retrofit(cls, handle: Any, tokenizer: Any) -> TextModel:
-        from expire_span.hf.loading import chat_tokens, end_tokens, turn_tokens
+        from expire_span.hf.loading import chat_text, chat_tokens, end_tokens, turn_tokens
 
-        turns = partial(chat_tokens, tokenizer), partial(turn_tokens, tokenizer)
-        return cls(handle, tokenizer, end_tokens(handle.model, tokenizer), *turns)
+        ends, turn = end_tokens(handle.model, tokenizer), partial(turn_tokens, tokenizer)
+        return cls(handle, tokenizer, ends, partial(chat_tokens, tokenizer), partial(chat_text, tokenizer), turn)
 
 
 class RunTokens:

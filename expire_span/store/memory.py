@@ -24,6 +24,9 @@ from .layouts import LEAST_SPARE, Layout, Rectangle, SegmentLayout, widen
 from .order import blank, find_living
 from .segments import Segments
 
+NO_ROOM = 2**62
+"""A number of memories for which no compaction keeps spare slots."""
+
 
 @dataclass(frozen=True, eq=False)
 class ExpiringMemory(Store):
@@ -168,9 +171,21 @@ class ExpiringMemory(Store):
         """Remove dead memories now. The host waits for the device, since the number of living memories decides the new size."""
         return replace(self, layout=self.layout.compact(self.remaining(self.now) > 0, self.block))
 
+    def trimmed(self) -> ExpiringMemory:
+        """A copy of what is alive, without spare slots: the next append copies it."""
+        return replace(self, layout=self.layout.compact(self.remaining(self.now) > 0, NO_ROOM))
+
     def as_rectangle(self) -> ExpiringMemory:
         """The same store in the rectangle layout, for operations on whole rows."""
         return replace(self, layout=self.layout.as_rectangle())
+
+    def shared_by_heads(self) -> ExpiringMemory:
+        """A store with rows (B,) in place of (B, Hkv), whose heads all hold memories of the same births and spans; fields
+        [B, Hkv, S, ..] become [B, S, Hkv, ..]."""
+        fields = {name: x.transpose(1, 2) for name, x in self.fields.items()}
+        empty = ExpiringMemory.empty(self.rows[0], ramp=self.ramp, cap=self.cap, device=self.pos.device)
+        joined = empty.append(self.pos[:, 0], self.span[:, 0], check_values=False, **fields) if len(self) else empty
+        return joined.expire(self.now)
 
     def with_span(self, span: Tensor) -> ExpiringMemory:
         """The same memories with newly predicted spans [*rows, used]; empty slots stay empty."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .memory import ExpiringMemory
-from .slots import FRESH, NEVER, Slots, choose_capacity, count_living
+from .slots import FRESH, NEVER, Slots, choose_capacity, count_kept, count_living
 
 if TYPE_CHECKING:
     from expire_span.ops.triton.slot_tiles import Division
@@ -35,9 +35,10 @@ class SlotMemory:
     def __init__(
         self, heads: int, head_dim: int, *, ramp: float, cap: int | None, limit: int, fused: bool, like: Tensor
     ) -> None:
-        """limit: the most memories that a row and head can hold; fused: whether kernels read the slots; like: a tensor with
-        their dtype and device."""
+        """limit: the most memories that a row and head can hold, not counting those that are kept for ever; fused: whether
+        kernels read the slots; like: a tensor with their dtype and device."""
         self.heads, self.head_dim, self.limit, self.fused = heads, head_dim, limit, fused
+        self._unmarked = limit
         self._settings: dict[str, Any] = dict(ramp=ramp, cap=cap, dtype=like.dtype, device=like.device)
         self.most: list[int] = [0] * heads
         """For each head, the most older slots that any row had in use after the last compaction."""
@@ -102,8 +103,14 @@ class SlotMemory:
         self.refresh()
 
     def count(self, found: Memories) -> Tensor:
-        """For each head, the largest number of living memories of any row, [Hkv], on the device."""
-        return count_living(found.span, found.pos, found.now, self.slots.ramp, self.heads)
+        """For each head, the largest number of living memories of any row, and behind them the number of those that are kept
+        for ever, [Hkv + 1], on the device."""
+        living = count_living(found.span, found.pos, found.now, self.slots.ramp, self.heads)
+        return torch.cat([living, count_kept(found.span).to(living.dtype).view(1)])
+
+    def allow(self, kept: int) -> None:
+        """Let rows hold so many memories that are kept for ever."""
+        self.limit = max(self.limit, self._unmarked + kept)
 
     def load(self, rows: Tensor, column: int, found: Memories, counts: list[int]) -> None:
         """Put memories into rows; counts: what `count` finds for them, for which room was made."""
@@ -111,10 +118,10 @@ class SlotMemory:
         self.most = [max(a, b) for a, b in zip(self.most, counts)]
         self.refresh()
 
-    def to_memory(self, column: int, epoch: int) -> ExpiringMemory:
+    def to_memory(self, column: int, epoch: int, row: int | None = None) -> ExpiringMemory:
         """The living memories in order of birth, as an `ExpiringMemory`; rows with fewer of them have empty slots in front.
-        epoch: position of the first fresh slot."""
-        s = self.slots
+        epoch: position of the first fresh slot; row: the only row that is wanted."""
+        s = self.slots if row is None else self.slots.selected(torch.tensor([row], device=self.slots.k.device))
         alive = s.left(column) > 0  # [B, Hkv, W]
         born = s.by_head(s.pos)
         order = torch.where(alive, born, -torch.inf).argsort(-1)[..., alive.shape[-1] - int(alive.sum(-1).max()) :]

@@ -32,6 +32,8 @@ DEAD = float("-inf")
 OLDEST = -(2**29)
 """Earliest position of a slot's memory, where counting down in float32 ends too. Only memories that are kept for ever get
 there, and their age no longer matters."""
+KEPT = float(2**62)
+"""Span of memories that never expire, longer than any stream; those above half of it are kept too."""
 ROUND = 64
 """Capacities are multiples of this."""
 
@@ -275,4 +277,9 @@ def count_living(span: Tensor, pos: Tensor, now: int, ramp: float, heads: int) -
     return alive.sum(-1).expand(-1, heads).amax(0)
 
 
-__all__ = ["DEAD", "FRESH", "NEVER", "Slots", "choose_capacity", "count_living", "smallest_bytes"]
+def count_kept(span: Tensor) -> Tensor:
+    """Number of memories that never expire, of the row and head that has most of them; spans [.., S]."""
+    return (span > KEPT / 2).sum(-1).amax()
+
+
+__all__ = ["DEAD", "FRESH", "KEPT", "NEVER", "Slots", "choose_capacity", "count_kept", "count_living", "smallest_bytes"]

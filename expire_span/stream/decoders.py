@@ -9,6 +9,8 @@ from torch import Tensor
 
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
+from expire_span.models.kit.expiring import ExpiringAttention
+from expire_span.models.marks import KEEP
 from expire_span.models.slot_step import slot_rules
 from expire_span.models.state import bytes_of
 from expire_span.models.stepping import Stepper, can_step
@@ -44,8 +46,8 @@ class DecoderModel:
         self.layers = len(decoder.blocks)
         self.can_step = can_step(decoder)
         # Initial memories are stored by the decoder's initial state only.
-        rules: list[Any] = [getattr(block.mixer, "rules", None) for block in decoder.layers()]
-        self.reads_in_step = not any(getattr(rule, "initial_memories", 0) for rule in rules)
+        self._rules: list[Any] = [getattr(block.mixer, "rules", None) for block in decoder.layers()]
+        self.reads_in_step = not any(getattr(rule, "initial_memories", 0) for rule in self._rules)
 
     @property
     def row_bytes(self) -> int:
@@ -60,8 +62,26 @@ class DecoderModel:
         """sha256 of the decoder's weights and their names."""
         return digest_tensors(self.decoder.state_dict())
 
-    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
-        *_, (_, logits, after, aux) = deque(read_blocks(self.decoder, tokens, state), maxlen=1)
+    @property
+    def capped(self) -> bool:
+        return any(getattr(rule, "cap", None) is not None for rule in self._rules)
+
+    def check_marks(self, marks: Tensor) -> None:
+        mixers = [block.mixer for block in self.decoder.layers()]
+        others = sorted({m.settings.kind for m in mixers if not isinstance(m, ExpiringAttention)})
+        expiring = any(isinstance(m, ExpiringAttention) for m in mixers)
+        if bool((marks == KEEP).any()) and not expiring:
+            raise ValueError(
+                f"layers of {', '.join(others)} have no lifetimes, so no token can be kept for longer; leave the mark out"
+            )
+        if bool(((marks >= 0) & (marks != KEEP)).any()) and others:
+            raise ValueError(
+                f"layers of {', '.join(others)} do not forget single tokens, so none can expire at a given age; leave the "
+                "mark out"
+            )
+
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
+        *_, (_, logits, after, aux) = deque(read_blocks(self.decoder, tokens, state, marks), maxlen=1)
         return Prefilled(logits[:, -1].float(), after, aux.layers)
 
     def stepper(self, rows: int) -> Stepper:

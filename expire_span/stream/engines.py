@@ -70,6 +70,10 @@ class Engine(ABC):
             self.tokens.copy_(column)
             self.advance(None)
 
+    @abstractmethod
+    def row_state(self, row: int) -> list[Any]:
+        """What a row holds, as `prefill` takes it, in tensors of its own. The host waits for the device."""
+
     @property
     @abstractmethod
     def live(self) -> Tensor:
@@ -125,7 +129,8 @@ class SlotEngine(Engine):
         counts = torch.cat([layer.memory.count(found) for layer, found in slots]).tolist() if slots else []
         for layer, found in slots:
             memory = layer.memory
-            own, counts = counts[: memory.heads], counts[memory.heads :]
+            own, kept, counts = counts[: memory.heads], counts[memory.heads], counts[memory.heads + 1 :]
+            memory.allow(kept)
             if memory.make_room([max(a, b) for a, b in zip(own, memory.most)]):
                 self._forget_graphs()
             layer.load(where, found, own)
@@ -164,6 +169,9 @@ class SlotEngine(Engine):
                 self.stepper.clear(begins[n])
             self.tokens.copy_(table[n])
             self.advance(None)
+
+    def row_state(self, row: int) -> list[Any]:
+        return self.stepper.row_state(row)
 
     # Steps
 
@@ -270,7 +278,7 @@ class SlotEngine(Engine):
         memories = self.stepper.memories
         meta = {"epoch": self.clock.epoch, "column": self.clock.column, "position": self.position, "fresh": FRESH}
         meta["capacity"] = [list(memory.slots.capacity) for memory in memories]
-        return tensors, meta | {"most": [memory.most for memory in memories]}
+        return tensors, meta | {"most": [memory.most for memory in memories], "limits": [x.limit for x in memories]}
 
     def unpacked(self, tensors: dict[str, Tensor], meta: Any) -> None:
         if meta["fresh"] != FRESH:
@@ -278,7 +286,10 @@ class SlotEngine(Engine):
             raise ValueError(f"{saved}; read the prompts again")
         self.position = meta["position"]
         self.logits.copy_(tensors["logits"])
-        for memory, capacity, most in zip(self.stepper.memories, meta["capacity"], meta["most"]):
+        memories = self.stepper.memories
+        limits = meta.get("limits") or [memory.limit for memory in memories]  # earlier versions wrote none
+        for memory, capacity, most, limit in zip(memories, meta["capacity"], meta["most"], limits):
+            memory.limit = limit
             memory.allocate(self.rows, capacity=capacity)
             memory.most = list(most)
             memory.refresh()

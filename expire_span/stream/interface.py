@@ -11,6 +11,8 @@ from torch import Tensor
 
 from expire_span.models.mixer import MixerAux
 from expire_span.models.slot_step import StreamPosition
+from expire_span.models.state import map_tensors
+from expire_span.store import ExpiringMemory, Store
 from expire_span.store.slot_memory import SlotMemory
 
 
@@ -26,6 +28,16 @@ class Prefilled:
     """What each layer reported about the last chunk."""
     reader: Any = None
     """The model that read them; None where it is not known."""
+
+
+def trimmed(read: Prefilled) -> Prefilled:
+    """A copy that holds what is alive and shares no tensor with a state that goes on; without reports."""
+    state = map_tensors(read.state, torch.Tensor.clone, _trim)
+    return Prefilled(read.logits.clone(), state, reader=read.reader)
+
+
+def _trim(store: Store) -> Store:
+    return store.trimmed() if isinstance(store, ExpiringMemory) else store.map_tensors(torch.Tensor.clone)
 
 
 class Stepper(Protocol):
@@ -63,6 +75,10 @@ class Stepper(Protocol):
         unequally many tokens, cannot be given back."""
         ...
 
+    def row_state(self, row: int) -> list[Any]:
+        """What one row holds, as `prefill` takes it. The host waits for the device."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that steps change, by name, with the batch row in dimension 0."""
         ...
@@ -92,8 +108,18 @@ class StreamModel(Protocol):
         """A hash of everything that its memories depend on."""
         ...
 
-    def prefill(self, tokens: Tensor, state: list[Any] | None = None) -> Prefilled:
-        """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is."""
+    @property
+    def capped(self) -> bool:
+        """Whether a cap evicts living memories: what is kept then depends on the chunks in which tokens were read."""
+        ...
+
+    def check_marks(self, marks: Tensor) -> None:
+        """Raise ValueError where the model cannot give tokens these lifetimes, marks [T]."""
+        ...
+
+    def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
+        """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is. marks [B, T]: lifetimes of
+        single tokens (models/marks.py)."""
         ...
 
     def stepper(self, rows: int) -> Stepper: ...

@@ -62,6 +62,10 @@ class PlainEngine(Engine):
         # Everything changes at the end, so that a step that was interrupted, as by Ctrl-C, can be taken again.
         self.groups, self.logits, self.position = groups, after, self.position + tokens.shape[1]
 
+    def row_state(self, row: int) -> list[Any]:
+        rows, state, _ = next(group for group in self.groups if row in group.rows)
+        return select_rows(state, torch.tensor([rows.index(row)], device=self.device))
+
     @property
     def live(self) -> Tensor:
         found = torch.zeros(self.model.layers, self.rows, device=self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from expire_span.checks import show
 from expire_span.models.decoder import Decoder
+from expire_span.models.marks import FREE
 
 PROMPT_BLOCK = 1024
 """Tokens of a row that one forward pass reads on a CPU."""
@@ -42,6 +44,14 @@ def check_prompt(prompt: Prompt, vocab: int, row: int | None = None) -> Tensor:
     return tokens
 
 
+def stack_marks(marks: dict[int, Tensor | None], rows: list[int], tokens: int) -> Tensor | None:
+    """The marks of rows with prompts of the same length, [n, T]; None where nothing is marked."""
+    if all(marks[row] is None for row in rows):
+        return None
+    free = torch.full((tokens,), FREE)
+    return torch.stack([free if (own := marks[row]) is None else own for row in rows])
+
+
 def group_by_length(prompts: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
     """Group rows whose prompts have the same length: yields the rows of a group and their prompts [n, T]."""
     lengths: dict[int, list[int]] = {}
@@ -51,13 +61,20 @@ def group_by_length(prompts: dict[int, Tensor]) -> Iterator[tuple[list[int], Ten
         yield rows, torch.stack([prompts[row] for row in rows])
 
 
-def read_blocks(decoder: Decoder, prompt: Tensor, state: Any = None) -> Iterator[tuple[Tensor, Tensor, Any, Any]]:
-    """Feed tokens [B, T] block by block: yields each block, its logits [B, block, V], the state after it and the report."""
+def read_blocks(
+    decoder: Decoder, prompt: Tensor, state: Any = None, marks: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor, Any, Any]]:
+    """Feed tokens [B, T] block by block: yields each block, its logits [B, block, V], the state after it and the report.
+    marks [B, T]: lifetimes of single tokens (models/marks.py)."""
     device = decoder.embed.weight.device
     size = PROMPT_BLOCK
     if device.type == "cuda":
         size = max(256, GPU_BLOCK // len(prompt))
-    for block in prompt.split(size, dim=1):
+    blocks = prompt.split(size, dim=1)
+    for block, marked in zip(blocks, repeat(None) if marks is None else marks.split(size, dim=1)):
         block = block.to(device, non_blocking=True)
+        if marked is not None:
+            state = decoder.initial_state(len(prompt)) if state is None else state
+            state = [{**part, "marks": marked} if "memory" in part else part for part in state]
         logits, state, aux = decoder(block, state)
         yield block, logits, state, aux

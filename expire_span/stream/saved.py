@@ -14,13 +14,11 @@ from expire_span.disk.files import check_plain, write_atomic
 from expire_span.errors import StorageError, UserError, describe
 from expire_span.store.tensor_files import check_tensors, to_bytes
 
-from .interface import StreamModel
-
 FORMAT = 2
 
 
-def write_saved(path: Path, model: StreamModel, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    head = {"format": FORMAT, "model": model.fingerprint(), **meta}
+def write_saved(path: Path, fingerprint: str, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    head = {"format": FORMAT, "model": fingerprint, **meta}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     data = to_bytes(plain, {"stream": json.dumps(head)})
     try:
@@ -31,7 +29,7 @@ def write_saved(path: Path, model: StreamModel, tensors: dict[str, Tensor], meta
         ) from error
 
 
-def read_saved(path: Path, model: StreamModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_saved(path: Path, fingerprint: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         check_plain(path)
         if path.is_dir():
@@ -46,10 +44,9 @@ def read_saved(path: Path, model: StreamModel) -> tuple[dict[str, Tensor], dict[
     meta = meta if isinstance(meta, dict) else {}
     if meta.get("format") != FORMAT:
         raise UserError(f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}")
-    mine = model.fingerprint()
-    if meta.get("model") != mine:
+    if meta.get("model") != fingerprint:
         raise UserError(
-            f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {mine[:12]}); "
+            f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {fingerprint[:12]}); "
             "load it with the model that wrote it"
         )
     check_tensors(path, tensors, head)

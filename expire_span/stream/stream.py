@@ -15,20 +15,23 @@ from torch import Tensor
 
 from expire_span.checks import as_whole, show
 from expire_span.errors import UserError
+from expire_span.models.marks import check_marks
 from expire_span.sampling import Sampling
 
 from .decoders import model_of
 from .engines import Engine, SlotEngine
 from .events import count_by_head, find_events, remember_living
-from .interface import Prefilled
+from .interface import Prefilled, trimmed
 from .memory_check import check_room
 from .plain_engine import PlainEngine
-from .prompts import Prompt, check_prompt, group_by_length
+from .prompts import Prompt, check_prompt, group_by_length, stack_marks
 from .saved import read_saved, write_saved
 from .tokens import Flight, Step
 
 STEPPED = 512
 """On a GPU, prompts of different lengths of at most this many tokens are read step by step, one token of each row per step."""
+
+Marks = Sequence[int] | Tensor | None
 
 
 class Stream:
@@ -94,21 +97,25 @@ class Stream:
     # Reading
 
     @torch.inference_mode()
-    def read(self, prompts: Sequence[Prompt]) -> None:
-        """Row n begins with prompts[n], of any length; rows without a prompt are idle."""
+    def read(self, prompts: Sequence[Prompt], marks: Sequence[Marks] | None = None) -> None:
+        """Row n begins with prompts[n], of any length; rows without a prompt are idle. marks: as for `prefill`, for each
+        prompt."""
         if not isinstance(prompts, (Sequence, Tensor, np.ndarray)) or isinstance(prompts, (str, bytes, bytearray)):
             raise ValueError(f"read takes a list of prompts, one for each row, got {show(prompts)}; give [prompt]")
         if not 1 <= len(prompts) <= self.rows:
             raise ValueError(f"read takes 1 to {self.rows} prompts, one for each row, got {len(prompts)}")
         found = {n: check_prompt(prompt, self._model.vocab, n) for n, prompt in enumerate(prompts)}
+        if marks is not None and len(marks) != len(prompts):
+            raise ValueError(f"read takes marks for each of {len(prompts)} prompts, or None for some, got {len(marks)}")
+        marked = {n: self._check_marks(None if marks is None else marks[n], len(x), n) for n, x in found.items()}
         self._flights.clear()
         self._engine.drop([n for n in range(self.rows) if n not in found])
-        if self._reads_in_step(found):
+        if self._reads_in_step(found) and not any(x is not None for x in marked.values()):
             assert isinstance(self._engine, SlotEngine)
             self._engine.read_in_step(found)
             return
         for rows, block in group_by_length(found):
-            self._engine.load(rows, self._model.prefill(block))
+            self._engine.load(rows, self._model.prefill(block, None, stack_marks(marked, rows, block.shape[1])))
 
     def _reads_in_step(self, prompts: dict[int, Tensor]) -> bool:
         """Whether to read prompts step by step; see `STEPPED`."""
@@ -117,11 +124,23 @@ class Stream:
         return fast and len(lengths) > 1 and max(lengths) <= STEPPED
 
     @torch.inference_mode()
-    def prefill(self, prompt: Prompt, before: Prefilled | None = None) -> Prefilled:
-        """Read a prompt, or its next part after what was read before, for a row that will join; no row changes meanwhile."""
+    def prefill(self, prompt: Prompt, before: Prefilled | None = None, marks: Marks = None) -> Prefilled:
+        """Read a prompt, or its next part after what was read before, for a row that will join; no row changes meanwhile.
+
+        marks: a lifetime for each token of the prompt: `KEEP` (its memories never expire), an age in tokens at which they are
+        deleted at the latest, or `FREE` (as the model predicts).
+        """
         tokens = check_prompt(prompt, self._model.vocab)
+        marked = self._check_marks(marks, len(tokens))
         state = None if before is None else self._own(before).state
-        return replace(self._model.prefill(tokens.unsqueeze(0), state), reader=self.model)
+        read = self._model.prefill(tokens.unsqueeze(0), state, None if marked is None else marked.unsqueeze(0))
+        return replace(read, reader=self.model)
+
+    def _check_marks(self, marks: Marks, tokens: int, row: int | None = None) -> Tensor | None:
+        found = check_marks(marks, tokens, row)
+        if found is not None:
+            self._model.check_marks(found)
+        return found
 
     def _own(self, read: Prefilled) -> Prefilled:
         if read.reader not in (None, self.model):
@@ -144,6 +163,20 @@ class Stream:
         return row
 
     @torch.inference_mode()
+    def snapshot(self, row: int) -> Prefilled:
+        """What a row holds and the logits of its next token, as `prefill` gives them: `join(snapshot(row))` goes on from here,
+        and so does `prefill(more, snapshot(row))`. Of what the row has read, only what is alive is in it."""
+        row = self._check_row(row)
+        if not self._engine.active[row]:
+            raise ValueError(f"row {row} is idle and holds nothing; name one of the rows in use, {self._in_use()}")
+        self._check_nothing_ahead()
+        logits, state = self._engine.logits[row : row + 1].clone(), self._engine.row_state(row)
+        return trimmed(Prefilled(logits, state, reader=self.model))
+
+    def _in_use(self) -> list[int]:
+        return [row for row, active in enumerate(self._engine.active) if active]
+
+    @torch.inference_mode()
     def leave(self, row: int) -> None:
         """Delete what a row holds; it is idle until another prompt joins there."""
         row = self._check_row(row)
@@ -162,11 +195,14 @@ class Stream:
         if given.dim() != 2 or len(given) != self.rows or given.is_floating_point() or not given.shape[1]:
             shape = f"shape {tuple(given.shape)} of {given.dtype}"
             raise ValueError(f"feed takes a token for each of {self.rows} rows, [rows] or [rows, T], got {shape}")
+        self._check_nothing_ahead()
+        self._engine.feed(given.to(torch.int64))
+
+    def _check_nothing_ahead(self) -> None:
         if self._flights:
             raise ValueError(
                 "generate has computed a step ahead; take it first, by next(stream.generate()), or give max_tokens"
             )
-        self._engine.feed(given.to(torch.int64))
 
     def _check_row(self, row: Any) -> int:
         number = as_whole(row)
@@ -288,12 +324,12 @@ class Stream:
         if self._generator is not None:
             meta["seed"] = self._generator[0]
             tensors = tensors | {"generator": self._generator[1].get_state()}
-        write_saved(Path(path), self._model, tensors, meta)
+        write_saved(Path(path), self._model.fingerprint(), tensors, meta)
 
     @classmethod
     def load(cls, model: Any, path: str | Path) -> Stream:
         """The stream that `save` wrote, of the same model."""
-        tensors, meta = read_saved(Path(path), model_of(model))
+        tensors, meta = read_saved(Path(path), model_of(model).fingerprint())
         try:
             return cls(model, meta["rows"], static_shapes=meta["static_shapes"])._restored(tensors, meta)
         except torch.OutOfMemoryError:

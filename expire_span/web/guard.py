@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .hosts import OwnHosts
@@ -14,6 +16,32 @@ MOST_HEADERS = 100
 BODIES = 32
 """Number of bodies of full size that may be in memory at a time; many more small ones fit."""
 STOPPED = "the server was stopped before it could answer; ask again"
+
+
+OWNER = "expire_span.owner"
+"""Entry of a request's scope that tells whose key it came with."""
+
+
+class Keys:
+    """The keys of an API, as clients send them: `Authorization: Bearer KEY`."""
+
+    def __init__(self, keys: Iterable[str], open_paths: tuple[str, ...] = ()) -> None:
+        """open_paths: what may be asked without a key."""
+        self._owners = {hashlib.sha256(key.encode()).digest() for key in keys}
+        self.open_paths = open_paths
+
+    def find_owner(self, headers: list[tuple[bytes, bytes]], path: str) -> str:
+        """A name for whoever asks, which does not give the key away; Refusal if the request has no key that is known."""
+        sent = [value for name, value in headers if name == b"authorization"]
+        kind, _, key = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(digest, owner) for owner in self._owners]
+        if kind.lower() == b"bearer" and any(known):
+            return hashlib.sha256(b"owner" + digest).hexdigest()
+        if path in self.open_paths:
+            return ""
+        got = "an unknown one" if sent else "none"
+        raise Refusal(401, f"this server needs a key, as Authorization: Bearer KEY, got {got}; ask who runs it for one")
 
 
 class Refusal(Exception):
@@ -37,11 +65,12 @@ class Guard:
         patience: float,
         problem: Callable[[int, str], Any],
         too_long: Callable[[int], str],
+        keys: Keys | None = None,
     ) -> None:
         """most_body: bytes; patience: seconds for a whole body; problem: a refusal as the server writes it; too_long: the
-        sentence about a body of a size."""
+        sentence about a body of a size; keys: those that may ask, None for everybody."""
         self.app, self.hosts, self.most_body, self.patience = app, hosts, most_body, patience
-        self.problem, self.too_long = problem, too_long
+        self.problem, self.too_long, self.keys = problem, too_long, keys
         self.held = 0
         """Bytes of the bodies of all requests under way."""
 
@@ -59,6 +88,8 @@ class Guard:
 
         try:
             self._check(scope["headers"])
+            if self.keys is not None:
+                scope[OWNER] = self.keys.find_owner(scope["headers"], scope["path"])
             if await self._read(receive, parts):
                 await self.app(scope, _replay(b"".join(parts), receive), note)
         except Refusal as refusal:
@@ -109,6 +140,7 @@ class Guard:
     async def _refuse(self, refusal: Refusal, send: Any) -> None:
         body = json.dumps(self.problem(refusal.status, str(refusal))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(b"www-authenticate", b"Bearer")] if refusal.status == 401 else []
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

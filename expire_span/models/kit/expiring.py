@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from expire_span.models.lifetimes import LifetimeRule
+from expire_span.models.marks import override
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness, check_start
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
 from expire_span.ops.context import active_context
@@ -43,7 +44,8 @@ class ExpiryRules:
 
 
 class ExpiringAttention(AttentionMixer):
-    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}.
+    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}; with keys and values, a caller may add "marks"
+    [B, T] for the next block (models/marks.py).
 
     Subclasses build the lifetimes (`span_predictor`) and say how memories are read and limited (`rules`).
     """
@@ -134,8 +136,8 @@ class ExpiringAttention(AttentionMixer):
         if memory is None:
             return self._read_block(x, state["position"])
         if memory.segments is not None and self._can_read_in_place(x):
-            return self._read_in_place(x, memory, state["position"])
-        return self._read_kv(x, memory, state["position"])
+            return self._read_in_place(x, memory, state["position"], state.get("marks"))
+        return self._read_kv(x, memory, state["position"], state.get("marks"))
 
     def _check_parts(self, memory: Any) -> None:
         """Refuse what needs the whole sequence in one place."""
@@ -177,10 +179,14 @@ class ExpiringAttention(AttentionMixer):
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start}, aux)
 
-    def _read_kv(self, x: Tensor, memory: ExpiringMemory, start: int) -> MixerOutput:
+    def _marked(self, x: Tensor, marks: Tensor | None) -> Tensor:
+        """Spans [B, 1 or Hkv, T] of new memories, with the lifetimes that a caller has marked."""
+        return override(self.span_predictor.by_head(x), marks, self.span_predictor.ramp)
+
+    def _read_kv(self, x: Tensor, memory: ExpiringMemory, start: int, marks: Tensor | None) -> MixerOutput:
         """Keys and values are computed once and stored detached; within this block, gradients pass through them."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
-        new = self.keys(x, pos), self.values(x), self.span_predictor.by_head(x)
+        new = self.keys(x, pos), self.values(x), self._marked(x, marks)
         stored = self._append(memory, pos, new[2], new[0], new[1])
         if torch.is_grad_enabled() and new[0].requires_grad:
             old = self._fields(memory)
@@ -197,10 +203,10 @@ class ExpiringAttention(AttentionMixer):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         return can_attend_in_segments(self.rules.impl, x.device, x.shape[1], self.shape.head_dim, dtype)
 
-    def _read_in_place(self, x: Tensor, memory: ExpiringMemory, start: int) -> MixerOutput:
+    def _read_in_place(self, x: Tensor, memory: ExpiringMemory, start: int, marks: Tensor | None) -> MixerOutput:
         """The same as `_read_kv`, without gathering a rectangle of all rows."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
-        new = self.span_predictor.by_head(x)
+        new = self._marked(x, marks)
         memory = self._append(memory, pos, new, self.keys(x, pos), self.values(x))
         k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
         rules: dict[str, Any] = dict(ramp=self.span_predictor.ramp, include_self=self.rules.include_self)
