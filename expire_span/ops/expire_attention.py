@@ -28,6 +28,8 @@ def expire_attention(
     scale: float | None = None,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
     cu_seqlens: Boundaries | None = None,
     deterministic: bool = False,
@@ -52,6 +54,8 @@ def expire_attention(
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores. With
             gradients in triton, memories that live at the same time must have different positions.
         normalizer_eps: added to the normaliser, in units of the living memories' sum of exp(score) (the released code: 1e-8).
+        softcap: squashes scores to c tanh(score / c) before the softmax (Gemma 2); 0 leaves them as they are.
+        sinks: [Hq], one more logit of each query head in its softmax, to which no value belongs (gpt-oss).
         documents: for packed documents, integer ids that never decrease along a row: of the tokens, [T] or [B, T] where S = T,
             or a pair (ids of the queries, ids of the memories). There is no attention between documents.
         cu_seqlens: the same as boundaries [0, n1, n1 + n2, ..., T], a tensor or a list, the same for all rows.
@@ -62,7 +66,7 @@ def expire_attention(
         check_values: refuse NaN spans, spans below -ramp, decreasing positions and wrong boundaries; by default on the CPU
             only, since the check waits for the device.
 
-    Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
+    Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span, relative_keys and sinks.
     """
     inputs.check_tensors(q=q, k=k, v=v, span=span)
     inputs.check_rank(q, k)
@@ -72,8 +76,10 @@ def expire_attention(
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)
+    inputs.check_softcap(softcap)
+    inputs.check_sinks(sinks, q, normalizer_eps)
     inputs.check_switches(causal=causal, include_self=include_self, deterministic=deterministic)
-    transform = inputs.transformed(q, k, v, span, relative_keys)
+    transform = inputs.transformed(q, k, v, span, relative_keys, sinks)
     check = check_values if check_values is not None else transform is None and _cheap_to_check(q)
     if check:
         inputs.check_values(span, q_pos, k_pos, ramp)
@@ -81,7 +87,7 @@ def expire_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
+    chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype, capped=bool(softcap), sinks=sinks is not None)
     # The fast implementations define first derivatives only, none of torch.func's transforms.
     if transform is not None and chosen != "reference":
         raise ValueError(f"under {transform} the operator needs impl='reference', got impl={impl!r}")
@@ -89,7 +95,7 @@ def expire_attention(
         return q.clone()  # no rows or no queries: y is empty like q
     span = span.to(inputs.lifetime_dtype(span, q))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps)
+    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps, float(softcap), sinks)
     call = _Call(q, k, v, span, q_pos.long(), k_pos.long(), ids, *options)
     if chosen == "triton":
         return _run_triton(call, deterministic, check)
@@ -112,6 +118,8 @@ class _Call:
     scale: float
     relative_keys: Tensor | None
     normalizer_eps: float
+    softcap: float
+    sinks: Tensor | None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -124,8 +132,13 @@ class _Call:
         return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
 
     @property
+    def model_options(self) -> dict[str, Any]:
+        """Two options that pretrained models use: soft caps and sinks."""
+        return dict(softcap=self.softcap, sinks=self.sinks)
+
+    @property
     def learns(self) -> bool:
-        leaves = (self.q, self.k, self.v, self.span, self.relative_keys)
+        leaves = (self.q, self.k, self.v, self.span, self.relative_keys, self.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
 
     @property
@@ -166,17 +179,19 @@ def _run_chunked(call: _Call, causal: bool) -> Tensor:
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=causal, documents=call.ids, **call.options)
+        return decode_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.model_options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
+    options = call.options | call.paper_options | call.model_options
+    return chunked_attention(*tensors, causal=causal, documents=call.ids, **options)
 
 
 def _run_reference(call: _Call, causal: bool) -> Tensor:
     from .reference import reference_attention
 
     tensors = (call.q, call.k, call.v, *(x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head()))
-    return reference_attention(*tensors, causal=causal, documents=call.ids, **call.options, **call.paper_options)
+    options = call.options | call.paper_options | call.model_options
+    return reference_attention(*tensors, causal=causal, documents=call.ids, **options)
 
 
 def attend_in_segments(
