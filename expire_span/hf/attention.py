@@ -81,12 +81,12 @@ def attend(
         raise ValueError(
             f"expiring attention has no attention dropout, got {dropout}; set it to 0 or call model.eval()"
         )
-    r = expire_reading
+    r, extra = expire_reading, dict(softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"))
     if r.slots is not None:
-        return r.slots.attend(query, key, value, r.hidden, scaling), None
+        return r.slots.attend(query, key, value, r.hidden, scaling, extra["sinks"]), None
     q_pos = torch.arange(r.start, r.start + query.shape[2], device=query.device)
     k_pos = q_pos if r.k_pos is None else r.k_pos
-    weights = dense_weights(query, key, r, q_pos, k_pos, scaling) if r.wants_weights else None
+    weights = dense_weights(query, key, r, q_pos, k_pos, scaling, **extra) if r.wants_weights else None
     y = expire_attention(
         query,
         key.to(query.dtype),
@@ -99,11 +99,21 @@ def attend(
         documents=r.documents,
         impl=r.impl,
         check_values=False,
+        **extra,
     )
     return y.transpose(1, 2), weights
 
 
-def dense_weights(q: Tensor, k: Tensor, r: LayerReading, q_pos: Tensor, k_pos: Tensor, scale: float | None) -> Tensor:
+def dense_weights(
+    q: Tensor,
+    k: Tensor,
+    r: LayerReading,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    scale: float | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention weights [B, Hq, T, seen] by absolute position, for output_attentions; zero where a memory is deleted."""
     batch, kv_heads, slots = k.shape[:3]
     span = spans_of_heads(r.span, kv_heads).expand(batch, kv_heads, slots)
@@ -114,8 +124,13 @@ def dense_weights(q: Tensor, k: Tensor, r: LayerReading, q_pos: Tensor, k_pos: T
         same = r.documents.unsqueeze(-1) == r.documents.unsqueeze(-2)
         mask = mask * same[:, None, None]
     scores = q.unflatten(1, (kv_heads, -1)).float() @ k.float().unsqueeze(2).mT  # [B, Hkv, G, T, S]
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + mask.log()
-    weights = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (softcap * torch.tanh(scores / softcap) if softcap else scores) + mask.log()
+    if sinks is not None:
+        logits = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, logits], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
     # Empty slots have a negative position and a weight of 0; they are added at position 0.
     place = k_pos.clamp_min(0)[:, :, None, None].expand_as(weights)
     seen = r.start + q.shape[2]

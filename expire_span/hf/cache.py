@@ -20,11 +20,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from expire_span.disk.files import write_atomic
 from expire_span.errors import StorageError, UserError, describe
 from expire_span.models.marks import override
-from expire_span.models.state import pack, unpack
+from expire_span.models.state import bytes_of, pack, unpack
 from expire_span.store import ExpiringMemory
 from expire_span.store.tensor_files import check_tensors, to_bytes
 
 from .attention import KEPT, KEPT_BEFORE, LayerReading, is_kept
+from .recurrent import RecurrentLayer, copy_states, load_states, map_states, states_of
 
 
 class ForgettingLayer(CacheLayerMixin):
@@ -177,6 +178,46 @@ class ExpiringLayer(ForgettingLayer):
             self.memory = change(self.memory)
 
 
+class StatesBeside(RecurrentLayer):
+    """The part of a layer of hybrids that has recurrent states beside its memories; the other base class has the memories."""
+
+    is_compileable = False
+    memories: type[ExpiringLayer]
+
+    def __init__(self, ramp: float, cap: int | None, states: int) -> None:
+        RecurrentLayer.__init__(self, number_of_states=states)
+        self.memories.__init__(self, ramp, cap)  # type: ignore[arg-type]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Transformers gives keys and values by place, and states by name."""
+        (self.memories if len(args) == 2 else RecurrentLayer).lazy_initialization(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        self._both("reset")
+
+    def offload(self) -> None:
+        self._both("offload")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._both("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._both("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._both("batch_select_indices", indices)
+
+    def _both(self, name: str, *args: Any) -> None:
+        for kind in (RecurrentLayer, self.memories):
+            getattr(kind, name)(self, *args)
+
+
+class HybridLayer(StatesBeside, ExpiringLayer):
+    """A layer with memories and recurrent states."""
+
+    memories = ExpiringLayer
+
+
 def with_kept_for_ever(memory: ExpiringMemory | None) -> ExpiringMemory | None:
     """A memory that was saved before first tokens were kept beyond `KEPT_BEFORE` tokens, with today's span for them."""
     if memory is None:
@@ -188,39 +229,54 @@ def with_kept_for_ever(memory: ExpiringMemory | None) -> ExpiringMemory | None:
 class ExpiringCache(Cache):
     """Build one with `handle.new_cache()`."""
 
-    layers: list[ExpiringLayer]  # type: ignore[assignment]
+    layers: list[Any]
+    """One for each layer of the model: of hybrids, some hold recurrent states alone."""
 
-    def __init__(
-        self, layers: list[ExpiringLayer], identify: Callable[[], str] | None = None, maker: Any = None
-    ) -> None:
+    def __init__(self, layers: list[Any], identify: Callable[[], str] | None = None, maker: Any = None) -> None:
         """identify: gives the hash of the model's weights, which a saved cache names; None leaves it out.
         maker: a weak reference to the `Retrofit` that may use the cache; None allows all with the same settings."""
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+        super().__init__(layers=layers)
         self.identify, self.maker = identify, maker
+
+    @property
+    def expiring(self) -> list[ExpiringLayer]:
+        """The layers that hold memories."""
+        return [x for x in self.layers if isinstance(x, ExpiringLayer)]
+
+    @property
+    def recurrent(self) -> dict[str, Any]:
+        """Recurrent states of hybrids, by the number of their layer; empty for other models."""
+        return {str(n): states_of(x) for n, x in enumerate(self.layers) if isinstance(x, RecurrentLayer)}
+
+    @recurrent.setter
+    def recurrent(self, states: dict[str, Any]) -> None:
+        for n, x in states.items():
+            load_states(self.layers[int(n)], x)
 
     @property
     def seen(self) -> int:
         """Tokens read so far."""
-        return self.layers[0].seen
+        return self.expiring[0].seen
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all buffers, spare slots included."""
-        return sum(layer.memory.bytes_held for layer in self.layers if layer.memory is not None)
+        memories = sum(layer.memory.bytes_held for layer in self.expiring if layer.memory is not None)
+        return memories + bytes_of(self.recurrent)
 
     def live(self) -> list[Tensor]:
         """Living memories of each layer, per batch row and head: [B, Hkv] each."""
-        return [layer.memory.live(layer.seen) for layer in self.layers if layer.memory is not None]
+        return [layer.memory.live(layer.seen) for layer in self.expiring if layer.memory is not None]
 
     def compact(self) -> ExpiringCache:
         """Remove all dead memories now; spare slots stay."""
-        for layer in self.layers:
+        for layer in self.expiring:
             layer._change(lambda memory: memory.compact())
         return self
 
     def check_whole(self) -> None:
         """Refuse a cache in which some layers have read more tokens than others, because a forward pass failed half way."""
-        seen = {layer.seen for layer in self.layers}
+        seen = {layer.seen for layer in self.expiring}
         if len(seen) > 1:
             raise ValueError(
                 f"an earlier forward pass through this cache stopped half way (layers have seen {min(seen)} and {max(seen)} "
@@ -232,8 +288,12 @@ class ExpiringCache(Cache):
         twin = ExpiringCache([], self.identify, self.maker)
         for layer in self.layers:
             other = object.__new__(type(layer))
-            vars(other).update(vars(layer), staged=None)
-            other._change(lambda memory: memory.fork())
+            vars(other).update(vars(layer))
+            if isinstance(other, ExpiringLayer):
+                other.staged = None
+                other._change(lambda memory: memory.fork())
+            if isinstance(other, RecurrentLayer):
+                copy_states(other)
             twin.layers.append(other)
         if copies > 1:
             twin.batch_repeat_interleave(copies)
@@ -244,24 +304,33 @@ class ExpiringCache(Cache):
 
     def to(self, device: torch.device | str) -> ExpiringCache:
         """Move this cache itself, as a module moves; a fork stays where it is."""
-        for layer in self.layers:
+        for layer in self.expiring:
             layer._change(lambda memory: memory.map_tensors(lambda x: x.to(device)))
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                map_states(layer, lambda x: x.to(device))
         return self
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [{"seen": x.seen, "memory": None if x.memory is None else x.memory.state_dict()} for x in self.layers]
+        memories = [(x.seen, x.memory) for x in self.expiring]
+        parts = [{"seen": seen, "memory": None if memory is None else memory.state_dict()} for seen, memory in memories]
+        return parts + ([{"recurrent": self.recurrent}] if self.recurrent else [])
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        if len(state) != len(self.layers):
-            raise ValueError(f"the saved cache has {len(state)} layers, this model has {len(self.layers)}")
+        recurrent = [x["recurrent"] for x in state if "recurrent" in x]
+        state = [x for x in state if "recurrent" not in x]
+        if len(state) != len(self.expiring):
+            raise ValueError(f"the saved cache has {len(state)} layers, this model has {len(self.expiring)}")
         found = []
-        for layer, saved in zip(self.layers, state):
+        for layer, saved in zip(self.expiring, state):
             memory = saved["memory"]
             if memory is not None and memory["ramp"] != layer.ramp:
                 raise ValueError(f"the saved cache has ramp {memory['ramp']}, this retrofit has {layer.ramp}")
             found.append((saved["seen"], None if memory is None else ExpiringMemory.from_state_dict(memory)))
-        for layer, (seen, memory) in zip(self.layers, found):
+        for layer, (seen, memory) in zip(self.expiring, found):
             layer.seen, layer.memory, layer.padded = seen, with_kept_for_ever(memory), True
+        for states in recurrent:
+            self.recurrent = states
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file, whole or not at all; it names the model by the hash of its weights."""

@@ -50,7 +50,7 @@ def check_new_tokens(cache: ExpiringCache, count: int | None, kwargs: dict[str, 
 def _follow(cache: ExpiringCache, places: Tensor, mask: Tensor) -> bool:
     """Whether new tokens at `places`, of which `mask` marks those that are no padding, can follow what the cache has read.
     Padding has no place, so a row's first new place is the number of tokens it has read, of which some may be forgotten."""
-    memory = cache.layers[0].memory
+    memory = cache.expiring[0].memory
     if memory is None or places.shape[-1] != mask.shape[1]:
         return True
     first = places.expand(mask.shape).masked_fill(mask.to(places.device) == 0, cache.seen).amin(-1)

@@ -16,7 +16,7 @@ from expire_span.store.tensor_files import digest_tensors
 from expire_span.stream.interface import Prefilled
 
 from .adapter import base_hash
-from .layouts import ROTARY, AttentionLayer, text_config
+from .layouts import AttentionLayer, text_config
 from .slots import SlotAttention, SlotCache, span_form
 
 CHUNK = 256
@@ -32,8 +32,10 @@ class RetrofitModel:
         self.handle, self.length = handle, handle.length
         self.device = next(handle.model.parameters()).device
         self.vocab, self.layers = text_config(handle.model).vocab_size, len(handle.layers)
-        self.can_step = text_config(handle.model).model_type in ROTARY and handle.endless
-        """Whether rotary positions do not depend on the length of the context, so that slots can hold rotated keys."""
+        plain = not handle.layout.recurrent and not handle.layout.readers
+        self.can_step = plain and handle.endless and handle.layout.takes_positions
+        """Whether slots can hold all that the model remembers: keys whose rotation does not depend on the context's length,
+        each read by one layer, and no recurrent states."""
         self.prefers_steps = self.device.type == "cuda"
 
     @property
@@ -61,14 +63,18 @@ class RetrofitModel:
 
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         cache, logits = self.handle.new_cache(), torch.empty(0)
-        for layer, part in zip(cache.layers, state or ()):
+        for layer, part in zip(cache.expiring, state or ()):
             layer.memory, layer.seen = part["memory"], part["position"]
+            cache.recurrent = part.get("recurrent", {})
         chunks = tokens.to(self.device).split(CHUNK, dim=1)
         for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(CHUNK, dim=1)):
-            for layer in cache.layers:
+            for layer in cache.expiring:
                 layer.marks = marked
             logits = self.handle.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        return Prefilled(logits.float(), [{"memory": x.memory, "position": x.seen} for x in cache.layers])
+        found: list[dict[str, Any]] = [{"memory": x.memory, "position": x.seen} for x in cache.expiring]
+        if cache.recurrent:
+            found[0]["recurrent"] = cache.recurrent
+        return Prefilled(logits.float(), found)
 
     def stepper(self, rows: int) -> RetrofitStepper:
         return RetrofitStepper(self.handle, rows)

@@ -102,7 +102,7 @@ def held_bytes(cache: Any) -> Tensor:
                 one = sum(x[0].numel() * x.element_size() for x in (layer.keys, layer.values))
                 total = total + torch.full((len(layer.keys),), one, device=layer.keys.device)
         return total
-    for layer, live in zip(cache.layers, cache.live()):
+    for layer, live in zip(cache.expiring, cache.live()):
         memory = layer.memory
         assert memory is not None
         one = sum(x.element_size() * x.shape[-1] for x in (memory.slots["k"], memory.slots["v"])) + 12

@@ -24,13 +24,15 @@ from expire_span.settings.retrofit import RetrofitConfig
 
 from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, LayerReading, register
-from .cache import ExpiringCache, ExpiringLayer
+from .cache import ExpiringCache, ExpiringLayer, HybridLayer
 from .calls import check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
+from .comparing import check_unchanged
 from .decoding import RetrofitModel
-from .layouts import AttentionLayer, find_layers, table_length, text_config
-from .learning import LearningLayer
+from .layouts import AttentionLayer, Layout, configs_of, find_layout
+from .learning import HybridLearningLayer, LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
 from .predictors import build_predictor, with_plain_states
+from .recurrent import RecurrentLayer
 from .rotary import has_exact_angles, restore_angles, use_exact_angles
 from .slots import SlotCache
 
@@ -39,13 +41,24 @@ HARD_EDGE = 0.5
 
 
 def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit:
-    """Add span predictors to a causal language model. If this raises, the model is unchanged."""
+    """Add span predictors to a causal language model. If this raises, the model is unchanged.
+
+    The model reads a few tokens before and after, and is refused if anything but the spans would change its logits.
+    """
     config = RetrofitConfig() if config is None else config
     if not isinstance(config, RetrofitConfig):
         raise ValueError(f"config must be a RetrofitConfig, got {show(config)}; give RetrofitConfig(...)")
     if getattr(model, "_expire_span_handle", None) is not None:
         raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its handle first")
-    return Retrofit(model, find_layers(model), config)
+    layout = find_layout(model)
+    handle = Retrofit(model, layout, config)
+    try:
+        check_unchanged(handle, layout)
+    except BaseException:
+        handle.detach()
+        raise
+    layout.tokens = layout.logits = None
+    return handle
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
@@ -67,26 +80,26 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
 class Retrofit:
     """A retrofitted model: it makes caches, holds the predictors, and can be removed from the model again."""
 
-    def __init__(self, model: nn.Module, layers: list[AttentionLayer], config: RetrofitConfig) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, config: RetrofitConfig) -> None:
         self.model: Any = model
-        self.layers, self.config = layers, config
+        self.layout, self.layers, self.config = layout, layout.layers, config
         # Weights that accelerate has offloaded are on the meta device; a predictor moves to its layer's device when it is used.
         device = next((x.device for x in model.parameters() if x.device.type != "meta"), torch.device("cpu"))
         self.predictors = nn.ModuleDict(
-            {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in layers if x.window is None}
+            {str(x.index): build_predictor(x.dim, x.kv_heads, config) for x in self.layers if x.window is None}
         ).to(device)
         self.dial = 1.0
         """Factor of all predicted spans at run time; with a value other than 1 the model is not what was trained."""
         self.lora: list[nn.Parameter] = []
         """The LoRA weights, where there are any; see `add_lora`."""
-        self.length = table_length(text_config(model))
+        self.length = layout.table
         """Most tokens of a context, where the model has a learned table of positions; else None."""
-        configs: dict[int, Any] = {
-            id(c): c for c in (model.config, text_config(model), *(x.module.config for x in layers))
-        }
-        self.configs = list(configs.values())
-        self.endless = all(has_exact_angles(model, x.module) for x in layers)
-        """Whether positions are rotary, with angles that do not change with the context's length: a stream then has no end."""
+        self.configs = configs_of(model)
+        self.endless = layout.table is None and has_exact_angles(layout.rotary)
+        """Whether positions have no table and angles that do not change with the context's length: a stream then has no end."""
+        self._shared: dict[int, LayerReading] = {}
+        """What layers whose keys other layers read have read in this forward pass."""
+        self._nothing_expires = False
         self._angles: list[Any] = []
         self._hooks: list[Any] = []
         self._paused = False
@@ -97,10 +110,19 @@ class Retrofit:
     def new_cache(self, *, learning: bool = False) -> ExpiringCache:
         """An empty cache for `past_key_values`. learning: also store hidden states, so that spans of old memories get
         gradients."""
-        layers = []
-        for x in self.layers:
-            kind = LearningLayer if learning and x.window is None else ExpiringLayer
-            layers.append(kind(self.ramp_of(x), self.config.cap))
+        states, layers = self.layout.recurrent, []
+        cap = None if self._nothing_expires else self.config.cap
+        by_index = {x.index: x for x in self.layers}
+        for n in range(self.layout.cache_layers):
+            x = by_index.get(n)
+            if x is None:
+                layers.append(RecurrentLayer(number_of_states=states[n]))
+                continue
+            learns = learning and x.window is None
+            if n in states:
+                layers.append((HybridLearningLayer if learns else HybridLayer)(self.ramp_of(x), cap, states[n]))
+            else:
+                layers.append((LearningLayer if learns else ExpiringLayer)(self.ramp_of(x), cap))
         return ExpiringCache(layers, lambda: base_hash(self.model), weakref.ref(self))
 
     def for_stream(self) -> RetrofitModel:
@@ -171,6 +193,15 @@ class Retrofit:
             if self.attached:
                 self._take_over()
 
+    @contextlib.contextmanager
+    def expiring_nothing(self) -> Iterator[None]:
+        """A context in which all memories of layers that learn are kept, whatever is predicted for them."""
+        self._nothing_expires = True
+        try:
+            yield
+        finally:
+            self._nothing_expires = False
+
     def __enter__(self) -> Retrofit:
         return self
 
@@ -188,6 +219,9 @@ class Retrofit:
                 # A partial of a method, no closure, so that a deep copy of the model runs through a copy of the handle.
                 hook = functools.partial(self._before_layer, layer)
                 self._hooks.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+            for module, index in self.layout.readers.items():
+                hook = functools.partial(self._before_reader, index)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             self._take_over()
             # Set around nn.Module, so that the handle is no submodule and the model's state_dict and parameters do not change.
             object.__setattr__(self.model, "_expire_span_handle", self)
@@ -198,7 +232,7 @@ class Retrofit:
     def _take_over(self) -> None:
         for config in self.configs:
             config._attn_implementation_internal = NAME
-        self._angles = use_exact_angles(self.model)
+        self._angles = use_exact_angles(self.layout.rotary)
 
     def _restore(self) -> None:
         for config, name in zip(self.configs, self._before):
@@ -217,7 +251,16 @@ class Retrofit:
                 f"this model is retrofitted, but its attention implementation was set to {name!r}, which forgets nothing; "
                 f"set it back to {NAME!r}, or call detach() on the handle before changing it"
             )
-        return args, {**kwargs, "expire_reading": self._prepare(layer, args, kwargs)}
+        reading = self._prepare(layer, args, kwargs)
+        if self.layout.readers:
+            self._shared[layer.index] = reading
+        return args, {**kwargs, "expire_reading": reading}
+
+    def _before_reader(
+        self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """A layer that reads an earlier layer's keys sees them under that layer's spans."""
+        return None if self._paused else (args, {**kwargs, "expire_reading": self._shared[index]})
 
     def _prepare(self, layer: AttentionLayer, args: tuple, kwargs: dict[str, Any]) -> LayerReading:
         """Predict the new tokens' spans and stage them with the cache."""
@@ -249,6 +292,8 @@ class Retrofit:
             shape = hidden.shape[0], layer.kv_heads, hidden.shape[1]
             return torch.full(shape, float(layer.window - 1), device=hidden.device)
         predictor = self.predictor_of(layer)
+        if self._nothing_expires:
+            return hidden.new_full((hidden.shape[0], layer.kv_heads, hidden.shape[1]), KEPT, dtype=torch.float32)
         if next(predictor.parameters()).device != hidden.device:
             predictor.to(hidden.device)  # the model was moved after the retrofit
         span = predictor(hidden)
@@ -289,13 +334,13 @@ class Retrofit:
 
     def check_cache(self, cache: ExpiringCache) -> None:
         """Refuse a cache that another retrofit made: its memories are another model's, deleted by that one's ramp and cap."""
-        if len(cache.layers) != len(self.layers):
+        if len(cache.expiring) != len(self.layers):
             raise ValueError(
-                f"this cache has {len(cache.layers)} layers, the model has {len(self.layers)}; make one with new_cache()"
+                f"this cache has {len(cache.expiring)} layers, the model has {len(self.layers)}; make one with new_cache()"
             )
-        for theirs, layer in zip(cache.layers, self.layers):
+        for theirs, layer in zip(cache.expiring, self.layers):
             made, wanted = (theirs.ramp, theirs.cap), (self.ramp_of(layer), self.config.cap)
-            if made != wanted:
+            if not self._nothing_expires and made != wanted:
                 was, now = (f"ramp {ramp:g} and cap {cap}" for ramp, cap in (made, wanted))
                 raise ValueError(
                     f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"

@@ -1,18 +1,25 @@
-"""The model families that can be retrofitted, and the checks that refuse all others."""
+"""What a retrofit must know about a model's attention: read from its config and from one short forward pass, for any family.
+
+`find_layers` refuses, by name and with the reason, what expiring attention cannot compute.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-ROTARY = {"llama", "qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "gpt_neox"}
-"""Families with rotary positions: the positions of an endless stream can be renumbered."""
-TABLES = {"gpt2": "n_positions"}
-"""Families with a learned position table, and the setting that holds its length."""
-SOFT_CAPPED = {"gemma2", "gemma3n", "gemma4", "grok"}
-"""Families that squash attention scores before the softmax, which the operator does not do."""
+from .probing import AttentionCall, Probe, probe
+from .recurrent import recurrent_layers
+
+SHORT, LONG = 24, 160
+"""Tokens of the forward pass that is compared, unless the model has a sliding window; most of them with one."""
 
 
 @dataclass(frozen=True)
@@ -21,67 +28,113 @@ class AttentionLayer:
 
     module: nn.Module
     index: int
+    """Index of the layer's part of the cache."""
     dim: int
     kv_heads: int
     head_dim: int
     window: int | None
     """The layer's own sliding window in tokens, the query's included; None if it has none."""
+    softcap: float = 0.0
+    """Scores are squashed to this size before the softmax; 0 if they are not."""
+    sinks: bool = False
+    """Whether each head has an extra logit in its softmax, to which no value belongs."""
 
 
-def find_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The attention layers in order. ValueError if the model cannot be retrofitted."""
+@dataclass
+class Layout:
+    """The attention of a causal model."""
+
+    layers: list[AttentionLayer]
+    """Layers that write keys and values, in the order of the forward pass."""
+    readers: dict[nn.Module, int] = field(default_factory=dict)
+    """Attention modules that read the keys of an earlier layer, and its index."""
+    recurrent: dict[int, int] = field(default_factory=dict)
+    """Cache layers with recurrent states, which are left alone, and the number of their states; some attend too."""
+    cache_layers: int = 0
+    rotary: list[nn.Module] = field(default_factory=list)
+    """Modules that compute rotary angles."""
+    table: int | None = None
+    """Length of the learned position table, where there is one."""
+    takes_positions: bool = True
+    """Whether the model is given positions; else it counts the tokens of its cache."""
+    tokens: Tensor | None = None
+    """Tokens [1, n] that the base model has read, and its logits [1, n, V], to compare with."""
+    logits: Tensor | None = None
+
+
+def find_layout(model: Any) -> Layout:
+    """The model's attention. ValueError if the model cannot be retrofitted."""
     config = text_config(model)
     check_config(model.config, type(model).__name__)
     _check_parts(model, config)
-    modules: list[Any] = [
-        m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")
-    ]
-    modules.sort(key=lambda m: m.layer_idx)
-    expected = list(range(config.num_hidden_layers))
-    found = [m.layer_idx for m in modules]
-    if found != expected:
-        raise ValueError(
-            f"unknown attention layout: {type(model).__name__} should have attention layers {_ends(expected)}, got "
-            f"{_ends(found)}; known families are {', '.join(known())}"
-        )
-    return [_describe(module, config) for module in modules]
+    name = f"{type(model).__name__} ({config.model_type})"
+    tokens = _tokens(model, config)
+    seen = _probe(model, config, tokens, name)
+    _check_calls(seen, name)
+    recurrent = recurrent_layers(seen.cache)
+    layers = sorted((_describe(call) for call in seen.calls if call.writes), key=lambda x: x.index)
+    readers = {call.module: call.index for call in seen.calls if not call.writes and call.index is not None}
+    _check_cache(seen, layers, recurrent, name)
+    return Layout(
+        layers,
+        readers,
+        recurrent,
+        len(seen.cache.layers),
+        seen.rotary,
+        table_length(model),
+        "position_ids" in inspect.signature(model.forward).parameters,
+        tokens,
+        seen.logits,
+    )
 
 
-def known() -> list[str]:
-    return sorted(ROTARY | set(TABLES))
+def find_layers(model: Any) -> list[AttentionLayer]:
+    """The attention layers that get spans, in order. ValueError if the model cannot be retrofitted."""
+    return find_layout(model).layers
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: Any) -> Any:
     """The config of the language part."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"retrofit needs a transformers causal language model, got {type(model).__name__}")
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return _text_part(config)
 
 
-def table_length(config: Any) -> int | None:
-    """Length of the learned position table; None for models with rotary positions."""
-    name = TABLES.get(config.model_type)
-    return None if name is None else int(getattr(config, name))
+def _text_part(config: Any) -> Any:
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def configs_of(model: Any) -> list[Any]:
+    """All config objects of the model's parts, each once: any of them may be what an attention layer asks."""
+    found = [model.config, text_config(model)]
+    found += [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    return list({id(c): c for c in found}.values())
+
+
+def table_length(model: Any) -> int | None:
+    """Length of the learned position table; None for models that have none."""
+    lengths = []
+    for name, module in model.named_modules():
+        part = name.rpartition(".")[2].lower()
+        if isinstance(module, nn.Embedding) and (part == "wpe" or "position" in part or "pos_emb" in part):
+            lengths.append(module.num_embeddings - int(getattr(module, "offset", 0)))
+    return min(lengths, default=None)
 
 
 def check_config(whole: Any, name: str) -> None:
     """Refuse a model that cannot be retrofitted by its config alone, before its weights are loaded."""
-    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    config = _text_part(whole)
     kind = config.model_type
     if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(f"retrofit needs a decoder-only model, got the encoder-decoder {name} ({kind})")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"retrofit needs a causal language model (...ForCausalLM), got {name} ({kind})")
+    if getattr(config, "kv_lora_rank", None):
         raise ValueError(
-            f"retrofit needs a decoder-only model, got the encoder-decoder {name} ({kind}); known families are "
-            f"{', '.join(known())}"
+            f"{name} ({kind}) stores its keys compressed (multi-head latent attention, kv_lora_rank {config.kv_lora_rank}), "
+            "so that deleting entries would not delete what is read; take a model without it"
         )
-    if kind in SOFT_CAPPED or getattr(config, "attn_logit_softcapping", None):
-        cap = getattr(config, "attn_logit_softcapping", None)
-        raise ValueError(
-            f"{name} ({kind}) soft-caps its attention scores at {cap}, which expiring attention does not do; take a model "
-            f"of another family: {', '.join(known())}"
-        )
-    if kind not in known():
-        raise ValueError(f"unknown attention layout {kind} of {name}; known families are {', '.join(known())}")
 
 
 def _check_parts(model: Any, config: Any) -> None:
@@ -94,17 +147,64 @@ def _check_parts(model: Any, config: Any) -> None:
         raise ValueError(f"retrofit needs a decoder-only model, but {name} ({kind}) has cross-attention")
 
 
-def _describe(module: Any, config: Any) -> AttentionLayer:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return AttentionLayer(module, module.layer_idx, config.hidden_size, heads, head_dim, _window(module, config))
+def _tokens(model: Any, config: Any) -> Tensor:
+    """A few tokens [1, n] without special ones; more than the sliding window holds, where that is cheap."""
+    window = getattr(config, "sliding_window", None)
+    count = window + 8 if isinstance(window, int) and 0 < window <= LONG - 8 else SHORT
+    given = [x for c in (model.config, config) for n, x in vars(c).items() if n.endswith("token_id")]
+    special = {y for x in given for y in (x if isinstance(x, (list, tuple)) else [x])}
+    plain = [x for x in range(int(config.vocab_size)) if x not in special] or [0]
+    device = next((x.device for x in model.parameters() if x.device.type != "meta"), torch.device("cpu"))
+    return torch.tensor([[plain[(7919 * i + 13) % len(plain)] for i in range(count)]], device=device)
 
 
-def _window(module: Any, config: Any) -> int | None:
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    return getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+def _probe(model: Any, config: Any, tokens: Tensor, name: str) -> Probe:
+    with evaluated(model):
+        try:
+            return probe(model, configs_of(model), tokens, config)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"{name} cannot be run as a retrofit runs it, with an ordinary cache over plain tokens: {type(error).__name__} "
+                f"({reason[:200]})"
+            ) from error
 
 
-def _ends(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]} ({len(numbers)})" if numbers else "none"
+@contextlib.contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """A context in which no part of the model is in training mode."""
+    training = [m for m in model.modules() if m.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _check_calls(seen: Probe, name: str) -> None:
+    if not seen.calls:
+        raise ValueError(
+            f"{name} has no attention that goes through transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that "
+            "spans cannot reach it; take a model of another family"
+        )
+    wrong = next((call for call in seen.calls if call.obstacle is not None), None)
+    if wrong is not None:
+        raise ValueError(f"{name} {wrong.obstacle}; take a model of another family")
+
+
+def _check_cache(seen: Probe, layers: list[AttentionLayer], recurrent: dict[int, int], name: str) -> None:
+    known = {x.index for x in layers} | set(recurrent)
+    unknown = [n for n in range(len(seen.cache.layers)) if n not in known]
+    if unknown:
+        kind = type(seen.cache.layers[unknown[0]]).__name__
+        raise ValueError(f"{name} has a cache layer {unknown[0]} ({kind}) that no attention layer writes, which is not known")
+
+
+def _describe(call: AttentionCall) -> AttentionLayer:
+    assert call.index is not None
+    return AttentionLayer(
+        call.module, call.index, call.dim, call.kv_heads, call.head_dim, call.window, call.softcap, call.sinks
+    )

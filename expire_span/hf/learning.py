@@ -10,7 +10,7 @@ from torch import Tensor
 from expire_span.store import ExpiringMemory
 
 from .attention import LayerReading, is_kept
-from .cache import ExpiringLayer
+from .cache import ExpiringLayer, StatesBeside
 
 
 class LearningLayer(ExpiringLayer):
@@ -57,3 +57,9 @@ class LearningLayer(ExpiringLayer):
         span = reading.predictor(hidden.clone())
         marked = (old.span <= -self.ramp) | is_kept(old.span)  # padding stays dead, and what is kept stays
         return torch.where(marked.unsqueeze(1), old.span.unsqueeze(1), span)
+
+
+class HybridLearningLayer(StatesBeside, LearningLayer):
+    """The layer for learning of a hybrid, with recurrent states beside its memories."""
+
+    memories = LearningLayer

@@ -32,7 +32,7 @@ class SlotAttention:
     """Which rows, [rows, 1], read one of the first tokens in this step, which are kept for ever; None if no row does."""
 
     def __init__(self, layer: AttentionLayer, rules: SlotRules, clock: StreamPosition, like: Tensor) -> None:
-        self.rules, self.clock = rules, clock
+        self.rules, self.clock, self.softcap = rules, clock, layer.softcap
         self.form = SpanForm(*(x.to(like.device).contiguous() for x in rules.form))
         self.memory = SlotMemory(
             layer.kv_heads,
@@ -40,7 +40,7 @@ class SlotAttention:
             ramp=rules.ramp,
             cap=rules.cap,
             limit=rules.limit,
-            fused=slot_kernel_serves(rules.impl, like),
+            fused=slot_kernel_serves(rules.impl, like) and not layer.softcap and not layer.sinks,
             like=like,
         )
 
@@ -53,12 +53,22 @@ class SlotAttention:
         """Put memories into rows. Their keys stay as they are: the model gets the positions of each row, not of this clock."""
         self.memory.load(rows, self.clock.column, found, counts)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor,
+        scale: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Store one memory of each row and head, and read: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, 1, Hq, D]."""
         chosen: float = query.shape[-1] ** -0.5 if scale is None else scale
         fused, slots = self.memory.fused, self.memory.slots
-        step = self._attend_fused if fused else self._attend_plainly
-        y = step(query, key, value, hidden.squeeze(1), chosen)
+        if fused:
+            y = self._attend_fused(query, key, value, hidden.squeeze(1), chosen)
+        else:
+            y = self._attend_plainly(query, key, value, hidden.squeeze(1), chosen, sinks)
         if self.first is not None:
             self._keep_first(self.first)
         if self.rules.cap is not None:
@@ -90,14 +100,17 @@ class SlotAttention:
             qk_norm=False,
         )
 
-    def _attend_plainly(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    def _attend_plainly(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         column = self.clock.column
         logits = torch.nn.functional.linear(hidden.float(), self.form.weight) + self.form.bias
         span = torch.addcmul(self.form.low, torch.sigmoid(logits), self.form.room)
         self.memory.store(key.squeeze(2), value.squeeze(2), span, column)
         keys, values, spans, births = self.memory.reading
         remaining = (births - column).add_(spans)
-        return attend_slots(query.squeeze(2), keys, values, remaining, ramp=self.rules.ramp, scale=scale)
+        capped: dict[str, Any] = dict(softcap=self.softcap, sinks=sinks)
+        return attend_slots(query.squeeze(2), keys, values, remaining, ramp=self.rules.ramp, scale=scale, **capped)
 
 
 class SlotLayer(ForgettingLayer):

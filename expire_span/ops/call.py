@@ -27,6 +27,8 @@ class Call:
     scale: float
     relative_keys: Tensor | None
     normalizer_eps: float
+    softcap: float
+    sinks: Tensor | None
     causal: bool
     deterministic: bool
     check: bool
@@ -45,8 +47,13 @@ class Call:
         return dict(relative_keys=self.relative_keys, normalizer_eps=self.normalizer_eps)
 
     @property
+    def model_options(self) -> dict[str, Any]:
+        """Two options that pretrained models use: soft caps and sinks."""
+        return dict(softcap=self.softcap, sinks=self.sinks)
+
+    @property
     def learns(self) -> bool:
-        leaves = (self.q, self.k, self.v, self.span, self.relative_keys)
+        leaves = (self.q, self.k, self.v, self.span, self.relative_keys, self.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
 
     @property

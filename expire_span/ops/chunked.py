@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import fused, rule
+from .decode import softmax_with_sinks
 from .lists import LiveList
 from .problem import Problem, lay_out, memories_of_rows, rows_of_queries
 from .reference import without_unseen
@@ -43,14 +44,18 @@ def chunked_attention(
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
     documents: tuple[Tensor, Tensor] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Normalised inputs: span, k_pos [B, P, S] with P = 1 or Hkv, q_pos [B, 1, T], documents [B, T] and [B, S]; see
     `expire_attention`."""
     no_keys = q.new_zeros(0, q.shape[-1]) if relative_keys is None else relative_keys
-    chunk = chunk or _choose_chunk(q, span, ramp, fuses=relative_keys is None and normalizer_eps == 0)
-    options = (ramp, causal, include_self, scale, normalizer_eps, chunk)
-    return _forward_op(q, k, v, span, q_pos, k_pos, *(documents or (None, None)), no_keys, *options)[0]
+    no_sinks = q.new_zeros(0) if sinks is None else sinks
+    fuses = relative_keys is None and normalizer_eps == 0 and softcap == 0 and sinks is None
+    chunk = chunk or _choose_chunk(q, span, ramp, fuses=fuses)
+    options = (ramp, causal, include_self, scale, normalizer_eps, softcap, chunk)
+    return _forward_op(q, k, v, span, q_pos, k_pos, *(documents or (None, None)), no_keys, no_sinks, *options)[0]
 
 
 def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
@@ -75,6 +80,7 @@ class _Chunk:
     softmax: Tensor | None  # unmasked weights, where eps > 0
     total: Tensor | None
     age: Tensor | None  # [N, 1, 1, C, n], where positions are relative
+    slope: Tensor | None = None  # [N, K, G, C, n], derivative of the soft cap, where there is one
 
 
 def _attend(p: Problem, live: LiveList) -> _Chunk:
@@ -88,15 +94,19 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
     scores = (q @ k.mT).unflatten(2, (group, live.size))  # [N, K, G, C, n]
     if p.relative_keys.shape[0]:
         scores += _relative_scores(p, q, age, group)
+    slope = None
+    if p.softcap:
+        squashed = torch.tanh_(scores.div_(p.softcap))
+        slope, scores = 1 - squashed.square(), squashed * p.softcap
     if p.eps == 0:
         scores[..., live.full :] += fused.log_of_mask(mask)
-        return _Chunk(q, k, v, _softmax(scores, live, mask), mask, None, None, age)
+        return _Chunk(q, k, v, _softmax(scores, live, mask, p.sinks), mask, None, None, age, slope)
     scores[..., live.full :].masked_fill_(mask == 0, -torch.inf)
-    softmax = _softmax(scores, live, mask)
+    softmax = _softmax(scores, live, mask, p.sinks)
     weight = softmax.clone()
     weight[..., live.full :] *= mask
     total = weight.sum(-1, keepdim=True) + p.eps
-    return _Chunk(q, k, v, weight / total, mask, softmax, total, age)
+    return _Chunk(q, k, v, weight / total, mask, softmax, total, age, slope)
 
 
 def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
@@ -118,8 +128,10 @@ def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     return mask[:, None, None], every
 
 
-def _softmax(scores: Tensor, live: LiveList, mask: Tensor) -> Tensor:
+def _softmax(scores: Tensor, live: LiveList, mask: Tensor, sinks: Tensor) -> Tensor:
     """Softmax over the last dimension; zero for a query that sees no living memory."""
+    if sinks.numel():
+        return softmax_with_sinks(scores, sinks.repeat_interleave(len(scores) // len(sinks), 0))
     weight = torch.softmax(scores, -1)
     if live.full == 0:
         weight.masked_fill_(mask.sum(-1, keepdim=True) == 0, 0)
@@ -151,15 +163,18 @@ def _forward_op(
     q_doc: Tensor | None,
     k_doc: Tensor | None,
     relative_keys: Tensor,
+    sinks: Tensor,
     ramp: float,
     causal: bool,
     include_self: bool,
     scale: float,
     eps: float,
+    softcap: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the logarithm of each query's normaliser [B, Hq, T] (zeros where the backward pass does not use it)."""
-    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+    options = (ramp, causal, include_self, scale, eps, softcap, chunk)
+    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logs = torch.zeros(q.shape[:3], dtype=p.q.dtype, device=q.device)
     rows, log_rows = (rows_of_queries(x, k.shape[1], span.shape[1]) for x in (y, logs))
@@ -186,7 +201,7 @@ def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_forward_op.register_fake
-def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk):
+def _(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options):
     work = torch.promote_types(q.dtype, torch.float32)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
@@ -208,40 +223,47 @@ def _backward_op(
     q_doc: Tensor | None,
     k_doc: Tensor | None,
     relative_keys: Tensor,
+    sinks: Tensor,
     ramp: float,
     causal: bool,
     include_self: bool,
     scale: float,
     eps: float,
+    softcap: float,
     chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = (ramp, causal, include_self, scale, eps, softcap, chunk)
+    p = lay_out(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options)
     kv_heads, parts = k.shape[1], span.shape[1]
     # dy may be an expanded scalar with stride 0 (the gradient of a sum); batched matrix products are slow on such a tensor.
     dys, ys, logs = (rows_of_queries(x.to(p.q.dtype).contiguous(), kv_heads, parts) for x in (dy, y, logs))
     if p.fuses and p.never_expires:
         whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)
-        return _as_given(
-            q, k, v, span, relative_keys, *whole, torch.zeros_like(p.span), torch.zeros_like(p.relative_keys)
-        )
+        none = torch.zeros_like(p.span), torch.zeros_like(p.relative_keys), torch.zeros_like(p.sinks)
+        return _as_given(q, k, v, span, relative_keys, sinks, *whole, *none)
     dq = torch.zeros_like(p.q)
     dk, dv = torch.zeros_like(p.k), torch.zeros_like(p.v)
     dspan = torch.zeros_like(p.span, memory_format=torch.contiguous_format)  # spans may come transposed
-    drel = torch.zeros_like(p.relative_keys)
+    drel, dsinks = torch.zeros_like(p.relative_keys), torch.zeros_like(p.sinks, memory_format=torch.contiguous_format)
     for live in p.lists():
         if p.fuses_chunks:
             _fused_backward(p, live, dys, ys, logs, (dq, dk, dv, dspan))
         else:
-            _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel))
-    return _as_given(q, k, v, span, relative_keys, dq, dk, dv, dspan, drel)
+            _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel, dsinks))
+    return _as_given(q, k, v, span, relative_keys, sinks, dq, dk, dv, dspan, drel, dsinks)
 
 
-def _as_given(q, k, v, span, relative_keys, dq, dk, dv, dspan, drel) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _as_given(
+    q, k, v, span, relative_keys, sinks, dq, dk, dv, dspan, drel, dsinks
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in the shapes and dtypes of the operator's inputs."""
     dq = dq.unflatten(0, (q.shape[0], -1)).flatten(1, 3)
     dk, dv = (memories_of_rows(x, q.shape[0]) for x in (dk, dv))
     dspan = dspan.unflatten(0, (q.shape[0], -1))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dspan.to(span.dtype), drel.to(relative_keys.dtype)
+    dsinks = dsinks.view(q.shape[0], -1).sum(0) if sinks.numel() else dsinks
+    found = (dq, dk, dv, dspan, drel, dsinks)
+    dq, dk, dv, dspan, drel, dsinks = (x.to(y.dtype) for x, y in zip(found, (q, k, v, span, relative_keys, sinks)))
+    return dq, dk, dv, dspan, drel, dsinks
 
 
 def _fused_backward(
@@ -263,14 +285,19 @@ def _fused_backward(
 
 
 def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
-    dq, dk, dv, dspan, drel = grads
+    dq, dk, dv, dspan, drel, dsinks = grads
     group = p.q.shape[2]
     c = _attend(p, live)
     dy, y = live.queries(dys), live.queries(ys)  # [N*R, K, G*C, D]
     delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
     live.add_states(dv, c.weight.flatten(2, 3).mT @ dy)
     ds = (dy @ c.v.mT).unflatten(2, (group, -1)).sub_(delta)
+    if p.sinks.numel():  # what the sinks weigh is what the memories do not
+        into = ((c.weight.sum(-1, keepdim=True) - 1) * delta).sum(3, keepdim=True)
+        dsinks += into.unflatten(0, (len(dsinks), -1)).sum(1)
     dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
+    if c.slope is not None:
+        ds.mul_(c.slope)
     fade = rule.slope(dmask, c.mask[:, 0, 0]).sum(1) / p.ramp
     live.add(dspan, F.pad(fade, (live.full, 0)).to(dspan.dtype))
     flat = ds.flatten(2, 3)
@@ -309,24 +336,25 @@ def _relative_backward(p: Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tenso
 
 @_backward_op.register_fake
 def _(
-    dy, y, logs, q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk
+    dy, y, logs, q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options
 ):
     parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
     rows = (batch * parts, kv_heads // parts, memories, dim)
     dk, dv = (memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))
-    dq, dspan, drel = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, span, relative_keys))
-    return dq, dk, dv, dspan, drel
+    given = (q, span, relative_keys, sinks)
+    dq, dspan, drel, dsinks = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
+    return dq, dk, dv, dspan, drel, dsinks
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.chunk = inputs
+    *tensors, ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.softcap, ctx.chunk = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, dy, _):
-    options = (ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.chunk)
-    dq, dk, dv, dspan, drel = _backward_op(dy, *ctx.saved_tensors, *options)
-    return dq, dk, dv, dspan, None, None, None, None, drel, *(None for _ in options)
+    options = (ctx.ramp, ctx.causal, ctx.include_self, ctx.scale, ctx.eps, ctx.softcap, ctx.chunk)
+    dq, dk, dv, dspan, drel, dsinks = _backward_op(dy, *ctx.saved_tensors, *options)
+    return dq, dk, dv, dspan, None, None, None, None, drel, dsinks, *(None for _ in options)
 
 
 def _refuse_second(ctx, *_):

@@ -29,6 +29,8 @@ def expire_attention(
     scale: float | None = None,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
     cu_seqlens: Boundaries | None = None,
     deterministic: bool = False,
@@ -53,6 +55,8 @@ def expire_attention(
         relative_keys: [M, D], learned embedding of distances 1..M: adds q . relative_keys[age - 1] to the scores. With
             gradients in triton, memories that live at the same time must have different positions.
         normalizer_eps: added to the normaliser, in units of the living memories' sum of exp(score) (the released code: 1e-8).
+        softcap: squashes scores to c tanh(score / c) before the softmax (Gemma 2); 0 leaves them as they are.
+        sinks: [Hq], one more logit of each query head in its softmax, to which no value belongs (gpt-oss).
         documents: for packed documents, integer ids that never decrease along a row: of the tokens, [T] or [B, T] where S = T,
             or a pair (ids of the queries, ids of the memories). There is no attention between documents.
         cu_seqlens: the same as boundaries [0, n1, n1 + n2, ..., T], a tensor or a list, the same for all rows.
@@ -63,10 +67,12 @@ def expire_attention(
         check_values: refuse NaN spans, spans below -ramp, decreasing positions and wrong boundaries; by default on the CPU
             only, since the check waits for the device.
 
-    Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span and relative_keys.
+    Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span, relative_keys and sinks.
     """
     given = dict(ramp=ramp, causal=causal, include_self=include_self, scale=scale, relative_keys=relative_keys)
-    given |= dict(normalizer_eps=normalizer_eps, documents=documents, cu_seqlens=cu_seqlens)
+    given |= dict(
+        normalizer_eps=normalizer_eps, softcap=softcap, sinks=sinks, documents=documents, cu_seqlens=cu_seqlens
+    )
     given |= dict(deterministic=deterministic, impl=impl, check_values=check_values)
     context = active_context()
     if context is not None:
@@ -98,6 +104,8 @@ def _check(
     scale: float | None,
     relative_keys: Tensor | None,
     normalizer_eps: float,
+    softcap: float,
+    sinks: Tensor | None,
     documents: Documents | None,
     cu_seqlens: Boundaries | None,
     deterministic: bool,
@@ -117,8 +125,10 @@ def _check(
     inputs.check_shapes(q, k, v, span, q_pos, k_pos, relative_keys)
     inputs.check_dtypes(q, k, v, span, q_pos, k_pos)
     inputs.check_numbers(ramp, scale, normalizer_eps)
+    inputs.check_softcap(softcap)
+    inputs.check_sinks(sinks, q, normalizer_eps)
     inputs.check_switches(causal=causal, include_self=include_self, deterministic=deterministic)
-    transform = inputs.transformed(q, k, v, span, relative_keys)
+    transform = inputs.transformed(q, k, v, span, relative_keys, sinks)
     check = check_values if check_values is not None else transform is None and _cheap_to_check(q)
     if check:
         inputs.check_values(span, q_pos, k_pos, ramp)
@@ -128,7 +138,15 @@ def _check(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype)
+    chosen = resolve_impl(
+        impl,
+        q.device,
+        causal=causal,
+        head_dim=q.shape[-1],
+        dtype=q.dtype,
+        capped=bool(softcap),
+        sinks=sinks is not None,
+    )
     # The fast implementations define first derivatives only, none of torch.func's transforms.
     if transform is not None and (chosen != "reference" or context is not None):
         needs = "impl='reference'" if context is None else "the whole sequence in one call, without a context"
@@ -136,8 +154,8 @@ def _check(
     span = span.to(inputs.lifetime_dtype(span, q))
     q_pos, k_pos = (x.long() if first == 0 else x.long() + first for x in (q_pos, k_pos))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps, causal, deterministic, check, chosen)
-    return Call(q, k, v, span, q_pos, k_pos, ids, *options)
+    options = (float(ramp), include_self, scale, relative_keys, normalizer_eps, float(softcap), sinks)
+    return Call(q, k, v, span, q_pos, k_pos, ids, *options, causal, deterministic, check, chosen)
 
 
 def _run(call: Call) -> Tensor:
@@ -170,17 +188,19 @@ def _run_chunked(call: Call) -> Tensor:
     if call.decodes and call.k.shape[2] and call.relative_keys is None and call.normalizer_eps == 0:
         from .decode import decode_attention
 
-        return decode_attention(*tensors, causal=call.causal, documents=call.ids, **call.options)
+        return decode_attention(*tensors, causal=call.causal, documents=call.ids, **call.options, **call.model_options)
     from .chunked import chunked_attention
 
-    return chunked_attention(*tensors, causal=call.causal, documents=call.ids, **call.options, **call.paper_options)
+    options = call.options | call.paper_options | call.model_options
+    return chunked_attention(*tensors, causal=call.causal, documents=call.ids, **options)
 
 
 def _run_reference(call: Call) -> Tensor:
     from .reference import reference_attention
 
     tensors = (call.q, call.k, call.v, *(x.expand(-1, call.k.shape[1], -1) for x in call.lifetimes_by_head()))
-    return reference_attention(*tensors, causal=call.causal, documents=call.ids, **call.options, **call.paper_options)
+    options = call.options | call.paper_options | call.model_options
+    return reference_attention(*tensors, causal=call.causal, documents=call.ids, **options)
 
 
 def attend_in_segments(

@@ -132,6 +132,27 @@ def check_numbers(ramp: float, scale: float | None, normalizer_eps: float) -> No
             raise ValueError(f"scale must be a finite number, got {scale}")
 
 
+def check_softcap(softcap: float) -> None:
+    _check_single("softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0 (none) or a positive number, got {softcap}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor, normalizer_eps: float) -> None:
+    if sinks is None:
+        return
+    check_tensors(sinks=sinks)
+    if sinks.shape != (q.shape[1],) or sinks.dtype not in _FLOATS:
+        raise ValueError(
+            f"sinks must be a float tensor of shape ({q.shape[1]},), one logit for each query head, got {tuple(sinks.shape)} of "
+            f"{sinks.dtype}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} but q is on {q.device}; move them to one device")
+    if normalizer_eps:
+        raise ValueError(f"sinks and normalizer_eps both add to the normaliser, got sinks and {normalizer_eps}; give one")
+
+
 def check_ramp(ramp: float) -> None:
     _check_single("ramp", ramp)
     if not SHORTEST_RAMP <= ramp <= LONGEST_RAMP:

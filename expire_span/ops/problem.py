@@ -40,13 +40,16 @@ class Problem:
     scale: float
     eps: float
     chunk: int
+    softcap: float
+    sinks: Tensor  # [N, K, G, 1, 1], or empty
     finite: bool
     """Whether all keys and values are finite, so that a weight of zero removes a memory (0 times NaN would be NaN)."""
 
     @property
     def fuses(self) -> bool:
         """Whether PyTorch's fused CPU attention can compute this."""
-        return self.q.device.type == "cpu" and self.eps == 0 and self.finite and not self.relative_keys.shape[0]
+        plain = self.eps == 0 and self.softcap == 0 and not self.sinks.numel() and not self.relative_keys.shape[0]
+        return self.q.device.type == "cpu" and self.finite and plain
 
     @property
     def fuses_chunks(self) -> bool:
@@ -84,7 +87,7 @@ class Problem:
 
 
 def lay_out(
-    q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, ramp, causal, include_self, scale, eps, chunk
+    q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, ramp, causal, include_self, scale, eps, softcap, chunk
 ) -> Problem:
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
@@ -106,6 +109,8 @@ def lay_out(
         scale,
         eps,
         chunk,
+        softcap,
+        rows_of_queries(sinks.to(work).view(1, -1, 1, 1).expand(len(q), -1, 1, 1), kv_heads, parts) if len(sinks) else sinks,
         finite,
     )
 

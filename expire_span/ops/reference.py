@@ -6,7 +6,8 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
-With `normalizer_eps`, that number times sum_j exp(s_tj) over the living memories is added to the normaliser.
+With `softcap`, the scores are squashed to c tanh(s / c). With `sinks`, each query head has one more logit in its normaliser, to
+which no value belongs. With `normalizer_eps`, that number times sum_j exp(s_tj) over the living memories is added to the normaliser.
 
 It takes any float dtype, float64 included, and its memory use grows as T x S.
 """
@@ -62,6 +63,8 @@ def reference_attention(
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
     documents: tuple[Tensor, Tensor] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Dense expiring attention over normalised inputs: span [B, Hkv, S], q_pos [B, Hkv, T], k_pos [B, Hkv, S].
 
@@ -79,13 +82,22 @@ def reference_attention(
     scores = q @ k.transpose(-1, -2)
     if relative_keys is not None:
         scores = scores + relative_scores(q, age, relative_keys)
-    scores = (scores * scale).masked_fill(mask == 0, -torch.inf)
+    scores = soft_capped(scores * scale, softcap).masked_fill(mask == 0, -torch.inf)
     peak = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype).view(1, -1, 1, 1)
+        peak = torch.maximum(peak, sinks.detach())
     weight = torch.exp(scores - peak)  # [B, H, T, S], zero where dead
     faded = mask.to(weight.dtype) * weight
     total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)
+    total = total if sinks is None else total + torch.exp(sinks - peak)
     share = faded / torch.where(total > 0, total, 1)
     return share.to(v.dtype) @ v
+
+
+def soft_capped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores squashed to the range of -softcap to softcap; 0 leaves them as they are."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def without_unseen(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .decode import softmax_with_sinks
+from .reference import soft_capped
 from .rule import fade
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,16 +49,20 @@ def attend_slots(
     age: Tensor | None = None,
     relative_keys: Tensor | None = None,
     normalizer_eps: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """y [B, Hq, D] for queries q [B, Hq, D] over slots k, v [B, Hkv, W, D].
 
     remaining [B, Hkv, W]: span - age of each memory, minus infinity for empty slots.
+    softcap, sinks: those of `expire_attention`.
     age [B, Hkv, W]: steps since each memory was written; needed only with relative_keys [M, D].
     """
     heads = k.shape[1]
     q = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]: the heads of a group are queries of their key/value head
     mask = fade(remaining, ramp)
-    if relative_keys is None and normalizer_eps == 0 and q.dtype == mask.dtype:
+    plain = relative_keys is None and normalizer_eps == 0 and softcap == 0 and sinks is None
+    if plain and q.dtype == mask.dtype:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.log_().unsqueeze(2), scale=scale)
         return y.flatten(1, 2)
     work = torch.promote_types(q.dtype, torch.float32)
@@ -65,7 +71,10 @@ def attend_slots(
         assert age is not None
         scores = scores + _relative(q.to(work), relative_keys.to(work), age)
     mask = mask.to(work).unsqueeze(2)
-    scores = (scores * scale).masked_fill(mask == 0, -torch.inf)
+    scores = soft_capped(scores * scale, softcap).masked_fill(mask == 0, -torch.inf)
+    if sinks is not None:
+        weight = softmax_with_sinks(scores + mask.log(), sinks.to(work).view(1, heads, -1, 1))
+        return (weight @ v.to(work)).flatten(1, 2).to(q.dtype)
     weight = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(work).min))
     faded = mask * weight
     total = faded.sum(-1, keepdim=True) + normalizer_eps * weight.sum(-1, keepdim=True)

@@ -22,7 +22,6 @@ from transformers import DynamicCache
 from expire_span.errors import UserError
 from expire_span.hf.calibration import fit, mean_slope, observe
 from expire_span.hf.handle import Retrofit
-from expire_span.hf.layouts import table_length, text_config
 from expire_span.hf.learning import LearningLayer
 from expire_span.ops.rule import is_alive
 from expire_span.settings.retrofit import DistillConfig
@@ -220,7 +219,7 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> N
         raise UserError(
             f"no document has a context of {context} tokens, the longest has {longest}; give a shorter --context or more text"
         )
-    table = table_length(text_config(handle.model))
+    table = handle.length
     if table is not None and context > table:
         kind = type(handle.model).__name__
         raise UserError(

@@ -60,7 +60,7 @@ class AdapterTracer(TokenTracer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self.state = [{"memory": layer.memory} for layer in self.cache.layers]
+        self.state = [{"memory": layer.memory} for layer in self.cache.expiring]
         kept = max(handle.config.keep_first - start, 0)
         spans = [self._spans(layer, found.get(layer.index), len(tokens), kept) for layer in handle.layers]
         return out.logits[0], spans, None

@@ -1,0 +1,62 @@
+"""A retrofit must not change the model: its logits, with nothing expired, are compared with the base model's before it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layouts import Layout, evaluated
+
+EXACT, ROUNDED = 1e-3, 0.1
+"""The largest difference of logits that can be rounding, relative to their spread: of float32 weights, and of half precision."""
+
+
+def check_unchanged(handle: Any, layout: Layout) -> None:
+    """Refuse a model whose logits the retrofit would change: over a few tokens at once, and in three chunks through its cache."""
+    assert layout.tokens is not None and layout.logits is not None
+    limit = EXACT if layout.logits.dtype in (torch.float32, torch.float64) else ROUNDED
+    for how, read in (("at once", _at_once), ("in chunks through its cache", _in_chunks)):
+        error = difference(_run(handle, read, layout.tokens), layout.logits)
+        if not error <= limit:
+            raise ValueError(
+                f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of their "
+                f"spread from the base model's, and rounding explains at most {limit:g}; take a model of another family"
+            )
+
+
+def difference(ours: Tensor, base: Tensor) -> float:
+    """The root mean square of the differences of logits [.., V], relative to their spread over the vocabulary."""
+    ours, base = ours.double(), base.double()
+    spread = (base - base.mean(-1, keepdim=True)).square().mean().sqrt()
+    return float((ours - base).square().mean().sqrt() / spread.clamp_min(1e-12))
+
+
+@torch.no_grad()
+def _run(handle: Any, read: Any, tokens: Tensor) -> Tensor:
+    with evaluated(handle.model), handle.expiring_nothing():
+        try:
+            return read(handle, tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"{_name(handle)} cannot be retrofitted: its forward pass with spans fails, {type(error).__name__} "
+                f"({reason[:200]}); take a model of another family"
+            ) from error
+
+
+def _at_once(handle: Any, tokens: Tensor) -> Tensor:
+    return handle.model(tokens, use_cache=False).logits
+
+
+def _in_chunks(handle: Any, tokens: Tensor) -> Tensor:
+    cache, count = handle.new_cache(), tokens.shape[1]
+    sizes = [count // 2, 1, count - count // 2 - 1]
+    return torch.cat([handle.model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(sizes, 1)], 1)
+
+
+def _name(handle: Any) -> str:
+    return f"{type(handle.model).__name__} ({handle.model.config.model_type})"
