@@ -17,6 +17,7 @@ EXTRAS = {
     "uvicorn": "view",
     "gymnasium": "rl",
     "popgym": "popgym",
+    "minigrid": "minigrid",
     "transformers": "hf",
     "peft": "hf",
     "tokenizers": "tokens",

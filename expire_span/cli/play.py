@@ -16,7 +16,7 @@ GOALS = {
     "corridor": "Remember the colour of the ball at the start, walk right to the end, and go through the door of that colour.",
     "portal": "Pass all rooms: one door of each leads on, the other back to the start. Remember which was right.",
     "instruction": "Walk about and listen; when you stand at the place that an instruction named, do what it asked.",
-    "tmaze": "Turn up at the end of a corridor that began with a red ball, and down after a green one; then comes the next one.",
+    "tmaze": "Turn up at the end of a corridor that began with a red ball, down after a green one; then comes the next.",
 }
 """What a player has to do in each world."""
 SIGNS = "signs: @ you, ● ball, ■ box, D door, █ wall, ▒ coloured floor, · empty cell"

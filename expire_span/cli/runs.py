@@ -12,7 +12,6 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import tyro
 
 from expire_span.memories import find_limits
-from expire_span.models.systems import mixer_config
 from expire_span.recipes import RECIPES, get_recipe, stages_of
 from expire_span.runs import RunFolder, UserError, find_run
 from expire_span.settings.kinds import KINDS
@@ -37,7 +36,8 @@ class Train(Generic[Settings]):
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     mixer: str | None = None
-    """Memory system to take in place of the recipe's, with its default settings; see expire-span memories."""
+    """Memory system to take in place of the recipe's, with its default settings; see expire-span memories. A hybrid like
+    gru+expire_span has layers of both in turn, and its first system's settings are --model.partner."""
     init_from: str | None = None
     """A run whose newest weights (of an agent its best) are the initial weights: its name under --runs-dir, or its path. The
     shapes must match."""
@@ -92,7 +92,7 @@ class Eval(OnRun):
     """Let an agent take the likeliest actions; off, they are drawn, as in training."""
     options: str | None = None
     """Other arguments of an agent's environment, as JSON; None takes the training's."""
-    control: Literal["none", "forget", "delete", "swap"] = "none"
+    control: Literal["none", "forget", "forget_expiring", "forget_recurrent", "delete", "swap"] = "none"
     """Change what an agent remembers while it plays; see docs/agents.md."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -156,9 +156,7 @@ def _with_mixer(config: RunConfig, args: list[str]) -> RunConfig:
     """The recipe with the memory system that --mixer names, so that its own fields become options."""
     text = " ".join(args)
     named = re.search(r"(?:^| )--mixer[ =](\S+)", text)
-    if not named or named[1] == config.model.mixer.kind:
-        return config
-    return replace(config, model=replace(config.model, mixer=mixer_config(named[1])))
+    return replace(config, model=config.model.with_mixer(named[1])) if named else config
 
 
 def _finish(run: RunFolder) -> int:

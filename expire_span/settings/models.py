@@ -64,6 +64,18 @@ class BackboneConfig(AttentionShape):
         """The settings of the memory system of every layer, from the first on."""
         return [self.mixer_of(layer) for layer in range(self.layers)]
 
+    def with_mixer(self, name: str) -> Any:
+        """This model with another memory system, or with a hybrid of two: gru+expire_span has a layer of the first, one of the
+        second, and so on in turn, and as many layers as it has parts at least. What this model has keeps its settings."""
+        parts = systems.parts_of_mixer(name)
+        known = {m.kind: m for m in (self.partner, self.mixer) if m is not None}
+        mixers = [known[kind] if kind in known else systems.mixer_config(kind) for _, kind in parts]
+        if len(parts) == 1:
+            return replace(self, mixer=mixers[0], partner=None, pattern="")
+        pattern = "".join(count * mark for (count, _), mark in zip(parts, "pm"))
+        layers = max(self.layers, len(pattern))
+        return replace(self, mixer=mixers[1], partner=mixers[0], pattern=pattern, layers=layers)
+
     @classmethod
     def paper(cls, **fields: Any) -> Any:
         """Post-norm LayerNorm, ReLU, learned relative positions, no attention from a token to itself."""

@@ -14,7 +14,7 @@ def _check_splits(task: TextTask | WordsTask) -> None:
         require(0 < getattr(task, name) < 0.5, f"{name} must lie between 0 and 0.5, got {getattr(task, name)}")
 
 
-def _check_lengths(task: RecallTask | EntrancesTask | CopyTask | CorridorTask) -> None:
+def _check_lengths(task: RecallTask | EntrancesTask | CopyTask | CorridorTask | TMazeTask) -> None:
     given = f"got {task.max_length} and {task.min_length}"
     require(task.max_length >= task.min_length, f"max_length must be at least min_length, {given}")
 

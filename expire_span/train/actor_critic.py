@@ -29,6 +29,7 @@ from expire_span.checkpoint import Snapshot
 from expire_span.disk.sizes import show_bytes
 from expire_span.models.policy import Policy
 from expire_span.models.state import move
+from expire_span.models.systems import find
 from expire_span.runs import UserError
 from expire_span.settings.run import AgentRunConfig
 
@@ -137,6 +138,8 @@ class AgentLearner:
         envs.begin(split_seed(config.seed, 0))
         scale = RewardScale(count, device, self._add_up) if config.train.scale_rewards else None
         self.player = Player(self.trained, envs, task, scale)
+        kinds = [find(mixer.kind).learns_spans for mixer in model.mixers]
+        self.budgeted = [n for n, learns in enumerate(kinds) if learns] or list(range(model.layers))
         self.budget = self._build_budget()
         self.failure = torch.ones((), device=device)  # share of failed episodes in the newest window with any
         self.rows: list[dict[str, Any]] = []  # measurements of the updates since the last line of metrics
@@ -148,7 +151,7 @@ class AgentLearner:
         if not self.train_config.budget.active:
             return None
         size = memory_bytes(self.config.model, 4)
-        layers, device = self.config.model.layers, self.accelerator.device
+        layers, device = len(self.budgeted), self.accelerator.device
         more: dict[str, Any] = {"device": device, "loss_memory": WINDOWS_JUDGED}
         return BudgetController(self.train_config.budget, layers=layers, bytes_per_memory=size, **more)
 
@@ -216,7 +219,8 @@ class AgentLearner:
         """Update the weight of the span loss; the controller gets the share of failed episodes as the task's loss."""
         if self.budget is None:
             return
-        seen = torch.tensor([episodes.successes, episodes.judged, float(live.mean())], device=self.accelerator.device)
+        held = float(torch.stack(self._limited(list(live))).mean())
+        seen = torch.tensor([episodes.successes, episodes.judged, held], device=self.accelerator.device)
         successes, judged, held = self.accelerator.reduce(seen, "sum").tolist()  # type: ignore[union-attr]
         if judged:
             self.failure = torch.tensor(1 - successes / judged, device=self.accelerator.device)
@@ -257,12 +261,18 @@ class AgentLearner:
         line = {"score": result.score, "return": result.mean_return, "live": result.live, "peak_live": result.peak_live}
         return line | {"bytes_held": 0, "best": self.best["score"] if self.best else None}
 
+    def _limited(self, live: list[Any]) -> list[Any]:
+        """The entries of those layers that the budget limits, of one number per layer; all where some layer reports none."""
+        return [live[n] for n in self.budgeted] if len(live) == self.config.model.layers else live
+
     def _keep_best(self, result: AgentResult) -> None:
         """Keep these weights if they are the best so far; `AgentTrainConfig.goal` says what is better."""
-        target = self.budget.target * len(result.live) if self.budget is not None else 0.0
+        target = self.budget.target * len(self.budgeted) if self.budget is not None else 0.0
         # A share of episodes above a threshold says little while few are: their mean return shows progress sooner.
         progress = result.worst_score if self.config.task.success_return is None else result.mean_return
-        rank = rank_weights(result.worst_score, progress, sum(result.live), self.train_config.goal, target)
+        rank = rank_weights(
+            result.worst_score, progress, sum(self._limited(result.live)), self.train_config.goal, target
+        )
         if self.best is not None and rank < tuple(self.best["rank"]):
             return
         weights = {name: x.detach().cpu().clone() for name, x in self.trained.state_dict().items()}

@@ -2,6 +2,8 @@
 
 Each control changes the memories of an agent while it plays, and predicts what must then happen if it acts by memory:
 - forget: all memories are deleted at every step; where memory is needed, success must fall to chance.
+- forget_expiring, forget_recurrent: of a hybrid, only the layers that learn spans are emptied, or only the others; what is lost
+  is what the agent had from those layers.
 - delete: the memories that show a fact that is still needed are deleted once it is out of sight; success must fall to chance.
 - swap: all memories are replaced by those of a twin episode that differs only in the cue's colour; the agent must take the door
   that is right for its twin (Corridor with two colours).
@@ -23,7 +25,7 @@ from expire_span.store import NEVER, SteadyMemory, trim_states
 from .build_environments import build_environments
 from .environments import to_tensor
 
-ControlName = Literal["none", "forget", "delete", "swap"]
+ControlName = Literal["none", "forget", "forget_expiring", "forget_recurrent", "delete", "swap"]
 
 
 class Control:
@@ -40,11 +42,19 @@ class Control:
 
 
 class Forget(Control):
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    """Empties some layers before every step: all, those that learn spans ("expiring"), or the others ("recurrent")."""
+
+    def __init__(self, policy: Policy, which: str = "") -> None:
+        self.blocks = policy.layers()
+        expiring = [hasattr(block.mixer, "span_predictor") for block in self.blocks]
+        self.chosen = [not which or is_expiring == (which == "expiring") for is_expiring in expiring]
+        if not any(self.chosen):
+            raise ValueError(f"the control forget_{which} needs {which} layers, and this agent has none")
 
     def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
-        return self.policy.reset_rows(state, torch.ones_like(steps, dtype=torch.bool))
+        every = torch.ones_like(steps, dtype=torch.bool)
+        parts = zip(self.blocks, state, self.chosen)
+        return [block.reset_rows(part, every) if chosen else part for block, part, chosen in parts]
 
 
 class Delete(Control):
@@ -149,8 +159,8 @@ def _fact_of(facts: dict[str, Tensor]) -> Tensor:
 def build_control(
     name: ControlName, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int
 ) -> Control:
-    if name == "forget":
-        return Forget(policy)
+    if name.startswith("forget"):
+        return Forget(policy, name.removeprefix("forget").removeprefix("_"))
     if name == "delete":
         return Delete(count, device)
     return Swap(policy, task, count, device, seed) if name == "swap" else Control()

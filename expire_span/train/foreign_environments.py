@@ -6,14 +6,17 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from expire_span.errors import RunError, UserError
+from expire_span.extras import EXTRAS, install_command
 from expire_span.settings.agent import EnvTask, ObservationField
 
 
@@ -65,7 +68,9 @@ def answer_within(task: EnvTask, doing: str, vector: Any = None) -> Iterator[Non
     except NoAnswerError:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if task.processes and vector is not None:
-            vector.close(terminate=True)
+            with warnings.catch_warnings():  # that a step is pending is why it is closed
+                warnings.simplefilter("ignore")
+                vector.close(terminate=True)
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -85,6 +90,9 @@ def _sentence(error: BaseException, env: str, doing: str, options: str) -> str:
             hint = "" if ":" in env else f"; if another package registers it, write that module first, as module:{env}"
             return f"environment {env!r} cannot be made: {words}{hint}"
         if isinstance(error, ImportError):
+            module = env.partition(":")[0].split(".")[0]
+            if module in EXTRAS and find_spec(module) is None:
+                return f"environment {env!r} needs the package {module}; install it with: {install_command(EXTRAS[module])}"
             advice = "a module of the current folder is found with PYTHONPATH=. before the command"
             return f"the module of environment {env!r} cannot be imported: {words.split('. Env')[0]}; {advice}"
         if isinstance(error, TypeError) and options:

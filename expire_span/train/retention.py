@@ -28,9 +28,9 @@ class Retention:
     """None where the environment does not report what is needed."""
     recall: float | None
     lifetime: list[float]
-    """Mean lifetime of a memory in steps, if its episode does not end before, one number per layer."""
+    """Mean lifetime of a memory in steps, if its episode does not end before, one number per layer that learns spans."""
     lifetime_spread: list[float]
-    """Standard deviation of the lifetime, one number per layer."""
+    """Standard deviation of the lifetime, one number per layer that learns spans."""
 
 
 class RetentionCounter:
@@ -46,8 +46,8 @@ class RetentionCounter:
 
     def add(self, aux: Any, facts: dict[str, Tensor]) -> None:
         """Record which fact this step's observation shows, until when it is needed, and until when any layer keeps it."""
-        spans = [part.span for part in aux.layers]
-        if any(span is None for span in spans) or len(self.ramps) < len(spans):
+        spans = [part.span for part in aux.layers if part.span is not None]
+        if not spans or len(self.ramps) != len(spans):
             return
         # The last age at which a memory is alive, [layers, B].
         lives = torch.stack([lifetime(_longest(s), r).float() - 1 for s, r in zip(spans, self.ramps)]).clamp_min(0)

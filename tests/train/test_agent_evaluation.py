@@ -128,7 +128,7 @@ def test_rows_of_two_states_are_exchanged():
     assert (mixed.pos != NEVER).sum(1).tolist() == [2, 5, 2]
 
 
-@pytest.mark.parametrize("control", ["forget", "delete", "swap"])
+@pytest.mark.parametrize("control", ["forget", "forget_expiring", "delete", "swap"])
 def test_controls_play_on(control):
     """The twin's episodes stay in step with the agent's; with the control forget, the store holds only the newest memory."""
     policy = policy_of(CORRIDOR)

@@ -14,17 +14,18 @@ pytest.importorskip("gymnasium")
 import numpy as np
 from gymnasium import spaces
 
+from expire_span.extras import EXTRAS
 from expire_span.models.actions import Both, Choices, Numbers
 from expire_span.models.observations import ObservationEncoder
-from expire_span.runs import UserError
+from expire_span.runs import RunError, RunFolder, UserError
 from expire_span.settings.agent import EnvTask, ObservationField
-from expire_span.train.actor_critic import AgentLearner, train
+from expire_span.train.actor_critic import AgentLearner, resume, train
 from expire_span.train.build_environments import build_environments, decide_inputs
 from expire_span.train.replay import replay
 from expire_span.train.reward_scale import RewardScale
 from expire_span.train.spaces import ActionLayout, describe_observations, squash, words_of
 from tests.error_budget import reordered
-from tests.tiny_agents import tiny_agent
+from tests.tiny_agents import Echo, Nest, tiny_agent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = ("CartPole-v1", "Pendulum-v1", "Blackjack-v1", "FrozenLake-v1", "Taxi-v4", "MountainCarContinuous-v0")
@@ -66,8 +67,6 @@ def test_words_are_told_apart_and_too_many_are_refused():
 
 
 def test_action_spaces_are_laid_out_and_given_back():
-    from tests.tiny_agents import Nest
-
     layout = ActionLayout.of(Nest.action_space, "Tiny/Nest-v0")
     assert layout.choices == (3, 2, 2, 2, 4, 6) and layout.bounded == (True, True)
     given = layout.give(np.array([[2, 1, 0, 1, 3, 5, 0.0, 20.0], [0, 0, 1, 0, 0, 0, -20.0, 0.0]], np.float32))
@@ -212,9 +211,6 @@ def test_a_broken_run_goes_on_exactly(tmp_path, monkeypatch, env):
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "broken", shown=False)
     monkeypatch.undo()
-    from expire_span.runs import RunFolder
-    from expire_span.train.actor_critic import resume
-
     broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
     for name in ("metrics.jsonl", "result.json"):
         assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes()
@@ -296,3 +292,88 @@ def test_continuous_actions_are_learned():
         learner.step(index)
         returns.append(learner.metrics()["return"])
     assert sum(returns[-4:]) / 4 > 0.9 * sum(returns[:2]) / 2, returns
+
+
+# Environments of other packages
+
+
+def test_minigrid_with_its_mission(tmp_path):
+    """The mission is read beside the cells and the direction, and MiniGrid's agent plays, learns and is evaluated."""
+    pytest.importorskip("minigrid")
+    config = tiny_agent(
+        "minigrid:MiniGrid-MemoryS7-v0", {"success_return": 0.01, "options": '{"max_steps": 12}'}, steps=2
+    )
+    learner = AgentLearner(config)
+    assert {f.name: f.form for f in learner.config.model.observation} == {
+        "direction": "choices",
+        "image": "grid",
+        "mission": "text",
+    }
+    words = words_of("go to the matching object at the end of the hallway", 32)
+    assert learner.player.envs.observation["mission"][0].tolist() == list(words)
+    run = train(config, tmp_path / "run", shown=False)
+    assert run.read_result()["score_name"] == "success"
+
+
+def test_babyai_tells_its_missions_apart():
+    pytest.importorskip("minigrid")
+    envs = build_environments(EnvTask(env="minigrid:BabyAI-GoToLocal-v0"), 8)
+    envs.begin(0)
+    assert len({tuple(row) for row in envs.observation["mission"].tolist()}) > 1
+
+
+@pytest.mark.parametrize(
+    "name", ["PositionOnlyPendulumEasy", "BattleshipEasy", "MineSweeperEasy", "MultiarmedBanditEasy"]
+)
+def test_popgym_is_played(name):
+    pytest.importorskip("popgym")
+    learner = AgentLearner(tiny_agent(f"popgym:popgym-{name}-v0"))
+    assert any(f.name.startswith("previous_") for f in learner.config.model.observation)
+    learner.step(0)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(EXTRAS, "no_such_world", "minigrid")
+    with pytest.raises(UserError, match=r"needs the package no_such_world; install it with: .*minigrid"):
+        build_environments(EnvTask(env="no_such_world:Maze-v0"), 1)
+
+
+def test_environments_in_processes_of_their_own_are_read_and_given_up(tmp_path):
+    """Texts and nested actions pass through the pipes; one that hangs is ended, and what had been learned can be resumed."""
+    envs = build_environments(EnvTask(env="Tiny/Nest-v0", processes=True), 2)
+    envs.begin(0)
+    assert envs.observation["mission"].any()
+    envs.step(torch.zeros(2, envs.width))
+    envs.close()
+    stuck = EnvTask(env="Tiny/Broken-v0", options='{"wrong": "hang"}', processes=True, patience=1.5)
+    envs = build_environments(stuck, 2)
+    envs.begin(0)
+    with pytest.raises(RunError, match=r"has not answered for 1.5 s in step"):
+        envs.step(torch.zeros(2, 1, dtype=torch.int64))
+    assert not any(process.is_alive() for process in _ended(envs.vector.processes))
+
+
+def _ended(processes):
+    for process in processes:
+        process.join(timeout=30)
+    return processes
+
+
+def test_a_run_whose_environment_crashed_is_resumed(tmp_path, monkeypatch):
+    """An environment that raises once ends training with one sentence; resume continues from the newest checkpoint."""
+
+    config, steps, real = tiny_agent(steps=6, checkpoint_every=2), [], Echo.step
+
+    def step(self, action):
+        steps.append(1)
+        if len(steps) == 4 * 8 * 3 + 40:  # after the checkpoint of step 2 and the evaluation of step 3
+            raise ConnectionError("the simulator went away")
+        return real(self, action)
+
+    whole = train(config, tmp_path / "whole", shown=False)
+    monkeypatch.setattr(Echo, "step", step)
+    with pytest.raises(UserError, match="Tiny/Echo-v0 failed in step with ConnectionError: the simulator went away"):
+        train(config, tmp_path / "run", shown=False)
+    monkeypatch.undo()
+    run = resume(RunFolder.open(tmp_path / "run"), shown=False)
+    assert (run.path / "metrics.jsonl").read_bytes() == (whole.path / "metrics.jsonl").read_bytes()

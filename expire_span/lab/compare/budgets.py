@@ -9,22 +9,15 @@ budget is that of the second.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
-from expire_span.models.systems import Recipe, find
+from expire_span.models.systems import Recipe, find, split_hybrid
 from expire_span.runs import UserError
 from expire_span.settings.run import BudgetConfig, ExpireSpanConfig, RunConfig
 
 DEFAULT_SHARE = 16
 """Without a budget in the recipe, systems with a fixed number of memories get the longest span divided by this."""
-
-
-def split_hybrid(name: str) -> list[tuple[int, str]]:
-    """The parts of a name of --mixers, as (number of layers, kind): 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
-    parts = [re.fullmatch(r"(?:(\d{1,6})x)?(.*)", part, re.DOTALL) for part in name.split("+")]
-    return [(int(part[1] or 1), part[2]) for part in parts if part is not None]
 
 
 def kinds_of(name: str) -> list[str]:

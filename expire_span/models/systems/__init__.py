@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from typing import Any, Union
 
 from expire_span.checks import require, show
@@ -42,6 +43,7 @@ __all__ = [
     "find",
     "mixer_config",
     "register",
+    "split_hybrid",
 ]
 
 PLUGINS = "EXPIRE_SPAN_PLUGINS"
@@ -76,6 +78,23 @@ def find(kind: str) -> MemorySystem:
 def mixer_config(kind: str, **fields: Any) -> Any:
     """The settings of the memory system of this kind, with its defaults for the fields that are not given."""
     return find(kind).settings(**fields)
+
+
+def split_hybrid(name: str) -> list[tuple[int, str]]:
+    """The parts of a name of --mixers, as (number of layers, kind): 3xa+b is [(3, a), (1, b)], and a is [(1, a)]."""
+    parts = [re.fullmatch(r"(?:(\d{1,6})x)?(.*)", part, re.DOTALL) for part in name.split("+")]
+    return [(int(part[1] or 1), part[2]) for part in parts if part is not None]
+
+
+def parts_of_mixer(name: str) -> list[tuple[int, str]]:
+    """The same, of a name that has been checked: one system, or a hybrid of two."""
+    parts = split_hybrid(name)
+    for count, part in parts:
+        find(part)
+        require(count >= 1, f"a hybrid has at least one layer of each system, got {count} of {part} in {name}")
+    one = len(parts) == 1 and parts[0] == (1, name)
+    require(one or len(parts) == 2, f"a hybrid is of two systems, like 3xgated_deltanet+expire_span, got {name}")
+    return parts
 
 
 def load_plugins() -> None:

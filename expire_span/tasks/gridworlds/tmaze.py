@@ -4,8 +4,8 @@ A 1 x L corridor. The cue, a ball in the wall above cell 0, is red where up is t
 last cell the agent can turn up or down, both of which lead to the start of the next corridor, whose length and cue are drawn
 anew: what the last cue said is worth nothing from there on. An episode is over after `mazes` corridors.
 
-Actions: left, right, up, down. Reward: +1 for a right turn, -1 for a wrong one, -0.01 for every other step. Success is an episode
-without a wrong turn. Truncated after `mazes` (2 max_length + 10) steps.
+Actions: left, right, up, down. Reward: +1 for a right turn, -1 for a wrong one, -0.01 for every other step. Success is an
+episode without a wrong turn. Truncated after `mazes` (2 max_length + 10) steps.
 """
 
 from __future__ import annotations
