@@ -80,8 +80,8 @@ class Network:
 def predict(net: Network, live: float, tokens: int, devices: int) -> dict[str, Any]:
     """Costs of one forward and backward pass of one row, for each device.
 
-    live: mean number of living memories a query. It is also the mean number of memories that a rank sends in each layer, whatever
-    the length of its shard: shorter shards are outlived by fewer of more memories. Only the last rank sends none.
+    live: mean number of living memories a query. It is also the mean number of memories that a rank sends in each layer,
+    whatever the length of its shard: of fewer memories, more outlive a shorter shard. Only the last rank sends none.
     """
     shard, head_dim = tokens / devices, net.dim // net.kv_heads
     forward, back = bytes_of_memory(net.kv_heads, head_dim, net.element)
