@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time a name is i
     from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach, PaperDetails
     from expire_span.models.systems.expire_span.layer import ExpireSpan
     from expire_span.ops import expire_attention
+    from expire_span.ops.context import ContextGroup, backward_in_pieces, context_parallel
     from expire_span.sampling import Sampling
     from expire_span.settings.models import BackboneConfig, DecoderConfig
     from expire_span.settings.run import RunConfig, TrainConfig
@@ -29,6 +30,7 @@ _PUBLIC = {
     "SHIPPED": "shipped",
     "Backbone": "models.backbone",
     "BackboneConfig": "settings.models",
+    "ContextGroup": "ops.context",
     "Decoder": "models.decoder",
     "DecoderConfig": "settings.models",
     "Encoder": "models.encoder",
@@ -47,6 +49,8 @@ _PUBLIC = {
     "Sampling": "sampling",
     "Stream": "stream",
     "TrainConfig": "settings.run",
+    "backward_in_pieces": "ops.context",
+    "context_parallel": "ops.context",
     "expire_attention": "ops",
     "load_decoder": "checkpoint",
     "register": "models.systems",
@@ -56,6 +60,7 @@ __all__ = [
     "SHIPPED",
     "Backbone",
     "BackboneConfig",
+    "ContextGroup",
     "Decoder",
     "DecoderConfig",
     "Encoder",
@@ -75,6 +80,8 @@ __all__ = [
     "Stream",
     "TrainConfig",
     "__version__",
+    "backward_in_pieces",
+    "context_parallel",
     "expire_attention",
     "load_decoder",
     "register",

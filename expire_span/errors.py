@@ -60,6 +60,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"this needs the package {missing}; install it with: {install_command(EXTRAS[missing])}", 2
     if is_out_of_memory(error):
         return f"there is not enough memory ({_first_line(error)}); {_LESS_MEMORY}", 2
+    if is_lost_process(error):
+        return f"another process of this run has ended or does not answer ({_first_line(error)}); {_START_AGAIN}", 1
     if type(error).__name__ == "SafetensorError":
         return f"a safetensors file cannot be read or written: {_first_line(error)}", 2
     if isinstance(error, UnicodeEncodeError) or (isinstance(error, ValueError) and "null byte" in str(error)):
@@ -79,6 +81,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+_START_AGAIN = (
+    "its own message says why, if it had the time; start all processes again, with resume if the run had begun"
+)
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "connection was aborted",
+)
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether processes that work together have lost one of them, by the errors of torch.distributed's backends."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import inputs
 from .call import Call, spans_of_heads
 from .choice import Impl, resolve_impl
-from .context.current import Context, active_context
+from .context.current import Context, active_context, outside_graphs
 from .documents import Boundaries, Documents, document_ids
 
 
@@ -76,11 +76,10 @@ def expire_attention(
     given |= dict(deterministic=deterministic, impl=impl, check_values=check_values)
     context = active_context()
     if context is not None:
-        return _attend_in_context(context, q, k, v, span, q_pos, k_pos, given)
+        return outside_graphs(_attend_in_context, context, q, k, v, span, q_pos, k_pos, given)
     return _run(_check(None, q, k, v, span, q_pos, k_pos, **given))
 
 
-@torch.compiler.disable
 def _attend_in_context(
     context: Context, q: Any, k: Any, v: Any, span: Any, q_pos: Any, k_pos: Any, given: Any
 ) -> Tensor:

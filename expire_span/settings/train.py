@@ -173,5 +173,5 @@ class TrainConfig(LearningConfig):
             self.context_parallel == 1 or self.pieces == 1,
             f"a block is shared or read in pieces, {both}; leave one at 1",
         )
-        whole = "pieces need blocks that begin without memory, got carry True; give --train.no-carry"
+        whole = "pieces need blocks that begin without memory, got carry True; give --train.carry False"
         require(self.pieces == 1 or not self.carry, whole)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.devices import Network, bytes_of_memory, count_headers, count_sends
+from benchmarks.devices import predict as predict_devices
 from benchmarks.scale import (
     CHUNK,
     FITTED,
@@ -19,6 +21,16 @@ from benchmarks.scale import (
     residuals_of,
 )
 from expire_span.ops.lists import live_lists
+from expire_span.ops.rule import lifetime
+from tests.operator_cases import Case
+from tests.ops.test_context import traffic_of
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(4) as found:
+        yield found
 
 
 @pytest.mark.parametrize("workload", FITTED)
@@ -57,3 +69,29 @@ def test_prediction_counts():
     assert p["kept_mb"] == pytest.approx((50 * 80 + 10 * 20) * 100 / 1e6)
     assert p["ddp_gb"] == pytest.approx(2 * 0.75 * 2 * 12 * 100**2 * 4 / 1e9)
     assert sum(p["share"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_bytes_sent_are_predicted_exactly(ranks, size, per_head):
+    """Two and four processes send what the model of benchmarks.devices counts from the lifetimes alone, to the byte."""
+    case = Case(batch=2, heads=4, kv_heads=2, dim=16, queries=size * 40, per_head=per_head)
+    found = ranks.call(traffic_of, size, case, torch.float32)
+    life = lifetime(case.tensors(torch.float32)["span"].detach(), 7.0)
+    sends = count_sends(life, size).tolist()
+    there, back = bytes_of_memory(1 if per_head else 2, 16, 4)
+    assert [traffic.memories for traffic, _ in found] == [n * there for n in sends]
+    assert sum(traffic.gradients for traffic, _ in found) == sum(sends) * back
+    rows = case.batch * (case.kv_heads if per_head else 1)
+    assert {traffic.headers for traffic, _ in found} == {count_headers(rows, case.batch, size)}
+
+
+def test_what_a_border_is_crossed_by_is_what_lives():
+    """Far from the ends, a rank sends as many memories as live at a time, whether they outlive one shard or several."""
+    life = torch.randint(1, 400, (1, 8000), generator=torch.Generator().manual_seed(0))
+    for size in (8, 80):
+        inner = count_sends(life, size)[size // 4 : -size // 4].double().mean()
+        assert float(inner) == pytest.approx(float(life.double().mean()) - 1, rel=0.1)
+    rows = [predict_devices(Network(), 200.0, 10**6, devices) for devices in (8, 1024)]
+    assert rows[1]["sent_mb"] == pytest.approx(rows[0]["sent_mb"] * (1023 / 1024) / (7 / 8))
+    assert rows[1]["seconds"] == pytest.approx(rows[0]["seconds"] / 128)

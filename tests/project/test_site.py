@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
 GUIDE = (
     "operator",
+    "scale",
     "layer",
     "training",
     "kv_cache",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from expire_span.ops.call import Call
 
@@ -30,18 +32,30 @@ class Context(Protocol):
 
 
 _active: Context | None = None
+_outside: Callable[..., Any] | None = None
 
 
 def active_context() -> Context | None:
     return _active
 
 
+def outside_graphs(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function in a context. In compiled code, the graph ends before it and another begins after it."""
+    assert _outside is not None
+    return _outside(function, *given)
+
+
+def _call(function: Callable[..., Any], *given: Any) -> Any:
+    return function(*given)
+
+
 @contextmanager
 def within(context: Context) -> Iterator[None]:
     """Let the operator and the layers be called in this context. Contexts do not nest."""
-    global _active
+    global _active, _outside
     if _active is not None:
         raise ValueError("a context is active already and contexts do not nest; leave the first one before the second")
+    _outside = _outside or torch.compiler.disable(_call)  # here, since it loads the compiler, which takes seconds
     _active = context
     try:
         yield

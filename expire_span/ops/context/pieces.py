@@ -55,7 +55,7 @@ class _Bank:
     def write(self, picked: Picked, where: Tensor, dies: Tensor) -> None:
         first, new = self.states.count, (picked.states, picked.span, picked.places, picked.row[:, None], dies[:, None])
         for column, x in zip((self.states, self.span, self.places, self.row, self.dies), new):
-            column.add(x)
+            column.add(x.detach())
         self.written.append((first, where))
         self.living = torch.cat([self.living, torch.arange(first, self.states.count, device=where.device)])
 
