@@ -6,7 +6,8 @@ Deletion is reuse: a memory that no later query sees leaves its slot to the next
 The query of a step reads the slots and its own new memory, and only what later queries can see is stored. So a head needs as
 many slots as it has memories that are alive for the next query.
 
-Plain PyTorch on any device, batched over requests and heads, and without any engine: tests call it with hand-made blocks.
+On a GPU, steps of one token of each request are one kernel; everything else is plain PyTorch, batched over requests and heads.
+There is no engine here: tests call it with hand-made blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from expire_span.ops import expire_attention
 from expire_span.ops.rule import NEVER, exact_span, is_alive
-from expire_span.ops.slots import attend_slots
+from expire_span.ops.slots import attend_slots, slot_kernel_serves
 from expire_span.store.slots import DEAD
 
 ALIGNMENT = 64
@@ -90,6 +91,17 @@ class BlockSlots:
         Returns y [n, Hq, D] and, by request, how many memories found no slot [n]. With `evict` these are the ones with the
         fewest steps left, else newcomers.
         """
+        if slot_kernel_serves("auto", q):
+            from expire_span.ops.triton import triton_block_step
+
+            how = dict(ramp=self.ramp, scale=self.scale, evict=evict)
+            return triton_block_step(q, k, v, span.float(), blocks, now, self.fields, self.bounds, **how)
+        return self.plain_step(q, k, v, span, blocks, now, evict=evict)
+
+    def plain_step(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Tensor, blocks: Tensor, now: Tensor, *, evict: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`step` in plain PyTorch, which defines what the kernel of ops/triton/block_slots.py does."""
         left = self._remaining(blocks, now)
         width = self._width(is_alive(left, self.ramp))
         where = blocks.view(-1, 1, 1), self.place[:, :width]
