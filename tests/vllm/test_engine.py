@@ -157,7 +157,7 @@ REFUSED = {
         {},
         "do not work with speculative decoding",
     ),
-    "another cache dtype": (dict(kv_cache_dtype="fp8"), {}, "do not work with --kv-cache-dtype fp8"),
+    "another cache dtype": (dict(kv_cache_dtype="fp8"), {}, "do not work with the cache dtype fp8"),
 }
 
 

@@ -36,7 +36,7 @@ def refuse(config: Any) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism (a request's memories are in one block)": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
-        f"--kv-cache-dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
+        f"the cache dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
         raise UserError(f"memories that expire do not work with {', '.join(found)}; leave it out")
