@@ -46,10 +46,10 @@ class Adapter:
         predictor = build_predictor(dim, kv_heads, self.config)
         assert isinstance(predictor, LifetimeRule)
         for name, x in predictor.state_dict().items():
-            found = tuple(own[name].shape) if name in own else "none"
-            if found != tuple(x.shape):
+            wanted, found = tuple(x.shape), tuple(own[name].shape) if name in own else "none"
+            if found != wanted:
                 raise UserError(
-                    f"adapter {self.folder} does not fit its model: {layer}.{name} must have shape {tuple(x.shape)}, got {found}"
+                    f"adapter {self.folder} does not fit its model: {layer}.{name} must have shape {wanted}, got {found}"
                 )
         predictor.load_state_dict(own)
         form = predictor.span_form(dim)
@@ -57,8 +57,8 @@ class Adapter:
         return form
 
     def capacities(self, layer: int, kv_heads: int, options: Options, most_tokens: int) -> list[int]:
-        """Slots of each key/value head of a layer that learns. A memory that the next query sees is at least one token old, so a
-        life of n tokens fills n - 1 slots; no request has more than `most_tokens` memories."""
+        """Slots of each key/value head of a layer that learns. A memory that the next query sees is at least one token old, so
+        a life of n tokens fills n - 1 slots; no request has more than `most_tokens` memories."""
         most = min(self.longest_life - 1 + self.config.keep_first, most_tokens)
         wanted = [most] * kv_heads
         if options.slots is not None:
@@ -83,15 +83,13 @@ def read_adapter(folder: str | Path) -> Adapter:
     return Adapter(folder, head, RetrofitConfig(**head["config"]), weights, read_peaks(folder, head))
 
 
-def check_weights(
-    weights: Iterable[tuple[str, Tensor]], adapter: Adapter, tied: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, by their names in the checkpoint, after it was checked that the adapter was made for them. tied: whether
-    the output layer shares the weights of the embedding, and so may be missing in the files."""
+def check_weights(weights: Iterable[tuple[str, Tensor]], adapter: Adapter, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, by their names in the checkpoint, after it was checked that the adapter was made for them. tied:
+    whether the output layer shares the weights of the embedding, and so may be missing in the files."""
     found = {name: x for name, x in weights if not name.endswith(NO_WEIGHTS)}
     told = dict(found)
     if tied and "lm_head.weight" not in told:
-        told |= {"lm_head.weight": x for name, x in found.items() if name.endswith("embed_tokens.weight")}
+        told["lm_head.weight"] = next(x for name, x in found.items() if name.endswith("embed_tokens.weight"))
     check_base(_Checkpoint(told), adapter.head, adapter.folder)
     yield from found.items()
 

@@ -9,6 +9,8 @@ from expire_span.checks import as_whole, show
 from expire_span.errors import UserError
 
 KEY = "expire_span"
+ARCHITECTURE = "ExpireSpanForCausalLM"
+"""The name by which vLLM knows the model class of this plugin."""
 WhenFull = Literal["error", "evict"]
 
 
@@ -19,8 +21,8 @@ class Options:
     adapter: str
     """Folder of the adapter that `expire-span retrofit` wrote."""
     slots: int | None = None
-    """Slots of every head that learns; None takes what `expire-span measure-slots` has measured for each head, with room, or, where
-    nothing was measured, as many as the longest life can fill, so that no head ever runs out."""
+    """Slots of every head that learns; None takes what `expire-span measure-slots` has measured for each head, with room, or,
+    where nothing was measured, as many as the longest life can fill, so that no head ever runs out."""
     when_full: WhenFull = "error"
     """What happens when a head runs out of slots: the request ends with an error, or the memory with the fewest steps left is
     evicted, and counted."""

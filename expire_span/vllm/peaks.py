@@ -78,7 +78,9 @@ def _read_lives(handle: Any, ids: Tensor) -> list[Tensor]:
 
 
 def save_peaks(folder: Path, head: dict[str, Any], tokens: int, peaks: list[list[int]]) -> None:
-    write_atomic(folder / NAME, to_json({"format": FORMAT, "adapter": head["sha256"], "tokens": tokens, "peaks": peaks}))
+    write_atomic(
+        folder / NAME, to_json({"format": FORMAT, "adapter": head["sha256"], "tokens": tokens, "peaks": peaks})
+    )
 
 
 def read_peaks(folder: Path, head: dict[str, Any]) -> list[list[int]] | None:
@@ -94,5 +96,7 @@ def read_peaks(folder: Path, head: dict[str, Any]) -> list[list[int]] | None:
     if told.get("format") != FORMAT or not whole:
         raise UserError(f"{path} is not what this version writes; measure again, or remove it")
     if told.get("adapter") != head["sha256"]:
-        raise UserError(f"{path} was measured with other predictors than those of {folder}; measure again, or remove it")
+        raise UserError(
+            f"{path} was measured with other predictors than those of {folder}; measure again, or remove it"
+        )
     return peaks

@@ -20,14 +20,14 @@ os.environ |= {
 import torch
 
 from expire_span import Sampling, Stream
-from expire_span.vllm import ARCHITECTURE
+from expire_span.vllm.options import ARCHITECTURE
 
 LENGTHS = (5, 60, 23, 90)
 COUNT = 40
 """Tokens that each request writes."""
 CERTAIN = 1e-4
-"""Least distance between the best two logits of each step of a reference, far above what float32 rounds away: with less, another
-order of sums could write another token."""
+"""Least distance between the best two logits of each step of a reference, far above what float32 rounds away: with less,
+another order of sums could write another token."""
 
 
 @dataclass

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
 pytest.importorskip("transformers")
 
-from expire_span.errors import UserError  # noqa: E402
-from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny  # noqa: E402
-from tests.vllm.engines import COUNT, Case, make_case, make_prompts, serve  # noqa: E402
+from expire_span.errors import UserError
+from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny
+from tests.vllm.engines import COUNT, Case, make_case, make_prompts, serve
 
 FAMILIES = {
     "llama": dict(max_span=24, ramp=4),
@@ -50,9 +50,14 @@ def train_case(folder: Path) -> Case:
 
     base = model_folder(folder / "model")
     (folder / "text").write_text(text(1500))
-    options = "--budget 0.3 --max-span 48 --ramp 8 --context 64 --block 32 --batch 2 --steps 12 --calibrate 2 --keep-first 2"
+    options = (
+        "--budget 0.3 --max-span 48 --ramp 8 --context 64 --block 32 --batch 2 --steps 12 --calibrate 2 --keep-first 2"
+    )
     options += " --eval-every 12 --eval-contexts 1 --device cpu --tracker none"
-    assert main(["retrofit", str(base), "--data", str(folder / "text"), "--out", str(folder / "run"), *options.split()]) == 0
+    assert (
+        main(["retrofit", str(base), "--data", str(folder / "text"), "--out", str(folder / "run"), *options.split()])
+        == 0
+    )
     handle = load_adapter(AutoModelForCausalLM.from_pretrained(base).eval(), folder / "run" / "adapter")
     prompts = [byte_tokenizer().encode(text(30, seed)[:length]) for seed, length in enumerate((7, 80, 150))]
     case = make_case(folder / "case", handle, prompts)
@@ -124,7 +129,9 @@ def test_a_request_without_slots_ends_with_an_error_and_no_other(llama):
             assert "error" in reasons and "length" in reasons
             for answer, tokens in zip(answers, llama.tokens):
                 written = list(answer.token_ids)
-                assert written == tokens[: len(written)] and (len(written) == COUNT) == (answer.finish_reason == "length")
+                assert written == tokens[: len(written)] and (len(written) == COUNT) == (
+                    answer.finish_reason == "length"
+                )
                 assert answer.finish_reason == "length" or "more memories than slots; give more" in answer.stop_reason
         assert engine.write([x[:4] for x in llama.prompts], 3) and engine.model.evicted == 0
 
@@ -226,4 +233,6 @@ def test_a_stream_of_100k_tokens_in_flat_memory(llama):
         assert len(tokens) == length and tokens[:COUNT] == llama.tokens[0]
         assert held() - before < 30e6  # the tokens themselves, and what the allocator keeps
         slots = engine.model.attentions[0].impl.slots
-        assert slots.widest == 27 and torch.isfinite(slots.fields.span).sum() <= slots.fields.span.shape[0] * slots.total
+        assert (
+            slots.widest == 27 and torch.isfinite(slots.fields.span).sum() <= slots.fields.span.shape[0] * slots.total
+        )

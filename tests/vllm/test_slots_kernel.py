@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from expire_span.ops.rule import FOREVER  # noqa: E402
-from expire_span.vllm.slots import ALIGNMENT, BlockSlots  # noqa: E402
-from tests.error_budget import reordered  # noqa: E402
-from tests.triton_interpreter import DEVICE, ON_GPU, block_slots  # noqa: E402
+from expire_span.ops.rule import FOREVER
+from expire_span.vllm.slots import ALIGNMENT, BlockSlots
+from tests.error_budget import reordered
+from tests.triton_interpreter import DEVICE, ON_GPU, block_slots
 
 HEADS, RAMP, TURNS = 2, 3.0, 14
 

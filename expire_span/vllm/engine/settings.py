@@ -30,7 +30,8 @@ def refuse(config: Any) -> None:
     """UserError for settings that cannot work with memories that expire."""
     parallel = config.parallel_config
     wrong = {
-        "speculative decoding (a rejected token's memories cannot be taken back)": config.speculative_config is not None,
+        "speculative decoding (a rejected token's memories cannot be taken back)": config.speculative_config
+        is not None,
         "LoRA (spans were learned for the base model's hidden states)": config.lora_config is not None,
         "a KV connector (a block is no run of tokens)": config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
