@@ -64,13 +64,14 @@ if ON_GPU:
 else:
     _define_interpreted()
 
-from expire_span.ops.triton import compaction, launch, layout, lists, products, slot_tiles, slots, tuning  # noqa: E402
+from expire_span.ops.triton import block_slots, compaction, launch, layout, lists, products, slot_tiles, slots, tuning  # noqa: E402
 
 __all__ = [
     "DEVICE",
     "ON_GPU",
     "PAPER",
     "SMALL",
+    "block_slots",
     "compaction",
     "launch",
     "layout",

@@ -103,6 +103,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "retrofit.run_retrofit",
     ),
     "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", "evaluate_cache.run_evaluate_cache"),
+    "measure-slots": ("measure how many slots an adapter needs in vLLM", "measure_slots.run_measure_slots"),
     "chat": ("chat with a retrofitted model in bounded memory", "chat.run_chat"),
     "serve": ("serve a retrofitted model as OpenAI's API does", "serve.run_serve"),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", "study.run_study"),

@@ -9,6 +9,8 @@ from expire_span.checks import as_whole, show
 from expire_span.errors import UserError
 
 KEY = "expire_span"
+ARCHITECTURE = "ExpireSpanForCausalLM"
+"""The name by which vLLM knows the model class of this plugin."""
 WhenFull = Literal["error", "evict"]
 
 
@@ -19,7 +21,8 @@ class Options:
     adapter: str
     """Folder of the adapter that `expire-span retrofit` wrote."""
     slots: int | None = None
-    """Slots of every head that learns; None takes as many as the longest life can fill, so that no head ever runs out."""
+    """Slots of every head that learns; None takes what `expire-span measure-slots` has measured for each head, with room, or,
+    where nothing was measured, as many as the longest life can fill, so that no head ever runs out."""
     when_full: WhenFull = "error"
     """What happens when a head runs out of slots: the request ends with an error, or the memory with the fewest steps left is
     evicted, and counted."""
@@ -30,7 +33,7 @@ def read_options(additional: Any) -> Options:
     given = additional.get(KEY) if isinstance(additional, dict) else None
     if not isinstance(given, dict):
         raise UserError(
-            f'vLLM needs the adapter as --additional-config \'{{"{KEY}": {{"adapter": "DIR"}}}}\', got {show(additional)}'
+            f'vLLM needs the adapter in its additional_config, as {{"{KEY}": {{"adapter": "DIR"}}}}, got {show(additional)}'
         )
     known = list(Options.__dataclass_fields__)
     if unknown := sorted(set(given) - set(known)):
@@ -43,11 +46,3 @@ def read_options(additional: Any) -> Options:
     if when_full not in get_args(WhenFull):
         raise UserError(f"when_full must be one of {', '.join(get_args(WhenFull))}, got {show(when_full)}")
     return Options(adapter, slots, when_full)
-
-
-def count_slots(longest_life: int, keep_first: int, cap: int | None, slots: int | None, most_tokens: int) -> int:
-    """Slots of a head: as many as `slots`, or as it can ever fill. A memory that the next query sees is at least one token old,
-    so a life of n tokens fills n - 1 slots; no request has more than `most_tokens` memories."""
-    most = min(longest_life - 1 + keep_first, most_tokens)
-    wanted = [n for n in (slots, cap) if n is not None]
-    return max(1, min([most, *wanted]))

@@ -6,7 +6,8 @@ Deletion is reuse: a memory that no later query sees leaves its slot to the next
 The query of a step reads the slots and its own new memory, and only what later queries can see is stored. So a head needs as
 many slots as it has memories that are alive for the next query.
 
-Plain PyTorch on any device, batched over requests and heads, and without any engine: tests call it with hand-made blocks.
+On a GPU, steps of one token of each request are one kernel; everything else is plain PyTorch, batched over requests and heads.
+There is no engine here: tests call it with hand-made blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from expire_span.ops import expire_attention
 from expire_span.ops.rule import NEVER, exact_span, is_alive
-from expire_span.ops.slots import attend_slots
+from expire_span.ops.slots import attend_slots, slot_kernel_serves
 from expire_span.store.slots import DEAD
 
 ALIGNMENT = 64
@@ -42,7 +43,9 @@ class BlockSlots:
 
     fields: Fields
 
-    def __init__(self, capacity: Sequence[int], head_dim: int, *, ramp: float, scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, capacity: Sequence[int], head_dim: int, *, ramp: float, scale: float, dtype: torch.dtype
+    ) -> None:
         self.capacity, self.head_dim, self.ramp, self.scale, self.dtype = tuple(capacity), head_dim, ramp, scale, dtype
         self.heads, self.total, self.widest = len(self.capacity), sum(self.capacity), max(self.capacity)
 
@@ -90,6 +93,19 @@ class BlockSlots:
         Returns y [n, Hq, D] and, by request, how many memories found no slot [n]. With `evict` these are the ones with the
         fewest steps left, else newcomers.
         """
+        if slot_kernel_serves("auto", q):
+            from expire_span.ops.triton import triton_block_step
+
+            held = self.fields, self.bounds
+            return triton_block_step(
+                q, k, v, span.float(), blocks, now, *held, ramp=self.ramp, scale=self.scale, evict=evict
+            )
+        return self.plain_step(q, k, v, span, blocks, now, evict=evict)
+
+    def plain_step(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Tensor, blocks: Tensor, now: Tensor, *, evict: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`step` in plain PyTorch, which defines what the kernel of ops/triton/block_slots.py does."""
         left = self._remaining(blocks, now)
         width = self._width(is_alive(left, self.ramp))
         where = blocks.view(-1, 1, 1), self.place[:, :width]
@@ -101,7 +117,7 @@ class BlockSlots:
         return y, self.store(k.unsqueeze(2), v.unsqueeze(2), new, now.view(-1, 1), blocks, now + 1, evict=evict)
 
     def _width(self, alive: Tensor) -> int:
-        """How many slots of each head are read: on a CPU up to the last living one, elsewhere all, since the host does not wait."""
+        """How many slots of each head are read: on a CPU up to the last living one; elsewhere all, so that no host waits."""
         if alive.device.type != "cpu":
             return self.widest
         used = alive.flatten(0, -2).any(0).nonzero()
@@ -137,7 +153,13 @@ class BlockSlots:
             check_values=False,
         )
         lost = self.store(
-            new_k.unsqueeze(0), new_v.unsqueeze(0), new_span.unsqueeze(0), at.unsqueeze(0), blocks, first + count, evict=evict
+            new_k.unsqueeze(0),
+            new_v.unsqueeze(0),
+            new_span.unsqueeze(0),
+            at.unsqueeze(0),
+            blocks,
+            first + count,
+            evict=evict,
         )
         return y[0].transpose(0, 1), lost
 
@@ -165,14 +187,16 @@ class BlockSlots:
     def _strongest(
         self, left: Tensor, left_new: Tensor, stays: Tensor, come: Tensor, pos: Tensor, blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of the living, as many as a head has slots: those with the most steps left, and of equals the youngest. What is evicted
-        gets an empty slot's span."""
+        """Of the living, as many as a head has slots: those with the most steps left, and of equals the youngest. What is
+        evicted gets an empty slot's span."""
         born = self.fields.pos[blocks.view(-1, 1, 1), self.place]
         every = torch.cat([left, left_new], -1).masked_fill(~torch.cat([stays, come], -1), DEAD)
         birth = torch.cat([born, pos.unsqueeze(1).expand_as(left_new).to(born.dtype)], -1)
         order = birth.argsort(dim=-1, descending=True, stable=True)
         order = order.gather(-1, every.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(every.shape[-1], device=order.device).expand_as(order))
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(every.shape[-1], device=order.device).expand_as(order)
+        )
         kept = rank < self.exists.sum(-1).view(1, -1, 1)
         old, new = kept.split([left.shape[-1], left_new.shape[-1]], -1)
         row, head, item = (stays & ~old).nonzero(as_tuple=True)

@@ -31,6 +31,7 @@ ROWS = {
     "tasks": 4,
     "checkpoint": 5,
     "hf": 5.5,  # answers what streams ask of a model
+    "vllm": 6,  # a plugin: vLLM imports it
     "serve": 6.5,  # continuous batching over streams of any model
     "sampling": 4,
     "stream": 5,

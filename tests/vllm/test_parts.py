@@ -5,7 +5,8 @@ import torch
 
 from expire_span.errors import UserError
 from expire_span.vllm.adapter import check_weights, predict_spans, read_adapter, slice_heads
-from expire_span.vllm.options import Options, count_slots, read_options
+from expire_span.vllm.options import Options, read_options
+from expire_span.vllm.peaks import measure_peaks, most_alive, read_peaks, save_peaks, with_room
 
 
 def test_options_are_read_and_checked():
@@ -17,7 +18,7 @@ def test_options_are_read_and_checked():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, 'needs the adapter as --additional-config \'{"expire_span": {"adapter": "DIR"}}\', got {}'),
+        ({}, 'needs the adapter in its additional_config, as {"expire_span": {"adapter": "DIR"}}, got {}'),
         ({"expire_span": "a"}, "needs the adapter"),
         (None, "needs the adapter"),
         ({"expire_span": {}}, "adapter must be the folder of an adapter, got None"),
@@ -33,15 +34,6 @@ def test_wrong_options_are_told_in_a_sentence(given, said):
     with pytest.raises(UserError) as caught:
         read_options(given)
     assert said in str(caught.value)
-
-
-def test_slots_follow_from_the_longest_life_and_what_is_asked():
-    assert count_slots(100, 4, None, None, 10**6) == 103
-    assert count_slots(100, 4, None, None, 50) == 50  # a request can be no longer
-    assert count_slots(100, 4, None, 30, 10**6) == 30
-    assert count_slots(100, 4, 20, 30, 10**6) == 20  # the adapter's own cap
-    assert count_slots(100, 4, None, 10**9, 10**6) == 103
-    assert count_slots(1, 0, None, None, 10**6) == 1
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +100,75 @@ def test_adapters_with_low_rank_additions_are_refused(model, monkeypatch):
     monkeypatch.setattr("expire_span.vllm.adapter.read_head", lambda folder: {"lora_rank": 8})
     with pytest.raises(UserError, match="low-rank additions of rank 8"):
         read_adapter(model[1])
+
+
+def test_slots_follow_from_the_longest_life_what_is_asked_and_what_was_measured(model, tmp_path):
+    from dataclasses import replace
+
+    adapter = read_adapter(model[1])  # max_span 120, ramp 16, keep_first 3
+    slots = lambda adapter, most=10**6, **options: adapter.capacities(0, 2, Options("a", **options), most)  # noqa: E731
+    assert slots(adapter) == [138, 138]
+    assert slots(adapter, most=50) == [50, 50]  # a request can be no longer
+    assert slots(adapter, slots=30) == [30, 30]
+    assert slots(adapter, slots=10**9) == [138, 138]
+    capped = replace(adapter, config=replace(adapter.config, cap=20))
+    assert slots(capped) == [20, 20] and slots(capped, slots=12) == [12, 12]
+    measured = replace(adapter, peaks=[[40, 200], [1, 1]])
+    assert slots(measured) == [50, 138] and slots(measured, slots=7) == [7, 7]
+    with pytest.raises(UserError, match="does not fit the model; measure again"):
+        measured.capacities(0, 3, Options("a"), 10**6)
+
+
+def test_measured_peaks_are_the_largest_number_of_slots_in_use(model):
+    """Slots of exactly this size lose nothing, and one less does."""
+    from expire_span.ops.rule import lifetime
+    from tests.vllm.test_slots import COUNT, RAMP, draw, feed, make_slots
+
+    parts = draw()
+    peaks = most_alive(lifetime(parts[3].t(), RAMP))
+    for head in range(2):
+        less = [peak - (n == head) for n, peak in enumerate(peaks)]
+        assert feed(make_slots(less), parts, [1] * COUNT)[1] > 0
+    assert feed(make_slots(peaks), parts, [1] * COUNT)[1] == 0
+
+
+def test_peaks_of_a_model_are_measured_kept_and_checked(model, tmp_path):
+    from tests.hf_models import tokens
+
+    handle, folder, _ = model
+    ids = tokens(1, 150)[0]
+    peaks, cache = measure_peaks(handle, [ids, ids[:5]]), handle.new_cache()
+    most = [torch.zeros(2, dtype=torch.int64) for _ in handle.layers]
+    for token in ids.view(1, -1, 1).unbind(1):
+        with torch.no_grad():
+            handle.model(token, past_key_values=cache, use_cache=True)
+        most = [torch.maximum(a, b[0]) for a, b in zip(most, cache.live())]
+    assert peaks == [x.tolist() for x in most] and len({n for layer in peaks for n in layer}) > 1
+    head = read_adapter(folder).head
+    save_peaks(tmp_path, head, 150, peaks)
+    assert read_peaks(tmp_path, head) == peaks and read_peaks(folder, head) is None
+    with pytest.raises(UserError, match="was measured with other predictors"):
+        read_peaks(tmp_path, head | {"sha256": "another"})
+    for wrong in ('{"format": 2}', '{"format": 1, "peaks": [[0]]}', '{"format": 1, "peaks": 3}'):
+        (tmp_path / "slots.json").write_text(wrong)
+        with pytest.raises(UserError, match="is not what this version writes"):
+            read_peaks(tmp_path, head)
+    assert with_room(1) == 2 and with_room(100) == 125
+
+
+def test_the_command_line_measures_slots(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from expire_span.cli import main
+    from expire_span.hf.loading import open_model
+    from tests.hf_models import forgetful, model_folder, text
+
+    base = model_folder(tmp_path / "base")
+    forgetful(open_model(str(base), device="cpu")[0]).save(tmp_path / "adapter")
+    (tmp_path / "text").write_text(text(200))
+    options = ["--data", str(tmp_path / "text"), "--context", "200", "--documents", "2", "--device", "cpu"]
+    assert main(["measure-slots", str(tmp_path / "adapter"), *options]) == 0
+    assert "document 2 of 2: 200 tokens" in capsys.readouterr().out
+    peaks = read_adapter(tmp_path / "adapter").peaks
+    assert peaks is not None and [len(x) for x in peaks] == [2, 2]
+    assert main(["measure-slots", str(tmp_path / "adapter"), *options[:3], "0"]) == 2
+    assert "--context must be at least 1, got 0" in capsys.readouterr().err

@@ -8,9 +8,18 @@ k and v [B, Hkv, S, D], span [B, S] or [B, P, S], q_pos [T] or [B, T], k_pos [S]
 from __future__ import annotations
 
 from .attention import triton_attention
+from .block_slots import triton_block_step
 from .compaction import triton_compact
 from .decode import triton_decode
 from .products import add_linear_, norm_linear
 from .slots import triton_step
 
-__all__ = ["add_linear_", "norm_linear", "triton_attention", "triton_compact", "triton_decode", "triton_step"]
+__all__ = [
+    "add_linear_",
+    "norm_linear",
+    "triton_attention",
+    "triton_block_step",
+    "triton_compact",
+    "triton_decode",
+    "triton_step",
+]

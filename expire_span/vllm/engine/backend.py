@@ -104,7 +104,9 @@ class ExpireImpl(AttentionImpl[Any]):
         **extra: Any,
     ) -> None:
         if alibi_slopes or logits_soft_cap or kv_sharing_target_layer_name or extra or attn_type != "decoder":
-            found = dict(alibi=alibi_slopes, soft_cap=logits_soft_cap, shared=kv_sharing_target_layer_name, kind=attn_type)
+            found = dict(
+                alibi=alibi_slopes, soft_cap=logits_soft_cap, shared=kv_sharing_target_layer_name, kind=attn_type
+            )
             raise ValueError(f"expiring attention is plain causal attention, got {found | extra}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype

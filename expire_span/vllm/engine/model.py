@@ -19,8 +19,8 @@ from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_l
 from expire_span.disk.sizes import show_bytes
 from expire_span.hf.rotary import use_exact_angles
 from expire_span.ops.slots import SpanForm
-from expire_span.vllm.adapter import Adapter, check_weights, predict_spans, read_adapter, slice_heads
-from expire_span.vllm.options import Options, count_slots, read_options
+from expire_span.vllm.adapter import check_weights, predict_spans, read_adapter, slice_heads
+from expire_span.vllm.options import Options, read_options
 from expire_span.vllm.slots import BlockSlots
 
 from .backend import ExpireBackend
@@ -72,9 +72,9 @@ class ExpireAttention(Attention):
 class ExpireSpanForCausalLM(TransformersForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         options = read_options(vllm_config.additional_config)
-        self_adapter = read_adapter(options.adapter)
+        adapter = read_adapter(options.adapter)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.adapter = self_adapter
+        self.adapter = adapter
         use_exact_angles(self.model)
         self.attentions: list[ExpireAttention] = []
         for module in self.model.modules():
@@ -90,17 +90,18 @@ class ExpireSpanForCausalLM(TransformersForCausalLM):
         attention: ExpireAttention = getattr(module, VLLM_ATTN_ATTR)
         config, layer = self.adapter.config, module.layer_idx
         window, most = find_window(module, self.text_config), self.model_config.max_model_len
+        own, first = attention.num_kv_heads, self._first_head()
         if window is None:
-            form = self._own_heads(self.adapter, layer, attention.num_kv_heads)
-            count = count_slots(self.adapter.longest_life, config.keep_first, config.cap, options.slots, most)
-            evict = options.when_full == "evict" or (config.cap is not None and count == config.cap)
+            heads = self.model_config.get_total_num_kv_heads()
+            form = slice_heads(self.adapter.span_form(layer, self.text_config.hidden_size, heads), first, own)
+            capacity = self.adapter.capacities(layer, heads, options, most)[first : first + own]
+            evict = options.when_full == "evict" or (config.cap is not None and max(capacity) == config.cap)
             ramp, keep_first = float(config.ramp), config.keep_first
         else:
-            spans = torch.full((attention.num_kv_heads,), window - 1.0)
-            form = SpanForm.constant(spans, self.text_config.hidden_size)
-            count, evict, ramp, keep_first = count_slots(window, 0, None, None, most), False, HARD_EDGE, 0
+            form = SpanForm.constant(torch.full((own,), window - 1.0), self.text_config.hidden_size)
+            capacity, evict, ramp, keep_first = [max(1, min(window - 1, most))] * own, False, HARD_EDGE, 0
         slots = BlockSlots(
-            [count] * attention.num_kv_heads,
+            capacity,
             attention.head_size,
             ramp=ramp,
             scale=attention.impl.scale,
@@ -111,24 +112,22 @@ class ExpireSpanForCausalLM(TransformersForCausalLM):
         module.register_forward_pre_hook(predict_before(attention), with_kwargs=True)
         return attention
 
-    def _own_heads(self, adapter: Adapter, layer: int, own: int) -> SpanForm:
-        """The predictor of the key/value heads that this process has."""
+    def _first_head(self) -> int:
+        """The first of the key/value heads that this process has."""
         heads = self.model_config.get_total_num_kv_heads()
-        form = adapter.span_form(layer, self.text_config.hidden_size, heads)
-        size = self.tp_group.world_size
-        first = get_tensor_model_parallel_rank() * heads // size
-        return slice_heads(form, first, own)
+        return get_tensor_model_parallel_rank() * heads // self.tp_group.world_size
 
     def _tell_size(self) -> None:
         """Say what a request takes, beside the cache that vLLM would give it without the plugin."""
         most = self.model_config.max_model_len
+        counts = [n for x in self.attentions for n in x.impl.slots.capacity]
         ours = sum(x.impl.slots.block_bytes for x in self.attentions)
         full = sum(2 * x.num_kv_heads * x.head_size * x.kv_cache_torch_dtype.itemsize for x in self.attentions) * most
         logger.info(
-            "Expire-Span: a request holds %s, whatever its length (%d slots a head); vLLM's own cache holds %s for %d tokens, "
+            "Expire-Span: a request holds %s, whatever its length (%s slots a head); vLLM's own cache holds %s for %d tokens, "
             "%.1f times as much",
             show_bytes(ours),
-            max(x.impl.slots.widest for x in self.attentions),
+            f"{min(counts)} to {max(counts)}",
             show_bytes(full),
             most,
             full / ours,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vllm import ModelRegistry
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from expire_span.vllm import ARCHITECTURE
+from expire_span.vllm.options import ARCHITECTURE
 
 from .settings import ExpireSpanSettings
 from .spec import ExpireSpec

@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 logger = init_logger("vllm.expire_span")
 
 REASON = (
-    "a head of the model has more memories than slots; give more \"slots\" in the expire_span options, or \"when_full\": "
-    "\"evict\""
+    'a head of the model has more memories than slots; give more "slots" in the expire_span options, or "when_full": '
+    '"evict"'
 )
 
 

@@ -30,13 +30,14 @@ def refuse(config: Any) -> None:
     """UserError for settings that cannot work with memories that expire."""
     parallel = config.parallel_config
     wrong = {
-        "speculative decoding (a rejected token's memories cannot be taken back)": config.speculative_config is not None,
+        "speculative decoding (a rejected token's memories cannot be taken back)": config.speculative_config
+        is not None,
         "LoRA (spans were learned for the base model's hidden states)": config.lora_config is not None,
         "a KV connector (a block is no run of tokens)": config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism (a request's memories are in one block)": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
-        f"--kv-cache-dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
+        f"the cache dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
         raise UserError(f"memories that expire do not work with {', '.join(found)}; leave it out")
