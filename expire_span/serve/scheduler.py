@@ -198,7 +198,7 @@ class Scheduler:
             marks, places = request.chat.marks, request.chat.told(len(tokens))
             marks = None if marks is None else marks[: len(tokens)]
             with suppress(RuntimeError, MemoryError):  # without room for it, it is read again next time
-                lasting = len(tokens) == max(request.chat.points, default=0)  
+                lasting = len(tokens) == max(request.chat.points, default=0)
                 self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read), places, lasting=lasting)
 
     def _remember_answer(self, response: Response) -> None:

@@ -46,10 +46,14 @@ def text_model(handle: Any, template: str | None = TEMPLATE) -> TextModel:
 class Chats:
     """A client of one server."""
 
-    def __init__(self, text: TextModel, sessions: Sessions | None, rows: int, keys: Keys | None, limits: Limits) -> None:
+    def __init__(
+        self, text: TextModel, sessions: Sessions | None, rows: int, keys: Keys | None, limits: Limits
+    ) -> None:
         self.scheduler = Scheduler(text, rows=rows, sessions=sessions)
         self.client = TestClient(
-            build_app(self.scheduler, "tiny", keys=keys, limits=limits), base_url="http://localhost", raise_server_exceptions=False
+            build_app(self.scheduler, "tiny", keys=keys, limits=limits),
+            base_url="http://localhost",
+            raise_server_exceptions=False,
         )
 
     def say(self, messages: list[dict[str, Any]], key: str | None = None, status: int = 200, **fields: Any) -> Any:

@@ -106,7 +106,9 @@ def test_chats_share_the_system_prompt_and_changed_messages_are_read_again():
         assert cached(same) == same["usage"]["prompt_tokens"] and len(same["choices"]) == 3
         before = server.read
         parts = server.say([SYSTEM, {"role": "user", "content": "three"}], n=4)
-        assert server.read - before == parts["usage"]["prompt_tokens"] - cached(parts), "four answers read the prompt once"
+        assert server.read - before == parts["usage"]["prompt_tokens"] - cached(parts), (
+            "four answers read the prompt once"
+        )
 
 
 def test_keys_share_nothing():
@@ -119,7 +121,12 @@ def test_keys_share_nothing():
         session = mine["choices"][0]["session"]
         ask = lambda key: server.client.get(f"/v1/memory/{session}", headers={"Authorization": f"Bearer {key}"})  # noqa: E731
         assert ask("blue").status_code == 200 and ask("green").status_code == 404
-        for headers in ({}, {"Authorization": "Bearer red"}, {"Authorization": "blue"}, {"Authorization": "Basic blue"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer red"},
+            {"Authorization": "blue"},
+            {"Authorization": "Basic blue"},
+        ):
             for path in ("/v1/models", "/metrics", f"/v1/memory/{session}"):
                 answer = server.client.get(path, headers=headers)
                 assert answer.status_code == 401 and "needs a key" in answer.json()["error"]["message"]
@@ -134,7 +141,9 @@ def test_a_chat_outlives_the_server(tmp_path):
         first = server.say(messages)
     messages += [{"role": "assistant", "content": said(first)}, {"role": "user", "content": "two"}]
     with chats(text, folder=tmp_path) as server, chats(text, 0) as without:
-        assert server.client.get(f"/v1/memory/{first['choices'][0]['session']}").json()["messages"][0]["role"] == "system"
+        assert (
+            server.client.get(f"/v1/memory/{first['choices'][0]['session']}").json()["messages"][0]["role"] == "system"
+        )
         second = server.say(messages)
         assert cached(second) == first["usage"]["total_tokens"] - 1 and said(second) == said(without.say(messages))
     with chats(text_model(model(seed=1)), folder=tmp_path) as other:
