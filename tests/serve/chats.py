@@ -14,7 +14,10 @@ from expire_span.serve.text import TextModel
 from expire_span.web.guard import Keys
 from tests.hf_models import FAMILIES, byte_tokenizer, forgetful
 
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
 
 ASCII = range(3, 97)
 """The tokens of printable ASCII characters without the space."""
@@ -50,11 +53,8 @@ class Chats:
         self, text: TextModel, sessions: Sessions | None, rows: int, keys: Keys | None, limits: Limits
     ) -> None:
         self.scheduler = Scheduler(text, rows=rows, sessions=sessions)
-        self.client = TestClient(
-            build_app(self.scheduler, "tiny", keys=keys, limits=limits),
-            base_url="http://localhost",
-            raise_server_exceptions=False,
-        )
+        app = build_app(self.scheduler, "tiny", keys=keys, limits=limits)
+        self.client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
     def say(self, messages: list[dict[str, Any]], key: str | None = None, status: int = 200, **fields: Any) -> Any:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

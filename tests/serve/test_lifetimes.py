@@ -29,12 +29,8 @@ def texts_of(text, prompt: Prompt):
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "lines"])
 def test_messages_are_found_among_the_tokens(template):
     text = text_model(model(), template)
-    messages = [
-        RULES,
-        {**LONG, "expires": 30},
-        {"role": "assistant", "content": "\u00fcber den Flu\u00df"},
-        {**ASK, "keep": True},
-    ]
+    messages = [RULES, {**LONG, "expires": 30}, {"role": "assistant", "content": "\u00fcber den Flu\u00df"}]
+    messages += [{**ASK, "keep": True}]
     messages += [{"role": "user", "content": "so?"}, {"role": "user", "content": ""}]
     prompt = read_chat(text, messages)
     strip = str.strip if template else str
@@ -91,7 +87,7 @@ def test_the_memory_of_a_chat_is_listed():
         answer = server.say(asked, max_tokens=70)
         session = answer["choices"][0]["session"]
         told = server.client.get(f"/v1/memory/{session}").json()
-        rules, long, ask, own = told["messages"]
+        rules, long, _, own = told["messages"]
         assert told["object"] == "memory" and told["model"] == "tiny"
         assert told["tokens"] == answer["usage"]["total_tokens"] - 1
         assert (rules["role"], rules["keep"], rules["for"], rules["since"]) == ("system", True, "ever", rules["begin"])

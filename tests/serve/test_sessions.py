@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from expire_span.sampling import Sampling
-from expire_span.serve.requests import CHUNK, Request
+from expire_span.serve.requests import CHUNK, Request, Response
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions, name_beginnings
 from expire_span.serve.text import TextModel
@@ -92,7 +94,7 @@ def test_a_template_that_writes_earlier_turns_again_in_another_way():
     with chats(text) as server, chats(text, 0) as without:
         got, wanted = converse(server, 4), converse(without, 4)
     assert [said(x) for x in got] == [said(x) for x in wanted]
-    for before, answer in zip(got, got[1:]):
+    for before, answer in pairwise(got):
         assert cached(answer) == before["usage"]["prompt_tokens"] - len(" think "), "up to the end of the role's header"
 
 
@@ -248,10 +250,11 @@ def test_a_model_with_a_cap_is_served_without_sessions():
 def test_long_prompts_are_read_in_chunks_that_end_where_others_may_begin():
     request = Request(list(range(10)) * 70, 1, Sampling(), (), print)
     request.chat = type(request.chat)([], None, (30, 650, 700))
-    from expire_span.serve.requests import Response
-
     response = Response(TextModel(model(), Numbers()), request, torch.device("cpu"))
     response.begin(None, torch.device("cpu"))
-    sizes = [len(chunk.tokens) for chunk in response.chunks]
+    sizes = []
+    while (chunk := response.next_chunk(CHUNK)) is not None:
+        sizes.append(len(chunk.tokens))
+        response.read += sizes[-1]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     assert max(sizes) <= CHUNK and ends[-1] == 700 and {30, 650} <= set(ends)
