@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,9 @@ from .text import TextModel
 from .turns import Prompt
 
 CHUNK = 256
-"""Tokens of a prompt that are read between two decode steps."""
+"""Tokens of a prompt that are read in one call while nothing else runs."""
+SHARED_CHUNK = 64
+"""Tokens of a prompt that are read between two decode steps, for which the running answers wait."""
 
 
 class Chunk(NamedTuple):
@@ -66,10 +67,12 @@ class Response:
         self.request, self.ends = request, text.ends
         self.prompt: Prefilled | None = None
         """What has been read of the prompt, until the response joins the batch."""
-        self.chunks: list[Chunk] | None = None
-        """Those that have not been read yet; None before it is known where to begin."""
+        self.begun = False
+        """Whether it is known where to begin to read."""
         self.read = 0
-        """Number of tokens of the prompt that have been read."""
+        """Number of tokens of the prompt that have been read, or need not be."""
+        self._tokens = torch.tensor(request.prompt)
+        self._marks = None if request.chat.marks is None else torch.tensor(request.chat.marks)
         self.fed: list[int] = []
         """Tokens of the answer that the row has read."""
         self.generator = torch.Generator(device).manual_seed(request.sampling.seed)
@@ -86,18 +89,19 @@ class Response:
         return self.row is None and not self.done
 
     def begin(self, found: Snapshot | None, device: torch.device) -> None:
-        """Plan the reading of the prompt, after a beginning that is known: in chunks that end at the points of interest."""
-        request, start = self.request, 0
-        tokens, marks = torch.tensor(request.prompt), request.chat.marks
-        lifetimes = None if marks is None else torch.tensor(marks)
+        """Begin to read the prompt, after a beginning that is known."""
+        self.begun = True
         if found is not None and found.read is not None:
-            start = self.read = request.cached = found.length
+            self.read = self.request.cached = found.length
             self.prompt = Prefilled(found.read.logits.to(device), move(found.read.state, device))
-        self.chunks = []
-        for begin, end in pairwise([start, *(x for x in self.points if x > start)]):
-            for at in range(begin, end, CHUNK):
-                part = slice(at, min(at + CHUNK, end))
-                self.chunks.append(Chunk(tokens[part], None if lifetimes is None else lifetimes[part]))
+
+    def next_chunk(self, most: int) -> Chunk | None:
+        """What to read next: at most so many tokens, up to the next point of interest; None at the prompt's end."""
+        point = next((x for x in self.points if x > self.read), None)
+        if point is None:
+            return None
+        part = slice(self.read, min(self.read + most, point))
+        return Chunk(self._tokens[part], None if self._marks is None else self._marks[part])
 
     @property
     def points(self) -> list[int]:

@@ -20,7 +20,7 @@ from expire_span.stream.decoders import model_of
 from expire_span.stream.interface import trimmed
 
 from .batch import Batch
-from .requests import Request, Response
+from .requests import CHUNK, SHARED_CHUNK, Request, Response
 from .sessions import Sessions, Snapshot
 from .text import TextModel
 
@@ -170,17 +170,17 @@ class Scheduler:
 
     def _prefill(self, response: Response) -> None:
         """Read the next chunk of a prompt; after the last one, the response joins the batch."""
-        if response.chunks is None:
+        if not response.begun:
             response.begin(self._find_beginning(response.request), self._batch.device)
             self.counts["known"] += response.read
-        if response.chunks:
-            tokens, marks = response.chunks.pop(0)
-            response.prompt = self._batch.stream.prefill(tokens, response.prompt, marks)
-            response.read += len(tokens)
-            self.counts["read"] += len(tokens)
+        chunk = response.next_chunk(SHARED_CHUNK if self._batch.responses else CHUNK)
+        if chunk is not None:
+            response.prompt = self._batch.stream.prefill(chunk.tokens, response.prompt, chunk.marks)
+            response.read += len(chunk.tokens)
+            self.counts["read"] += len(chunk.tokens)
             if response.read in response.points:
                 self._remember(response.request, response.request.prompt[: response.read], response.prompt)
-        if not response.chunks:
+        if response.read == len(response.request.prompt):
             self._batch.join(response)
 
     def _find_beginning(self, request: Request) -> Snapshot | None:
@@ -198,7 +198,8 @@ class Scheduler:
             marks, places = request.chat.marks, request.chat.told(len(tokens))
             marks = None if marks is None else marks[: len(tokens)]
             with suppress(RuntimeError, MemoryError):  # without room for it, it is read again next time
-                self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read), places)
+                lasting = len(tokens) == max(request.chat.points, default=0)
+                self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read), places, lasting=lasting)
 
     def _remember_answer(self, response: Response) -> None:
         """Keep what a row has read: the prompt and the answer, as far as it was fed."""

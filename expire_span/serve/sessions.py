@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from expire_span.disk.files import sweep, sweep_own
-from expire_span.errors import StorageError, UserError
+from expire_span.errors import StorageError, UserError, describe
 from expire_span.models.marks import FREE
 from expire_span.models.state import bytes_of, move, pack, unpack
 from expire_span.stream import Prefilled
@@ -207,7 +207,7 @@ class Sessions:
                     self._held[key] = Snapshot(key, int(length), file_size=path.stat().st_size)
         except OSError as error:
             raise UserError(
-                f"--session-folder {folder.parent} cannot be used: {error.strerror or error}; name another"
+                f"--session-folder {folder.parent} cannot be used: {describe(error)}; name another"
             ) from error
 
     def _write_all(self) -> None:
@@ -227,7 +227,9 @@ class Sessions:
             size = path.stat().st_size
             path.chmod(0o600)
         except (StorageError, OSError, UserError) as error:
-            self._complain(f"a session could not be written ({error}); it is kept in memory only")
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            said = describe(cause) if isinstance(cause, OSError) else str(cause)
+            self._complain(f"sessions cannot be written to {self._folder}: {said}; they are kept in memory only")
         with self._lock:
             each.waits, each.file_size = False, size
             self.counts["written" if size else "failed"] += 1

@@ -101,7 +101,7 @@ class _Offsets:
 
 def _lifetime(said: dict[str, Any], index: int) -> tuple[bool, int | None]:
     keep, expires = said.get("keep"), said.get("expires")
-    require(keep in (None, True, False), f"keep of message {index} must be true or false, got {show(keep)}")
+    require(keep is None or isinstance(keep, bool), f"keep of message {index} must be true or false, got {show(keep)}")
     if expires is not None:
         number = None if isinstance(expires, bool) else as_whole(expires)
         fits = number is not None and 1 <= number <= LATEST // 2
