@@ -21,7 +21,9 @@ LARGEST = 2_000_000
 _WIDTHS = dict(hidden_size=32, d_model=32, n_embd=32, model_dim=32, embed_dim=32, dim_model=32, embedding_size=32)
 _WIDTHS |= dict(intermediate_size=48, n_inner=48, ffn_dim=48, d_ff=48, decoder_ffn_dim=48, encoder_ffn_dim=48, dff=48)
 _WIDTHS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=24, ffn_hidden_size=48, mlp_hidden_size=48)
-_COUNTS = dict(num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, encoder_attention_heads=4, decoder_attention_heads=4)
+_COUNTS = dict(
+    num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, encoder_attention_heads=4, decoder_attention_heads=4
+)
 _COUNTS |= dict(num_key_value_heads=2, n_kv_heads=2, head_dim=8, kv_channels=8, attention_head_dim=8, global_head_dim=8)
 _COUNTS |= dict(num_hidden_layers=LAYERS, n_layer=LAYERS, n_layers=LAYERS, num_layers=LAYERS, decoder_layers=LAYERS)
 _COUNTS |= dict(encoder_layers=2, vocab_size=VOCAB, max_position_embeddings=2048, n_positions=2048, n_ctx=2048)
@@ -45,7 +47,7 @@ def families() -> list[str]:
 
 
 def tiny_config(kind: str) -> Any:
-    """A small config of a family: every size that the family has by a name of `SMALL` is made small; lists of layers are cut."""
+    """A small config of a family: sizes named in `SMALL` are made small; lists of layers are cut."""
     from transformers import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
@@ -135,7 +137,10 @@ def _streamed(stream: Any, ids: Tensor, want: Tensor) -> float:
         logits.append(stream.logits)
     error = difference(torch.stack(logits, 1), want[:, half - 1 : half + 12])
     stream.join(ids[1, : half + 20], row=1)
-    late = [(stream.feed(torch.stack([ids[0, half + 12 + n], ids[1, half + 20 + n]])[:, None]), stream.logits)[1] for n in range(8)]
+    late = [
+        (stream.feed(torch.stack([ids[0, half + 12 + n], ids[1, half + 20 + n]])[:, None]), stream.logits)[1]
+        for n in range(8)
+    ]
     rows = torch.stack(late, 1)
     first, second = (want[0, half + 12 : half + 20], want[1, half + 20 : half + 28])
     return max(error, difference(rows[0], first), difference(rows[1], second))

@@ -81,7 +81,8 @@ def attend(
         raise ValueError(
             f"expiring attention has no attention dropout, got {dropout}; set it to 0 or call model.eval()"
         )
-    r, extra = expire_reading, dict(softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"))
+    r = expire_reading
+    extra: dict[str, Any] = dict(softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"))
     if r.slots is not None:
         return r.slots.attend(query, key, value, r.hidden, scaling, extra["sinks"]), None
     q_pos = torch.arange(r.start, r.start + query.shape[2], device=query.device)

@@ -185,7 +185,7 @@ class StatesBeside(RecurrentLayer):
     memories: type[ExpiringLayer]
 
     def __init__(self, ramp: float, cap: int | None, states: int) -> None:
-        RecurrentLayer.__init__(self, number_of_states=states)
+        RecurrentLayer.__init__(self, number_of_states=states)  # type: ignore[call-arg]  # its base is transformers' own
         self.memories.__init__(self, ramp, cap)  # type: ignore[arg-type]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

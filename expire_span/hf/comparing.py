@@ -1,4 +1,4 @@
-"""A retrofit must not change the model: its logits, with nothing expired, are compared with the base model's before it is given."""
+"""A retrofit must not change the model: its logits, with nothing expired, are compared with the base model's first."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from .layouts import Layout, evaluated
 
 EXACT, ROUNDED = 1e-3, 0.1
-"""The largest difference of logits that can be rounding, relative to their spread: of float32 weights, and of half precision."""
+"""The largest difference of logits that can be rounding, relative to their spread: in float32, and in half precision."""
 
 
 def check_unchanged(handle: Any, layout: Layout) -> None:
-    """Refuse a model whose logits the retrofit would change: over a few tokens at once, and in three chunks through its cache."""
+    """Refuse a model whose logits the retrofit would change: over a few tokens at once, and in chunks through its cache."""
     assert layout.tokens is not None and layout.logits is not None
     limit = EXACT if layout.logits.dtype in (torch.float32, torch.float64) else ROUNDED
     for how, read in (("at once", _at_once), ("in chunks through its cache", _in_chunks)):
         error = difference(_run(handle, read, layout.tokens), layout.logits)
         if not error <= limit:
             raise ValueError(
-                f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of their "
-                f"spread from the base model's, and rounding explains at most {limit:g}; take a model of another family"
+                f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of "
+                f"their spread from the base model's, and rounding explains at most {limit:g}; take a model of another family"
             )
 
 

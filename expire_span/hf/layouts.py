@@ -200,7 +200,9 @@ def _check_cache(seen: Probe, layers: list[AttentionLayer], recurrent: dict[int,
     unknown = [n for n in range(len(seen.cache.layers)) if n not in known]
     if unknown:
         kind = type(seen.cache.layers[unknown[0]]).__name__
-        raise ValueError(f"{name} has a cache layer {unknown[0]} ({kind}) that no attention layer writes, which is not known")
+        raise ValueError(
+            f"{name} has a cache layer {unknown[0]} ({kind}) that no attention layer writes, which is not known"
+        )
 
 
 def _describe(call: AttentionCall) -> AttentionLayer:

@@ -1,7 +1,7 @@
 """What one short forward pass of the base model shows of its attention: which modules attend, what they read, under which mask.
 
-The families of transformers name the same things differently, and some fields of their modules mislead. What a layer gives to the
-attention interface, to its cache, and to the function that makes masks is the same for all of them, and is what is computed.
+The families of transformers name the same things differently, and some fields of their modules mislead. What a layer gives to
+the attention interface, to its cache, and to the function that makes masks is the same for all, and is what is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "expire_span_probe"
 FAR = 2**29
 """A query's position at which masks are read: further back than any window."""
 KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
-"""Keyword arguments that hold tensors and may be given to an attention function; sinks are computed, the others change nothing."""
+"""Keyword arguments that hold tensors and may be given to an attention function; sinks count, the others change nothing."""
 
 
 class UnreadableMask(ValueError):
@@ -58,7 +58,7 @@ class Probe:
     cache: Any = None
     rotary: list[nn.Module] = field(default_factory=list)
     """Modules that have computed rotary angles."""
-    _windows: dict[int, int | None | str] = field(default_factory=dict)
+    _windows: dict[int, int | str | None] = field(default_factory=dict)
     """The window under each mask, or what is wrong with it, by the address of the mask's numbers."""
     _masks: list[Tensor] = field(default_factory=list)
     _written: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
@@ -77,7 +77,9 @@ class Probe:
         writes = last is not None and found == last[0] and found not in {c.index for c in self.calls if c.writes}
         obstacle = window if isinstance(window, str) else _obstacle(module, q, k, v, found, kwargs)
         if module in self._seen:
-            obstacle = f"calls {type(module).__name__} more than once in a forward pass, so that its memories are not one layer's"
+            obstacle = (
+                f"calls {type(module).__name__} more than once in a pass, so that its memories are not one layer's"
+            )
         elif self._dims.get(module) is None:
             obstacle = f"has a {type(module).__name__} that takes no hidden states or passes no keyword arguments on"
         self._seen.add(module)
@@ -176,7 +178,9 @@ def _takes_more(module: nn.Module) -> bool:
 
 def _obstacle(module: Any, q: Tensor, k: Tensor, v: Tensor, index: int | None, kwargs: dict[str, Any]) -> str | None:
     if v.shape[-1] != q.shape[-1]:
-        return f"has keys of {k.shape[-1]} numbers and values of {v.shape[-1]}, which expiring attention takes only where they agree"
+        return (
+            f"has keys of {k.shape[-1]} numbers and values of {v.shape[-1]}; expiring attention takes equal sizes only"
+        )
     if index is None:
         return (
             "attends to keys that are not those its cache holds (they are stored compressed, or come from elsewhere), so that "
@@ -190,7 +194,7 @@ def _obstacle(module: Any, q: Tensor, k: Tensor, v: Tensor, index: int | None, k
     return None
 
 
-def _describe_mask(function: Callable[..., Any]) -> int | None | str:
+def _describe_mask(function: Callable[..., Any]) -> int | str | None:
     """The sliding window of a mask function in tokens, None if it is causal, or what else it is."""
     zero = torch.zeros((), dtype=torch.int64)
 

@@ -71,7 +71,10 @@ def find_turns(rotary: Any, kind: str | None) -> Tensor | None:
     none that is known."""
     try:
         frequencies = _of_kind(rotary, kind, "inv_freq")
-        x, places = torch.zeros(1, 1, device=frequencies.device), torch.tensor([[0, 1, 5, 30]], device=frequencies.device)
+        x, places = (
+            torch.zeros(1, 1, device=frequencies.device),
+            torch.tensor([[0, 1, 5, 30]], device=frequencies.device),
+        )
         own = own_angles(rotary, x, places, kind)
         scaling = _of_kind(rotary, kind, "attention_scaling")
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -82,7 +85,8 @@ def find_turns(rotary: Any, kind: str | None) -> Tensor | None:
         turns = lay_out(turns_per_token(frequencies)).to(places.device)
         angle = (places.unsqueeze(-1) * turns).float() * (math.pi / 2**63)
         if own[0].shape == angle.shape and all(
-            torch.allclose(mine * scaling, theirs.float(), atol=1e-4) for mine, theirs in zip((angle.cos(), angle.sin()), own)
+            torch.allclose(mine * scaling, theirs.float(), atol=1e-4)
+            for mine, theirs in zip((angle.cos(), angle.sin()), own)
         ):
             return turns
     return None

@@ -335,9 +335,7 @@ def _relative_backward(p: Problem, c: _Chunk, ds: Tensor, drel: Tensor) -> Tenso
 
 
 @_backward_op.register_fake
-def _(
-    dy, y, logs, q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options
-):
+def _(dy, y, logs, q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options):
     parts, (batch, kv_heads, memories, dim) = span.shape[1], k.shape
     rows = (batch * parts, kv_heads // parts, memories, dim)
     dk, dv = (memories_of_rows(torch.empty(rows, dtype=x.dtype, device=x.device), batch) for x in (k, v))

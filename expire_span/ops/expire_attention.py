@@ -69,11 +69,21 @@ def expire_attention(
 
     Returns y [B, Hq, T, D]; a query with no living memory gets zero. Gradients reach q, k, v, span, relative_keys and sinks.
     """
-    given = dict(ramp=ramp, causal=causal, include_self=include_self, scale=scale, relative_keys=relative_keys)
-    given |= dict(
-        normalizer_eps=normalizer_eps, softcap=softcap, sinks=sinks, documents=documents, cu_seqlens=cu_seqlens
+    given: dict[str, Any] = dict(
+        ramp=ramp,
+        causal=causal,
+        include_self=include_self,
+        scale=scale,
+        relative_keys=relative_keys,
+        normalizer_eps=normalizer_eps,
+        softcap=softcap,
+        sinks=sinks,
+        documents=documents,
+        cu_seqlens=cu_seqlens,
+        deterministic=deterministic,
+        impl=impl,
+        check_values=check_values,
     )
-    given |= dict(deterministic=deterministic, impl=impl, check_values=check_values)
     context = active_context()
     if context is not None:
         return outside_graphs(_attend_in_context, context, q, k, v, span, q_pos, k_pos, given)

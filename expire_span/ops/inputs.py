@@ -144,13 +144,15 @@ def check_sinks(sinks: Tensor | None, q: Tensor, normalizer_eps: float) -> None:
     check_tensors(sinks=sinks)
     if sinks.shape != (q.shape[1],) or sinks.dtype not in _FLOATS:
         raise ValueError(
-            f"sinks must be a float tensor of shape ({q.shape[1]},), one logit for each query head, got {tuple(sinks.shape)} of "
-            f"{sinks.dtype}"
+            f"sinks must be a float tensor of shape ({q.shape[1]},), one logit for each query head, got {tuple(sinks.shape)} "
+            f"of {sinks.dtype}"
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device} but q is on {q.device}; move them to one device")
     if normalizer_eps:
-        raise ValueError(f"sinks and normalizer_eps both add to the normaliser, got sinks and {normalizer_eps}; give one")
+        raise ValueError(
+            f"sinks and normalizer_eps both add to the normaliser, got sinks and {normalizer_eps}; give one"
+        )
 
 
 def check_ramp(ramp: float) -> None:

@@ -87,7 +87,23 @@ class Problem:
 
 
 def lay_out(
-    q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, ramp, causal, include_self, scale, eps, softcap, chunk
+    q,
+    k,
+    v,
+    span,
+    q_pos,
+    k_pos,
+    q_doc,
+    k_doc,
+    relative_keys,
+    sinks,
+    ramp,
+    causal,
+    include_self,
+    scale,
+    eps,
+    softcap,
+    chunk,
 ) -> Problem:
     kv_heads, parts = k.shape[1], span.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
@@ -110,7 +126,9 @@ def lay_out(
         eps,
         chunk,
         softcap,
-        rows_of_queries(sinks.to(work).view(1, -1, 1, 1).expand(len(q), -1, 1, 1), kv_heads, parts) if len(sinks) else sinks,
+        rows_of_queries(sinks.to(work).view(1, -1, 1, 1).expand(len(q), -1, 1, 1), kv_heads, parts)
+        if len(sinks)
+        else sinks,
         finite,
     )
 

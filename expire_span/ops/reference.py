@@ -6,8 +6,8 @@ With `age = t - i` (causal) or `|t - i|`, and `r = span_i - age`:
     a_ti  = m_ti exp(s_ti) / sum_j m_tj exp(s_tj)
     y_t   = sum_i a_ti v_i, or zero where nothing lives
 
-With `softcap`, the scores are squashed to c tanh(s / c). With `sinks`, each query head has one more logit in its normaliser, to
-which no value belongs. With `normalizer_eps`, that number times sum_j exp(s_tj) over the living memories is added to the normaliser.
+With `softcap`, the scores are squashed to c tanh(s / c). With `sinks`, each query head has one more logit in its normaliser,
+to which no value belongs. With `normalizer_eps`, that number times sum_j exp(s_tj) over the living memories is added to it.
 
 It takes any float dtype, float64 included, and its memory use grows as T x S.
 """

@@ -252,7 +252,9 @@ def test_a_context_needs_its_processes(ranks):
 
 def outside(group: Any) -> str:
     try:
-        ContextGroup(dist.GroupMember.NON_GROUP_MEMBER)  # what new_group gives to processes that are not in the new group
+        ContextGroup(
+            dist.GroupMember.NON_GROUP_MEMBER
+        )  # what new_group gives to processes that are not in the new group
         return "in"
     except ValueError as error:
         return str(error)
