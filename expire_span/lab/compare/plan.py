@@ -229,6 +229,8 @@ def check_belongs(run: RunFolder, config: RunConfig, train_seconds: float | None
         config = replace(config, train=replace(config.train, steps=run.config.train.steps))
     if run.data.get("tokenizer"):  # the run reads the copy in its own folder
         config = replace(config, task=replace(config.task, tokenizer=run.config.task.tokenizer))
+    if getattr(config.task, "previous_action", False) is None:  # the run decided it by its environment
+        config = replace(config, task=replace(config.task, previous_action=run.config.task.previous_action))
     change = find_change(to_dict(run.config), to_dict(config))
     if change is not None:
         raise UserError(f"run folder {run.path} belongs to another run: it has {change}; move it away, or give --name")
