@@ -81,6 +81,7 @@ class _Chunk:
     total: Tensor | None
     age: Tensor | None  # [N, 1, 1, C, n], where positions are relative
     slope: Tensor | None = None  # [N, K, G, C, n], derivative of the soft cap, where there is one
+    of_sink: Tensor | None = None  # [N, K, G, C, 1], weight of the sink, where there is one
 
 
 def _attend(p: Problem, live: LiveList) -> _Chunk:
@@ -100,9 +101,13 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
         slope, scores = 1 - squashed.square(), squashed * p.softcap
     if p.eps == 0:
         scores[..., live.full :] += fused.log_of_mask(mask)
-        return _Chunk(q, k, v, _softmax(scores, live, mask, p.sinks), mask, None, None, age, slope)
+        if p.sinks.numel():
+            sinks = p.sinks.repeat_interleave(len(scores) // len(p.sinks), 0)
+            weight, of_sink = softmax_with_sinks(scores, sinks)
+            return _Chunk(q, k, v, weight, mask, None, None, age, slope, of_sink)
+        return _Chunk(q, k, v, _softmax(scores, live, mask), mask, None, None, age, slope)
     scores[..., live.full :].masked_fill_(mask == 0, -torch.inf)
-    softmax = _softmax(scores, live, mask, p.sinks)
+    softmax = _softmax(scores, live, mask)
     weight = softmax.clone()
     weight[..., live.full :] *= mask
     total = weight.sum(-1, keepdim=True) + p.eps
@@ -128,10 +133,8 @@ def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     return mask[:, None, None], every
 
 
-def _softmax(scores: Tensor, live: LiveList, mask: Tensor, sinks: Tensor) -> Tensor:
+def _softmax(scores: Tensor, live: LiveList, mask: Tensor) -> Tensor:
     """Softmax over the last dimension; zero for a query that sees no living memory."""
-    if sinks.numel():
-        return softmax_with_sinks(scores, sinks.repeat_interleave(len(scores) // len(sinks), 0))
     weight = torch.softmax(scores, -1)
     if live.full == 0:
         weight.masked_fill_(mask.sum(-1, keepdim=True) == 0, 0)
@@ -292,9 +295,9 @@ def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: 
     delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
     live.add_states(dv, c.weight.flatten(2, 3).mT @ dy)
     ds = (dy @ c.v.mT).unflatten(2, (group, -1)).sub_(delta)
-    if p.sinks.numel():  # what the sinks weigh is what the memories do not
-        into = ((c.weight.sum(-1, keepdim=True) - 1) * delta).sum(3, keepdim=True)
-        dsinks += into.unflatten(0, (len(dsinks), -1)).sum(1)
+    if c.of_sink is not None:
+        into = (c.of_sink * delta).sum(3, keepdim=True)
+        dsinks -= into.unflatten(0, (len(dsinks), -1)).sum(1)
     dmask = _score_gradient(p, live, c, ds)  # [N, C, n - full]
     if c.slope is not None:
         ds.mul_(c.slope)

@@ -57,11 +57,12 @@ def _attend(
     if sinks is None:
         weight = torch.softmax(scores, -1).masked_fill(mask.amax(-1, keepdim=True) == 0, 0)
     else:
-        weight = softmax_with_sinks(scores, sinks.to(work).view(1, k.shape[1], -1, 1, 1))
+        weight, _ = softmax_with_sinks(scores, sinks.to(work).view(1, k.shape[1], -1, 1, 1))
     y = weight.flatten(2, 3) @ v.to(work)
     return y.unflatten(2, grouped.shape[2:4]).flatten(1, 2).to(q.dtype)
 
 
-def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Softmax over the last dimension of scores [.., n] and one more logit of each row, whose weight is left out."""
-    return torch.softmax(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1)[..., :-1]
+def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension of scores [.., n] and one more logit of each row: their weights, [.., n] and [.., 1]."""
+    weight = torch.softmax(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1)
+    return weight[..., :-1], weight[..., -1:]

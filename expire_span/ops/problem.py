@@ -63,9 +63,12 @@ class Problem:
 
     @property
     def never_expires(self) -> bool:
-        """Whether this is plain causal attention: queries and memories have the same positions, and no memory fades."""
-        if self.q_doc is not None or not (
-            self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1]
+        """Whether this is plain causal attention: queries and memories have the same positions, and no memory fades. PyTorch's
+        kernel of it multiplies the minus infinity of later memories by the scale, which therefore must be positive."""
+        if (
+            self.scale <= 0
+            or self.q_doc is not None
+            or not (self.causal and self.include_self and self.q_pos.shape == self.k_pos.shape and self.k_pos.shape[1])
         ):
             return False
         last = (self.q_pos[:, -1:] - self.k_pos).to(self.span.dtype)

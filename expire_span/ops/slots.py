@@ -73,7 +73,7 @@ def attend_slots(
     mask = mask.to(work).unsqueeze(2)
     scores = soft_capped(scores * scale, softcap).masked_fill(mask == 0, -torch.inf)
     if sinks is not None:
-        weight = softmax_with_sinks(scores + mask.log(), sinks.to(work).view(1, heads, -1, 1))
+        weight, _ = softmax_with_sinks(scores + mask.log(), sinks.to(work).view(1, heads, -1, 1))
         return (weight @ v.to(work)).flatten(1, 2).to(q.dtype)
     weight = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(work).min))
     faded = mask * weight

@@ -10,25 +10,13 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from .runner import Finding, Tally, failure, fuzz
-
-
-def _faces(names: list[str] | None):
-    import torch
-
-    from .faces import FACES
-
-    torch.set_num_threads(1)
-    return [face for face in FACES if not names or face.NAME in names]
-
-
-def _work(names: list[str] | None, seconds: float, seed: str, first: bool) -> dict[str, Tally]:
-    return fuzz(_faces(names), seconds, seed, lambda words: print(words, flush=True), first)
+from .faces import fuzz_selected, select
+from .runner import Finding, Tally, failure
 
 
 def _repeat(text: str) -> int:
     case = json.loads(text)
-    (face,) = _faces([case.pop("face")])
+    (face,) = select([case.pop("face")])
     message = failure(face, case)
     print(message or "passes")
     return message is not None
@@ -61,9 +49,9 @@ def main() -> int:
     seeds = [str(seed)] if given.workers == 1 else [f"{seed}.{n}" for n in range(given.workers)]
     jobs = [(given.face, given.seconds, one, given.first) for one in seeds]
     if len(jobs) == 1:
-        return _print(_work(*jobs[0]))
+        return _print(fuzz_selected(*jobs[0]))
     with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
-        first, *rest = [x.result() for x in [pool.submit(_work, *job) for job in jobs]]
+        first, *rest = [x.result() for x in [pool.submit(fuzz_selected, *job) for job in jobs]]
     for found in rest:
         for name, tally in found.items():
             first[name].join(tally)

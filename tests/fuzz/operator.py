@@ -7,7 +7,6 @@ import math
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from expire_span.ops import expire_attention
-from expire_span.ops.inputs import lifetime_dtype
-from expire_span.ops.reference import expiry_mask, reference_attention
 from tests.error_budget import assert_all_within_budget
+
+from .operator_definition import Problem, define, find_unseen
 
 NAME = "operator"
 SPANS = ("mixed", "short", "edges", "scattered", "alive", "infinite", "zero", "born dead", "equal ages")
@@ -28,14 +27,10 @@ SIMPLE: dict[str, Any] = dict(
     seed=0, dtype="float32", impl="reference", batch=1, kv_heads=1, group=1, queries=1, stored=0, dim=1, span_rows=0,
     spans="alive", span_dtype="same", ramp=1.0, causal=True, include_self=True, scale=0.0, relative=0, eps=0.0,
     steps="ones", start=0, positions="int64", k_rank=1, q_rank=1, packing="none", documents=1, hashed=False,
-    grad=False, poison=False, transposed=False, summed=False,
+    grad=False, poison=False, transposed=False, summed=False, softcap=0.0, sinks=False,
 )  # fmt: skip
 SHORTEST_RAMP = 1e-5
 """Below, span + ramp may round to span, so that a call may be refused; if it is not, it must be right."""
-DENSE = 2**20
-"""Pairs of queries and memories up to which the definition computes a document in one piece."""
-BLOCK = 256
-"""Queries per piece of the definition in longer documents."""
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
@@ -80,6 +75,8 @@ def _draw_small(rng: random.Random) -> dict[str, Any]:
         poison=rng.random() < 0.2,
         transposed=rng.random() < 0.3,
         summed=rng.random() < 0.1,
+        softcap=rng.choice([0.0, 0.0, 0.0, 0.5, 3.0, 50.0]),
+        sinks=rng.random() < 0.2,
     )
 
 
@@ -96,21 +93,13 @@ def _draw_long(rng: random.Random) -> dict[str, Any]:
 def _fit_kernels(case: dict[str, Any], rng: random.Random) -> None:
     """Only what the kernels serve, small: they are interpreted."""
     case |= dict(dim=32, causal=True, batch=1, kv_heads=min(case["kv_heads"], 2), transposed=False)
+    case["steps"] = (
+        "gaps" if case["steps"] == "jumps" else case["steps"]
+    )  # see docs/operator.md on long jumps in a tile
     case |= dict(queries=min(case["queries"], rng.choice([1, 17, 33])), stored=min(case["stored"], 40))
     case["dtype"] = "float32" if case["dtype"] == "float64" else case["dtype"]
+    case |= dict(softcap=0.0, sinks=False)
     case["steps"] = "gaps" if case["relative"] and case["steps"] == "twins" else case["steps"]
-
-
-@dataclass
-class Problem:
-    """The tensors of a case; `exact` holds the same values in float64, `ids` the documents of queries and memories."""
-
-    given: dict[str, Tensor]
-    options: dict[str, Any]
-    ids: tuple[Tensor, Tensor]
-    unseen: Tensor
-    """Memories that no query sees, [B, Hkv, S]."""
-    direction: Tensor
 
 
 def check(case: dict[str, Any]) -> None:
@@ -123,10 +112,18 @@ def check(case: dict[str, Any]) -> None:
             return
         raise
     exact = define(p, case, torch.float64)
-    rounded = define(p, case, torch.float32 if case["dtype"] == "float64" else getattr(torch, case["dtype"]))
+    rounded = _round(p, case, exact)
     names = got.keys()
     terms = {n: exact[f"terms of {n}"] for n in names if f"terms of {n}" in exact}
     assert_all_within_budget(got, {n: exact[n] for n in names}, {n: rounded[n] for n in names}, terms=terms)
+
+
+def _round(p: Problem, case: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The definition with fewer digits; where it overflows and the result does not, with those of float32, rounded once."""
+    fewer = define(p, case, torch.float32 if case["dtype"] == "float64" else getattr(torch, case["dtype"]))
+    if all(t.isfinite().all() or not exact[n].isfinite().all() for n, t in fewer.items()):
+        return fewer
+    return {n: t.to(fewer[n].dtype) for n, t in define(p, case, torch.float32).items()}
 
 
 def build(case: dict[str, Any]) -> Problem:
@@ -145,6 +142,8 @@ def build(case: dict[str, Any]) -> Problem:
     k_pos = _positions(case, total, g)
     span = _spans(case["spans"], shape, ramp, k_pos, g)
     x["span"] = span.to(dtype if case["span_dtype"] == "same" else getattr(torch, case["span_dtype"]))
+    if case["sinks"] and not case["eps"]:  # the two are refused together
+        x["sinks"] = torch.randn(kv_heads * case["group"], generator=g).mul(2).to(dtype)
     if case["relative"]:
         x["relative_keys"] = torch.randn(case["relative"], case["dim"], generator=g).to(dtype)
     own = (
@@ -155,9 +154,9 @@ def build(case: dict[str, Any]) -> Problem:
     q_pos = own[:, case["stored"] :]
     x |= {"k_pos": k_pos, "q_pos": q_pos[0] if case["q_rank"] == 1 else q_pos.expand(batch, -1)}
     options: dict[str, Any] = dict(ramp=ramp, causal=case["causal"], include_self=case["include_self"])
-    options |= dict(scale=case["scale"] or None, normalizer_eps=case["eps"], impl=case["impl"])
+    options |= dict(scale=case["scale"] or None, normalizer_eps=case["eps"], softcap=case["softcap"], impl=case["impl"])
     ids = _pack(case, g, options)
-    unseen = _unseen(x, options, ids)
+    unseen = find_unseen(x, options, ids)
     direction = torch.randn(x["q"].shape, generator=g).to(dtype)
     return Problem(x, options, ids, unseen, torch.ones_like(direction) if case["summed"] else direction)
 
@@ -252,171 +251,3 @@ def _kernels() -> Iterator[None]:
             yield
         finally:
             tuning.override(None)
-
-
-# The definition
-
-
-def define(p: Problem, case: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients by `reference_attention` with values in `dtype`: for each row and document apart, in pieces.
-
-    Where float32 would round a memory away or bring it back, lifetimes are computed in float64 in any dtype: an implementation
-    that does so must not widen its own budget.
-    """
-    x = p.given
-    work = torch.promote_types(dtype, torch.float32)
-    names = [n for n in ("q", "k", "v", "span", "relative_keys") if n in x]
-    sums = {n: torch.zeros(x[n].shape, dtype=torch.float64 if dtype == torch.float64 else work) for n in names}
-    span = _lifetimes(x)
-    sums["span"] = torch.zeros_like(span, dtype=torch.float64)
-    y = torch.zeros(x["q"].shape, dtype=dtype)
-    terms = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in sums.items()}
-    for piece in _pieces(p, span):
-        _define_piece(p, case, dtype, span, piece, y, sums, terms)
-    out = {"y": y} | {f"d{n}": t for n, t in sums.items()}
-    rows = x["span"].shape[1] if x["span"].dim() == 3 else 0
-    out["dspan"], terms["span"] = (_to_rows(t, rows) for t in (out["dspan"], terms["span"]))
-    if dtype == torch.float64:
-        return out | {f"terms of d{n}": t for n, t in terms.items()}
-    return {n: _rounded_like(t, n, p) for n, t in out.items()}
-
-
-def _rounded_like(t: Tensor, name: str, p: Problem) -> Tensor:
-    """A gradient has the dtype of its input; where that is float64, float32 measures the error."""
-    like = p.given.get(name.removeprefix("d"), p.given["q"])
-    return t.to(torch.float32 if like.dtype == torch.float64 else like.dtype)
-
-
-def _lifetimes(x: dict[str, Tensor]) -> Tensor:
-    """Spans [B, Hkv, S] in the dtype in which the operator computes lifetimes."""
-    span, kv_heads = x["span"].to(lifetime_dtype(x["span"], x["q"])), x["k"].shape[1]
-    span = span.unsqueeze(1) if span.dim() == 2 else span
-    return torch.cat([span, span[:, -1:].expand(-1, kv_heads - span.shape[1], -1)], 1)
-
-
-def _to_rows(grad: Tensor, rows: int) -> Tensor:
-    """Gradients of spans [B, Hkv, S] summed over the heads that share them, [B, rows, S], or [B, S] for 0."""
-    if rows == 0:
-        return grad.sum(1)
-    return torch.cat([grad[:, : rows - 1], grad[:, rows - 1 :].sum(1, keepdim=True)], 1)
-
-
-def _pieces(p: Problem, span: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(row, queries, memories): pieces of one document, with all memories that any of these queries may see."""
-    x, (q_ids, k_ids) = p.given, p.ids
-    for row in range(len(x["q"])):
-        found, counts = q_ids[row].unique_consecutive(return_counts=True)
-        begins, ends = (
-            torch.searchsorted(k_ids[row].contiguous(), found, right=right).tolist() for right in (False, True)
-        )
-        for queries, begin, end in zip(torch.arange(len(q_ids[row])).split(counts.tolist()), begins, ends):
-            memories = torch.arange(begin, end)
-            if len(queries) * len(memories) <= DENSE:
-                yield row, queries, memories
-            else:
-                yield from ((row, part, _near(p, row, part, memories, span)) for part in queries.split(BLOCK))
-
-
-def _near(p: Problem, row: int, queries: Tensor, memories: Tensor, span: Tensor) -> Tensor:
-    """Those memories that any of the queries may see, and some that none does."""
-    k_pos, q_pos = _k_pos(p.given, row)[:, memories], _q_pos(p.given, row)[queries]
-    reach = span[row][:, memories].double() + p.options["ramp"] + 1
-    ahead = 0 if p.options["causal"] else reach
-    near = (k_pos + reach >= q_pos[0]) & (k_pos - ahead <= q_pos[-1])
-    return memories[near.any(0)]
-
-
-def _k_pos(x: dict[str, Tensor], row: int) -> Tensor:
-    """Positions [Hkv, S] of a row's memories."""
-    k_pos = x["k_pos"][row] if x["k_pos"].dim() > 1 else x["k_pos"]
-    return k_pos.expand(x["k"].shape[1], -1)
-
-
-def _q_pos(x: dict[str, Tensor], row: int) -> Tensor:
-    return x["q_pos"][row] if x["q_pos"].dim() > 1 else x["q_pos"]
-
-
-def _define_piece(p, case, dtype, span, piece, y, sums, terms) -> None:
-    row, queries, memories = piece
-    x, one = p.given, slice(row, row + 1)
-    leaves = {"q": x["q"][one][:, :, queries], "k": x["k"][one][:, :, memories], "v": x["v"][one][:, :, memories]}
-    leaves |= {"relative_keys": x["relative_keys"]} if "relative_keys" in x else {}
-    leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves.items()}
-    mine = span[one][:, :, memories].detach()
-    q_pos = _q_pos(x, row)[queries].expand(1, x["k"].shape[1], -1)
-    k_pos = _k_pos(x, row)[None][:, :, memories]
-    o = p.options
-    wide = mine.double() if x["span"].dtype == torch.float64 or x["q"].dtype != torch.float64 else mine
-    if dtype != torch.float64 and _same_edges(*(age_mask(t, q_pos, k_pos, o) for t in (wide, mine.float()))):
-        wide = mine.float()
-    leaves["span"] = wide.clone().requires_grad_()
-    options = dict(
-        ramp=o["ramp"], causal=o["causal"], include_self=o["include_self"], normalizer_eps=o["normalizer_eps"]
-    )
-    scale = 1 / math.sqrt(x["q"].shape[-1]) if o["scale"] is None else o["scale"]
-    out = reference_attention(**leaves, q_pos=q_pos, k_pos=k_pos, scale=scale, **options)
-    y[one, :, queries] = out.detach()
-    if not case["grad"] or not len(memories):
-        return
-    into = torch.autograd.grad(
-        out, list(leaves.values()), p.direction[one][:, :, queries].to(out.dtype), allow_unused=True
-    )
-    for name, grad in zip(leaves, into):
-        if grad is None:
-            continue
-        if name == "relative_keys":
-            sums[name] += grad
-        else:
-            sums[name][one].index_add_(2, queries if name == "q" else memories, grad.to(sums[name].dtype))
-    if dtype == torch.float64:
-        on_ramp = (age_mask(wide, q_pos, k_pos, o) % 1 != 0).sum(-2)
-        sizes = _sizes_of_terms(
-            leaves, p.direction[one][:, :, queries], dict(q_pos=q_pos, k_pos=k_pos, scale=scale, **options)
-        )
-        sizes["span"] = on_ramp.double() / o["ramp"]
-        for name, size in sizes.items():
-            if name == "relative_keys":
-                terms[name] += size
-            else:
-                terms[name][one].index_add_(2, queries if name == "q" else memories, size)
-
-
-def _sizes_of_terms(leaves: dict[str, Tensor], dy: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Sums of the sizes of the terms of the gradients of q, k and the relative keys; where a query sees almost nothing but one
-    memory, the terms cancel: `scale sum_i w_i (dy . v_i - dy . y) k_i` for q."""
-    x = {n: t.detach().double() for n, t in leaves.items()}
-    q, k, dy, scale = x["q"], x["k"], dy.double().norm(dim=-1, keepdim=True), abs(options["scale"])
-    long = x["v"].norm(dim=-1, keepdim=True)
-    values = torch.cat([long * k.abs(), k.abs(), long], -1).requires_grad_()
-    with torch.enable_grad():
-        seen = reference_attention(**x | {"v": values}, **options)
-    both, keys, mean = seen.detach().split([k.shape[-1], k.shape[-1], 1], -1)
-    into = torch.cat([dy * q.abs(), dy * mean * q.abs(), torch.zeros_like(mean)], -1)
-    alone, joint, _ = torch.autograd.grad(seen, values, into)[0].split([k.shape[-1], k.shape[-1], 1], -1)
-    found = {"q": scale * dy * (both + mean * keys), "k": scale * (long * alone + joint)}
-    if "relative_keys" in x:
-        total = 2 * scale * (dy * mean * q.abs()).sum((0, 1, 2))
-        found["relative_keys"] = total.expand_as(x["relative_keys"]) / len(x["relative_keys"]) ** 0.5
-    return found
-
-
-def _same_edges(a: Tensor, b: Tensor) -> bool:
-    """Whether the same memories are dead, on their ramp and of full weight."""
-    return bool(torch.equal(a > 0, b > 0) and torch.equal(a >= 1, b >= 1))
-
-
-def age_mask(span: Tensor, q_pos: Tensor, k_pos: Tensor, o: dict[str, Any]) -> Tensor:
-    age = q_pos.unsqueeze(-1) - k_pos.unsqueeze(-2)
-    return expiry_mask(span, age if o["causal"] else age.abs(), ramp=o["ramp"], include_self=o["include_self"])
-
-
-def _unseen(x: dict[str, Tensor], o: dict[str, Any], ids: tuple[Tensor, Tensor]) -> Tensor:
-    """Memories that no query sees; few for long cases, where they are not looked for."""
-    batch, kv_heads, total, _ = x["k"].shape
-    if batch * total * x["q"].shape[2] > DENSE:
-        return torch.zeros(batch, kv_heads, total, dtype=torch.bool)
-    span = _lifetimes(x).double()
-    k_pos = x["k_pos"] if x["k_pos"].dim() == 3 else x["k_pos"].expand(batch, -1).unsqueeze(1)
-    mask = age_mask(span, x["q_pos"].expand(batch, -1).unsqueeze(1), k_pos, o)
-    same = ids[0][:, None, :, None] == ids[1][:, None, None, :]
-    return ((mask > 0) & same).logical_not().all(-2).expand(batch, kv_heads, -1)

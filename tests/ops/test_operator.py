@@ -111,6 +111,23 @@ def test_decoding_equals_the_definition(name):
             assert_within_budget(expire_attention(**x, ramp=ramp, **case.options), want, single)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scores_that_are_not_positive_multiples(scale):
+    """PyTorch's fused causal kernel gives NaN for them, so that it must not be called."""
+    x = {
+        n: t.double().requires_grad_()
+        for n, t in Case(1, 2, 2, 9, 0, 8, False, "alive").tensors().items()
+        if n in "qkv"
+    }
+    span = torch.full((1, 9), 100.0)
+    found = {}
+    for impl, dtype in (("reference", torch.float64), ("chunked", torch.float32)):
+        y = expire_attention(*(x[n].to(dtype) for n in "qkv"), span, ramp=4.0, scale=scale, impl=impl)
+        found[impl] = [y, *torch.autograd.grad(y.sum(), list(x.values()))]
+    for want, got in zip(*found.values()):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("spans, whole", [("alive", True), ("scattered", False)])
 def test_plain_causal_attention_is_one_call_of_the_fused_kernel(monkeypatch, spans, whole):
     """Where nothing fades there is nothing to list; grouped heads, outputs and gradients as in the definition."""
