@@ -97,7 +97,8 @@ class Eval(OnRun):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     file: Path | None = None
-    """Score this file instead, of any length, in bounded memory: bits per byte and living memories."""
+    """Score this file instead, of any length, in bounded memory: bits per byte and living memories. Several processes of
+    accelerate launch read it together."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,26 @@
-"""Bits per byte (token, character, word) of a file, read as one stream in blocks; memory is bounded by the living memories."""
+"""Bits per byte (token, character, word) of a file, read as one stream in blocks; memory is bounded by the living memories.
+
+Several processes can read one file: each round of blocks is one sequence of a context group, with one block a process, and a
+process keeps the memories of its own blocks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
+from expire_span.ops.context import ContextGroup, context_parallel
 from expire_span.tasks.contract import Codec
 
 from .prompts import PROMPT_BLOCK
@@ -28,19 +35,32 @@ Progress = Callable[[int], None]
 """Called after each block with the number of tokens read so far."""
 
 
+Take = Callable[[int], np.ndarray]
+"""Gives the next tokens of a stream, at most this many; none at its end."""
+
+
 def score_file(
-    decoder: Decoder, codec: Codec, file: BinaryIO, source: str = "the file", progress: Progress | None = None
+    decoder: Decoder,
+    codec: Codec,
+    file: BinaryIO,
+    source: str = "the file",
+    progress: Progress | None = None,
+    context: ContextGroup | None = None,
 ) -> dict[str, Any]:
     """Score a file as one stream of the codec's tokens. The first one has nothing before it and is not scored.
 
-    Files of bytes are never in memory as a whole.
+    Files of bytes are never in memory as a whole. context: processes that read the file together; each of them calls this with
+    the same file and gets the same result.
     """
     if codec.unit == "byte":
-        sizes, blocks = None, lambda size: map(codec.encode, iter(lambda: file.read(size), b""))
+        sizes, take = None, lambda count: codec.encode(file.read(count))
+        length = 0 if context is None else os.fstat(file.fileno()).st_size
     else:
         ids, sizes = codec.measure(file.read(), source)
-        blocks = lambda size: (ids[start : start + size] for start in range(0, len(ids), size))  # noqa: E731
-    total, unit = _score(decoder, blocks, progress), codec.unit
+        take, length = _taker(ids), len(ids)
+    if context is not None:
+        context.check_equal("number of tokens in the file", length)
+    total, unit = _score(decoder, take, progress, context, length), codec.unit
     if not total.scored:
         raise ValueError(f"a file to score must hold at least 2 {unit}s, got {total.seen}")
     scores = {f"{unit}s": total.seen, f"bits_per_{unit}": total.bits / total.scored}
@@ -104,21 +124,65 @@ class _Total:
         return {"live": live, "peak_bytes_per_row": self.held, "along": along}
 
 
+def _taker(ids: np.ndarray) -> Take:
+    place = 0
+
+    def take(count: int) -> np.ndarray:
+        nonlocal place
+        place += count
+        return ids[place - count : place]
+
+    return take
+
+
 @torch.inference_mode()
-def _score(decoder: Decoder, blocks: Callable[[int], Iterable[np.ndarray]], progress: Progress | None) -> _Total:
-    """Score every token but the first. `blocks(size)` gives the stream's tokens in blocks of at most `size`."""
+def _score(
+    decoder: Decoder, take: Take, progress: Progress | None, context: ContextGroup | None, length: int
+) -> _Total:
+    """Score every token but the first.
+
+    In a context all processes begin by reading as many tokens alone as leave a number that they can divide.
+    """
     decoder.eval()
     device = decoder.embed.weight.device
     total, state = _Total(), None
     last = torch.zeros(0, dtype=torch.int64, device=device)
-    for block in blocks(GPU_SCORED_BLOCK if device.type == "cuda" else PROMPT_BLOCK):
+    size = GPU_SCORED_BLOCK if device.type == "cuda" else PROMPT_BLOCK
+    size, alone = (size, size) if context is None else (size * context.size, 1 + (length - 1) % context.size)
+    block = take(alone)
+    while len(block):
         tokens = torch.cat([last, torch.from_numpy(block.astype(np.int64)).to(device)])
-        last, total.seen = tokens[-1:], total.seen + len(block)
+        last, shared = tokens[-1:], context is not None and total.seen > 0
+        total.seen += len(block)
         if len(tokens) > 1:
-            logits, state, aux = decoder(tokens[None, :-1], state)
-            loss = F.cross_entropy(logits[0].float(), tokens[1:], reduction="sum")
-            total.add(_Stretch(len(tokens) - 1, loss.double(), aux.live.double() * (len(tokens) - 1)))
-            total.held = max(total.held, aux.bytes_held)
+            read, state, held = _read(decoder, tokens, state, context if shared else None)
+            if context is not None and context.rank > 0 and not shared:  # the first process keeps these memories
+                state = decoder.reset_rows(state, torch.ones(1, dtype=torch.bool, device=device))
+            total.add(read)
+            total.held = max(total.held, held)
         if progress is not None:
             progress(total.seen)
+        block = take(size)
     return total
+
+
+def _read(
+    decoder: Decoder, tokens: Tensor, state: Any, context: ContextGroup | None
+) -> tuple[_Stretch, list[Any], int]:
+    """Score all of `tokens` [n] but the first: their sums, the state after them, and the bytes held, over all processes."""
+    x, y = tokens[None, :-1], tokens[None, 1:]
+    if context is None:
+        sums, state, held = _sums_of(decoder, x, y, state)
+        return _Stretch(x.shape[1], sums[0], sums[1:]), state, held
+    with context_parallel(context):
+        sums, state, held = _sums_of(decoder, context.shard(x), context.shard(y), state)
+    sums = torch.cat([sums, sums.new_tensor([held])])
+    dist.all_reduce(sums, group=context.link.group)
+    return _Stretch(x.shape[1], sums[0], sums[1:-1]), state, int(sums[-1])
+
+
+def _sums_of(decoder: Decoder, x: Tensor, y: Tensor, state: Any) -> tuple[Tensor, list[Any], int]:
+    """The sums of the loss and of each layer's living memories, [1 + layers] in float64, the state, and its bytes."""
+    logits, state, aux = decoder(x, state)
+    loss = F.cross_entropy(logits[0].float(), y[0], reduction="none").double().sum()
+    return torch.cat([loss.view(1), aux.live.double() * x.shape[1]]), state, aux.bytes_held

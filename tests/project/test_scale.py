@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.devices import Network, bytes_of_memory, count_headers, count_sends
+from benchmarks.devices import (
+    Attention,
+    Network,
+    bytes_of_memory,
+    count_headers,
+    count_sends,
+    fit_attention,
+    read_anchors,
+    read_attention,
+)
 from benchmarks.devices import predict as predict_devices
 from benchmarks.scale import (
     CHUNK,
@@ -25,6 +34,9 @@ from expire_span.ops.rule import lifetime
 from tests.operator_cases import Case
 from tests.ops.test_context import traffic_of
 from tests.ranks import Ranks
+from tests.tiny import ROOT
+
+ATTENTION = ROOT / "docs/data/attention-h200.json"
 
 
 @pytest.fixture(scope="module")
@@ -93,5 +105,18 @@ def test_what_a_border_is_crossed_by_is_what_lives():
         inner = count_sends(life, size)[size // 4 : -size // 4].double().mean()
         assert float(inner) == pytest.approx(float(life.double().mean()) - 1, rel=0.1)
     rows = [predict_devices(Network(), 200.0, 10**6, devices) for devices in (8, 1024)]
-    assert rows[1]["sent_mb"] == pytest.approx(rows[0]["sent_mb"] * (1023 / 1024) / (7 / 8))
+    memories = [row["sent_mb"] - row["headers_mb"] for row in rows]
+    assert memories[1] == pytest.approx(memories[0] * (1023 / 1024) / (7 / 8))
+    assert rows[1]["headers_mb"] == pytest.approx(rows[0]["headers_mb"] * 1023 / 7)
     assert rows[1]["seconds"] == pytest.approx(rows[0]["seconds"] / 128)
+
+
+def test_the_time_of_attention_is_that_of_the_gpu_record():
+    """The fit is within a ninth of each row that it was made from, and within 5% of the million tokens that it was not."""
+    cost = fit_attention(ATTENTION)
+    fitted = read_anchors(ATTENTION)
+    assert len(fitted) == 10 and max(abs(cost.error(row)) for row in fitted) < 0.11
+    million = read_attention(ATTENTION, "linear")[-1]
+    assert million.name.startswith("1,8,1048576,64") and abs(cost.error(million)) < 0.05
+    assert cost.dense_flops == pytest.approx(Attention().dense_flops, rel=0.02)
+    assert Attention().seconds(1e9, 1e15) == pytest.approx(cost.seconds(1e9, 1e15), rel=0.02)

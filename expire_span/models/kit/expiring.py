@@ -135,15 +135,16 @@ class ExpiringAttention(AttentionMixer):
             return self._read_hidden(x, memory, state)
         if memory is None:
             return self._read_block(x, state["position"])
-        if memory.segments is not None and self._can_read_in_place(x):
+        if memory.segments is not None and active_context() is None and self._can_read_in_place(x):
             return self._read_in_place(x, memory, state["position"], state.get("marks"))
         return self._read_kv(x, memory, state["position"], state.get("marks"))
 
     def _check_parts(self, memory: Any) -> None:
         """Refuse what needs the whole sequence in one place."""
         noisy = self.training and getattr(getattr(self.settings, "paper", None), "noisy", False)
+        learns = isinstance(memory, ExpiringMemory) and torch.is_grad_enabled()
         for name, used in (
-            ("states of keys and values", isinstance(memory, ExpiringMemory)),
+            ("gradients through states of keys and values", learns),
             ("initial_memories", self.rules.initial_memories > 0),
             ("a cap on carried memories", self.rules.cap is not None and memory is not None),
             ("paper.noisy", noisy),
@@ -185,7 +186,8 @@ class ExpiringAttention(AttentionMixer):
 
     def _read_kv(self, x: Tensor, memory: ExpiringMemory, start: int, marks: Tensor | None) -> MixerOutput:
         """Keys and values are computed once and stored detached; within this block, gradients pass through them."""
-        pos = torch.arange(start, start + x.shape[1], device=x.device)
+        first = start + _tokens_before(x)
+        pos = torch.arange(first, first + x.shape[1], device=x.device)
         new = self.keys(x, pos), self.values(x), self._marked(x, marks)
         stored = self._append(memory, pos, new[2], new[0], new[1])
         if torch.is_grad_enabled() and new[0].requires_grad:
@@ -196,7 +198,7 @@ class ExpiringAttention(AttentionMixer):
             keys, values, span, k_pos = self._fields(stored)
         y = self.attend(x, keys, values, span, pos, k_pos)
         aux = self._report(span, k_pos, start, len(pos))
-        return self._store_and_return(y, stored, start + len(pos), aux)
+        return self._store_and_return(y, stored, start + _tokens_in_all(x), aux)
 
     def _can_read_in_place(self, x: Tensor) -> bool:
         """Whether the decode kernel can read rows of unequal length in place: few tokens, on a GPU that it serves."""

@@ -78,13 +78,19 @@ class ContextGroup:
         if any(row[0] for row in table):
             self._tell(error, [bool(row[0]) for row in table])
         for n, (name, shown) in enumerate(_FACTS, 1):
-            values = [row[n] for row in table]
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                pair = f"got {shown(values[0])} on rank 0 and {shown(values[other])} on rank {other}"
-                raise ValueError(f"the ranks of a context group must agree on the {name}, {pair}; make them equal")
+            self._check_column(name, shown, [row[n] for row in table])
         assert call is not None
         return call
+
+    def check_equal(self, name: str, value: float) -> None:
+        """Raise on all ranks if this number is not the same on each."""
+        self._check_column(name, _number, self._gather(torch.tensor(value, dtype=torch.float64)).tolist())
+
+    def _check_column(self, name: str, shown: Callable[[float], str], values: list[float]) -> None:
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            pair = f"got {shown(values[0])} on rank 0 and {shown(values[other])} on rank {other}"
+            raise ValueError(f"the ranks of a context group must agree on the {name}, {pair}; make them equal")
 
     def widen(self, call: Call) -> Call:
         own = Memories.of(call)
