@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Generic
+from typing import TYPE_CHECKING, Annotated, Any, Generic
 
 import tyro
 
@@ -26,6 +26,9 @@ from .parsing import PROGRAM, parse, take_name
 from .runs import Settings, check_given
 from .short_help import show_usual
 
+if TYPE_CHECKING:
+    from expire_span.lab.compare.suite import Suite
+
 
 @dataclass(frozen=True)
 class Compare(Generic[Settings]):
@@ -43,6 +46,10 @@ class Compare(Generic[Settings]):
     """The budgets, in memories, like 8,32,128; without it, what the recipe says (or a sweep around it)."""
     train_seconds: float | None = None
     """Seconds to train every system, instead of the recipe's steps."""
+    envs: str | None = None
+    """Environments of agents, like a,b,module:c: the systems are compared in each of them, side by side on all cores."""
+    jobs: int | None = None
+    """With --envs, the number of runs in training at once, one thread each; by default one for each core, or one on a GPU."""
     name: str | None = None
     """Name of the comparison's folder; compare-RECIPE by default. The same name continues it, or adds systems to it."""
     runs_dir: Path = Path("runs")
@@ -53,7 +60,9 @@ MOST_SEEDS = 1000
 """Largest number of seeds: every run is planned, and its folder named, before the first begins."""
 
 
-USUAL = ("mixers", "budgets", "sweep", "seeds", "train-seconds", "name")
+MOST_JOBS = 1024
+"""Largest number of runs at once."""
+USUAL = ("mixers", "budgets", "sweep", "seeds", "train-seconds", "envs", "name")
 """Options of compare that most people need, beside those of the kind of run."""
 
 
@@ -71,6 +80,11 @@ def run_compare(args: list[str]) -> int:
     name = command.name or f"compare-{recipe}"
     check_name(name)
     path = command.runs_dir / name
+    if command.envs is not None:
+        return _compare_environments(command, recipe, path, systems)
+    if command.jobs is not None:
+        why = "runs of one environment or data set are made one after the other, so that their times can be compared"
+        raise UserError(f"{why}; leave out --jobs {command.jobs}, or list several --envs")
     check_place(path)
     from expire_span.lab.compare.prepare import prepare
 
@@ -92,7 +106,8 @@ def _parse(recipe: str, args: list[str]) -> Compare:
     kind, prog = config.kind, f"{PROGRAM} compare {recipe}"
     usual = (*USUAL, *kind.load("command").USUAL_TO_COMPARE)
     command = parse(config.typed(Compare), args, prog, Compare(config), usual)
-    check_given(command.config, f"compare {recipe}")
+    if command.envs is None:
+        check_given(command.config, f"compare {recipe}")
     return command
 
 
@@ -138,4 +153,64 @@ def _compare(comparison: Comparison) -> int:
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
         raise RunError(f"{len(failed)} of {len(comparison.runs)} runs failed ({reasons}); the same command tries again")
+    return 0
+
+
+def _compare_environments(command: Compare, recipe: str, path: Path, systems: list[System]) -> int:
+    """Compare the systems in several environments, and write one table and one picture."""
+    from expire_span.lab.compare.suite import Suite, check_suite_place, parse_environments
+
+    task: Any = command.config.task
+    if task.kind != "env":
+        raise UserError(f"--envs lists environments of agents, got the recipe {recipe}; give agent")
+    if task.env and task.env != getattr(get_recipe(recipe)().task, "env", ""):
+        raise UserError(f"--envs lists all environments, got --task.env {task.env} too; leave it out")
+    if command.jobs is not None and not 1 <= command.jobs <= MOST_JOBS:
+        raise UserError(f"--jobs must lie between 1 and {MOST_JOBS:,}, got {command.jobs:,}")
+    named, before = parse_environments(command.envs or ""), check_suite_place(path, recipe)
+    from expire_span.lab.compare.prepare import prepare
+
+    comparisons = {name: Comparison.open(path / name) for name in before}
+    for name, env in named.items():
+        config = replace(command.config, task=replace(task, env=env))
+        comparison = prepare(path / name, recipe, config, systems, command.train_seconds)
+        comparisons[name] = comparisons[name].join(comparison) if name in comparisons else comparison
+        for run in comparisons[name].runs:
+            comparisons[name].run_of(run)  # a folder of another run is refused before anything is trained
+    return _run_suite(Suite(path, recipe, comparisons), command.jobs or _cores(command.config.train.device))
+
+
+def _cores(device: str) -> int:
+    """Runs at once: one for each core that this process may use, or one where a GPU trains."""
+    from expire_span.train.devices import check_device
+
+    if check_device(device).type != "cpu":
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_suite(suite: Suite, jobs: int) -> int:
+    """Train the runs that are not finished, then write the table and the picture; failed runs are reported too."""
+    from expire_span.lab.compare.random_play import random_score
+    from expire_span.lab.compare.side_by_side import SideBySide
+    from expire_span.lab.compare.suite_outcome import read_suite, write_suite
+
+    def describe(comparison: Comparison, name: str) -> str:
+        run = comparison.run_of(name)
+        result = (run.read_result() if run is not None else None) or {}
+        return f"{result['score_name']} {result['score']:.4f}"
+
+    suite.write()
+    count = len(suite.list_runs())
+    print(f"{count} runs in {len(suite.comparisons)} environments in {suite.path}, {jobs} at once", flush=True)
+    for name, comparison in suite.comparisons.items():
+        chance: Any = random_score(comparison.path, comparison.config)  # type: ignore[arg-type]
+        print(f"  {name}: random play {chance['score_name']} {chance['score']:.4f}", flush=True)
+    failed = SideBySide(suite, jobs, describe).run()
+    outcome = read_suite(suite)
+    write_suite(suite, outcome)
+    print(f"{outcome.as_markdown()}\ntable {suite.path / 'table.md'}, picture {suite.path / 'curves.png'}")
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise RunError(f"{len(failed)} of {count} runs failed ({reasons}); the same command tries again")
     return 0

@@ -151,6 +151,14 @@ class Mixer(nn.Module, ABC):
     def mix(self, x: Tensor, state: Any) -> MixerOutput:
         """The output y to be added to the residual stream x [B, T, C], the state after the block, and the report."""
 
+    def begin_steps(self, state: Any, count: int) -> Any:
+        """The state in a form for at most `count` calls with one token each, without gradients, while weights stay the same."""
+        return state
+
+    def end_steps(self, state: Any) -> Any:
+        """The state after those calls in its usual form."""
+        return state
+
     if TYPE_CHECKING:  # torch's modules return Any when called; editors should see the real type
 
         def __call__(self, x: Tensor, state: Any = None) -> MixerOutput: ...
@@ -179,6 +187,12 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"x is on the device {x.device}, which holds no numbers; give it on a CPU or a GPU")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype} but the layer's weights are {weight.dtype}; convert one of them")
+
+    @property
+    def reads_episodes(self) -> bool:
+        """Whether a state of hidden states may be given "episodes" [B, T], so that a block of several episodes is read at
+        once. The layer then reports no loss and gives its state back as it was."""
+        return False
 
     def steadiness(self) -> Steadiness:
         return Steadiness()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.settings.agent import PolicyConfig
+from expire_span.store import trim_states
 
 from .actions import ActionDistribution, Both, Choices, Numbers
 from .backbone import Backbone, BackboneAux, Block
@@ -64,6 +65,16 @@ class Policy(nn.Module):
     def reset_rows(self, state: list[Any], fresh: Tensor) -> list[Any]:
         """Empty the memory of the rows marked in `fresh` [B] (bool)."""
         return self.backbone.reset_rows(state, fresh)
+
+    @torch.no_grad()
+    def begin_steps(self, state: list[Any], count: int) -> list[Any]:
+        """The state in a form for at most `count` calls with one step each, without gradients, while weights stay the same."""
+        return [block.mixer.begin_steps(part, count) for block, part in zip(self.layers(), trim_states(state))]
+
+    @torch.no_grad()
+    def end_steps(self, state: list[Any]) -> list[Any]:
+        """The state after those calls in its usual form."""
+        return [block.mixer.end_steps(part) for block, part in zip(self.layers(), state)]
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .decode import softmax_with_sinks
+from .fused import log_of_mask
 from .reference import soft_capped
 from .rule import fade
 
@@ -63,7 +64,8 @@ def attend_slots(
     mask = fade(remaining, ramp)
     plain = relative_keys is None and normalizer_eps == 0 and softcap == 0 and sinks is None
     if plain and q.dtype == mask.dtype:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.log_().unsqueeze(2), scale=scale)
+        log = log_of_mask(mask) if mask.device.type == "cpu" else mask.log_()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=log.unsqueeze(2), scale=scale)
         return y.flatten(1, 2)
     work = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(work) @ k.to(work).mT  # [B, Hkv, G, W]

@@ -1,7 +1,7 @@
 """Reinforcement learning: PPO with generalised advantages over any memory system, or imitation of an expert.
 
-One update: play `window` steps in every environment, one at a time, with real deletion (rollout.py); compute advantages; then
-read the window again as blocks, from the one state it began with (replay.py), and improve the policy:
+One update: play `window` steps in every environment, one at a time, with memories that expire (rollout.py); compute advantages;
+then read the window again as blocks, from the one state it began with (replay.py), and improve the policy:
 
     ratio_t = p(a_t) / p_played(a_t)
     loss = -mean min(ratio A, clip(ratio, 1 - c, 1 + c) A) + v (V - target)^2 - h entropy + w mean span of new memories

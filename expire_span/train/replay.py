@@ -1,9 +1,9 @@
 """Replay: steps that were played one at a time are read again as blocks, for the gradient, from the state before the window.
 
-A window may hold the end of one episode and the beginning of the next. Each row is cut there into fragments of one episode
-each. A fragment that continues an episode starts from the stored state, one that begins an episode from an empty state. Reading
-a fragment as a block gives the same probabilities and values as playing it did, since a memory that was deleted in play has a
-mask of zero here.
+A window may hold the end of one episode and the beginning of the next. Layers that can tell episodes apart read it at once,
+with no attention between them. For all others each row is cut there into fragments of one episode each. A fragment that
+continues an episode starts from the stored state, one that begins an episode from an empty state. Reading a block gives the
+same probabilities and values as playing it did, since a memory that had expired in play has a mask of zero here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from expire_span.models.mixer import MixerAux
 from expire_span.models.observations import Observation
 from expire_span.models.policy import Policy
 from expire_span.models.state import select_rows
+from expire_span.store import trim_states
 
 
 @dataclass
@@ -102,9 +103,23 @@ class Replayed:
 
 
 def replay(policy: Policy, window: Window) -> Replayed:
-    """Read the fragments of a window as blocks."""
-    fragments, parts = cut(window.begins), []
+    """Read a window at once where all layers can tell episodes apart, else the fragments of its rows as blocks."""
     encoded = policy.encoder(window.observation).flatten(0, 1)  # [T * B, C], each step once
+    if all(block.mixer.reads_episodes for block in policy.layers()):
+        return _read_whole(policy, window, encoded)
+    return _read_fragments(policy, window, encoded)
+
+
+def _read_whole(policy: Policy, window: Window, encoded: Tensor) -> Replayed:
+    count = len(window.begins)
+    episodes = window.begins.t().cumsum(1)  # [B, T]
+    places = torch.arange(count * window.rows, device=encoded.device).view(count, window.rows).t()  # [B, T]
+    state = [{**part, "episodes": episodes} for part in trim_states(window.state)]
+    return _read_places(policy, window, encoded, places, None, state)
+
+
+def _read_fragments(policy: Policy, window: Window, encoded: Tensor) -> Replayed:
+    fragments, parts = cut(window.begins), []
     for goes_on in (True, False):
         group = fragments.take(fragments.goes_on == goes_on)
         if len(group.row):
@@ -120,18 +135,22 @@ def _read(policy: Policy, window: Window, encoded: Tensor, group: Fragments, goe
     places = torch.minimum(firsts[:, None] + time, (firsts + lengths - 1)[:, None]) * window.rows + rows[:, None]
     mask, places = mask.to(device), places.to(device)
     state = select_rows(window.state, rows) if goes_on else None
+    return _read_places(policy, window, encoded, places, mask, state)
+
+
+def _read_places(
+    policy: Policy, window: Window, encoded: Tensor, places: Tensor, mask: Tensor | None, state: list[Any] | None
+) -> Replayed:
+    """Read the steps at these places [n, T] of the flattened window as blocks. mask: those that count; None: all."""
+    chosen = (lambda x: x[mask]) if mask is not None else (lambda x: x.flatten(0, 1))
     with SpanWatch(policy) as spans:
-        choices, value, _, aux = policy.read(encoded[places], state, keep="hidden" if goes_on else "nothing")
-    index = places[mask]
-    given = choices.log_prob(window.actions.flatten(0, 1)[places])[mask]
-    expert = None
-    if window.expert is not None:
-        expert = choices.log_prob(window.expert.flatten(0, 1)[places])[mask]
-    span = spans.mean(longest)
+        choices, value, _, aux = policy.read(encoded[places], state, keep="hidden" if state is not None else "nothing")
+    taken = lambda actions: chosen(choices.log_prob(actions.flatten(0, 1)[places]))  # noqa: E731
+    expert = None if window.expert is None else taken(window.expert)
+    span = spans.mean(places.shape[1])
     span = torch.zeros_like(value) if span is None else span
-    return Replayed(
-        given, value[mask], choices.entropy()[mask], expert, span[mask], _other_price(policy, aux.layers, value), index
-    )
+    read = (taken(window.actions), chosen(value), chosen(choices.entropy()), expert, chosen(span))
+    return Replayed(*read, _other_price(policy, aux.layers, value), chosen(places))
 
 
 def _other_price(policy: Policy, layers: list[MixerAux], value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Playing: a policy acts in many environments, one step at a time, with real deletion of its memories."""
+"""Playing: a policy acts in many environments, one step at a time, with memories that expire and are deleted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
+from expire_span.models.state import bytes_of
 from expire_span.settings.agent import EnvTask
 from expire_span.store import NEVER, SteadyMemory, trim_states
 
@@ -69,6 +70,7 @@ class Player:
         """
         self.policy.eval()
         start, episodes, seen = trim_states(self.state), EpisodeSums(), _Columns()
+        self.state = self.policy.begin_steps(start, length + 1)  # the value of the last observation is asked too
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
@@ -85,10 +87,11 @@ class Player:
             episodes.add(self._note(frame))
             self._go_on(out.state, frame.ended)
         last = self.policy(_one_step(self.envs.observation), self.state).value[:, 0]
+        self.state = self.policy.end_steps(self.state)
         if self.scale is not None:
             self.scale.update(seen.stacked("reward"), seen.stacked("ended"), gamma)
         window = seen.window(start, last, gamma, gae_lambda, self.scale)
-        return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), held.bytes_held)
+        return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), bytes_of(self.state))
 
     def _go_on(self, state: list[Any], ended: Tensor) -> None:
         self.begins = ended

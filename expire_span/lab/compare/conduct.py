@@ -108,7 +108,7 @@ def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str,
 
     describe: gives a finished run's result in words.
     """
-    waiting = [name for name in comparison.runs if not _finished(comparison, name)]
+    waiting = [name for name in comparison.runs if not is_finished(comparison, name)]
     pace, failed = Pace(len(waiting)), {}
     with ComparisonDisplay(len(waiting)) as display:
         for name in waiting:
@@ -125,7 +125,7 @@ def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str,
     return failed
 
 
-def _finished(comparison: Comparison, name: str) -> bool:
+def is_finished(comparison: Comparison, name: str) -> bool:
     run = comparison.run_of(name)
     return run is not None and run.finished
 
@@ -133,27 +133,31 @@ def _finished(comparison: Comparison, name: str) -> bool:
 def _run_child(comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay) -> str | None:
     """Run one system in its own process; None, or the reason why it failed."""
     with tempfile.TemporaryFile() as said:
-        child = _start(comparison.path, name, said)
+        child = start_child(comparison.path, name, said)
         try:
             _watch(child, comparison, name, pace, display)
         except BaseException as error:
-            _stop(child)
+            stop_child(child)
             if not isinstance(error, KeyboardInterrupt):
                 raise
             advice = "the same command goes on from here"
             raise Stopped(f"stopped during {name}, {pace.done} of {pace.total} systems finished; {advice}") from error
-        log = comparison.path / f"{name}.error.txt"
-        log.unlink(missing_ok=True)  # the log of an earlier attempt
-        if child.returncode == 0:
-            return None
-        said.seek(0)
-        words = said.read().decode(errors="replace").strip()
-        if not words or child.returncode < 0:
-            return describe_end(child.returncode)
-        if "\n" not in words:
-            return words
-        write_atomic(log, f"{words}\n".encode())
-        return f"{find_reason(words)}; all it said is in {log}"
+        return tell_failure(child, said, comparison.path / f"{name}.error.txt")
+
+
+def tell_failure(child: subprocess.Popen[bytes], said: IO[bytes], log: Path) -> str | None:
+    """Why an ended child failed, or None; what it said in several lines is written into the log."""
+    log.unlink(missing_ok=True)  # the log of an earlier attempt
+    if child.returncode == 0:
+        return None
+    said.seek(0)
+    words = said.read().decode(errors="replace").strip()
+    if not words or child.returncode < 0:
+        return describe_end(child.returncode)
+    if "\n" not in words:
+        return words
+    write_atomic(log, f"{words}\n".encode())
+    return f"{find_reason(words)}; all it said is in {log}"
 
 
 def find_reason(words: str) -> str:
@@ -175,11 +179,14 @@ def describe_end(code: int) -> str:
     return f"its process was killed by {name}{cause}"
 
 
-def _start(folder: Path, name: str, said: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_child(
+    folder: Path, name: str, said: IO[bytes], environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a child that gets no signals from the terminal: closing its standard input asks it to stop."""
     command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[2]), str(folder.resolve()), name]
+    out = subprocess.DEVNULL
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True, env=environment
     )
 
 
@@ -193,13 +200,13 @@ def _watch(
             child.wait(POLL)
             return
         if display.bar is not None:
-            share = _share(comparison, name)
+            share = share_done(comparison, name)
             left = pace.left(time.monotonic() - start, share)
             rest = "" if left is None else f"  left {show_time(left)}"
             display.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
 
 
-def _share(comparison: Comparison, name: str) -> float:
+def share_done(comparison: Comparison, name: str) -> float:
     """Share of a run's steps that are done, according to its last line of metrics."""
     path = comparison.path / name
     if not (path / "config.json").exists():
@@ -209,7 +216,7 @@ def _share(comparison: Comparison, name: str) -> float:
     return lines[-1]["step"] / run.config.train.steps if run is not None and lines else 0.0
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
+def stop_child(child: subprocess.Popen[bytes]) -> None:
     """Ask the child to save and end; after `PATIENCE` seconds it is killed."""
     assert child.stdin is not None
     with contextlib.suppress(OSError):

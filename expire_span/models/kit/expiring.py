@@ -18,16 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.marks import override
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness, check_start
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
 from expire_span.ops.context import active_context
+from expire_span.ops.slots import attend_slots
 from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
+from expire_span.store.steps import StepMemory
 
 from .attention import AttentionMixer
 from .precision import storage_dtype
+from .rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class ExpiryRules:
 
 
 class ExpiringAttention(AttentionMixer):
-    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}; with keys and values, a caller may add "marks"
-    [B, T] for the next block (models/marks.py).
+    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}; a caller may add, for the next block, "marks"
+    [B, T] to keys and values (models/marks.py), or "episodes" [B, T] to hidden states (`reads_episodes`).
 
     Subclasses build the lifetimes (`span_predictor`) and say how memories are read and limited (`rules`).
     """
@@ -68,6 +72,12 @@ class ExpiringAttention(AttentionMixer):
         """Make the layer bidirectional, for encoders; it then carries no memory between calls."""
         self.rules = replace(self.rules, causal=False)
         self.span_predictor.causal = False
+
+    @property
+    def reads_episodes(self) -> bool:
+        return (
+            self.rules.causal and not self.rules.initial_memories
+        )  # which would stand at the beginning of every episode
 
     def steadiness(self) -> Steadiness:
         device, head_dim = self.query.weight.device, self.shape.head_dim
@@ -114,6 +124,8 @@ class ExpiringAttention(AttentionMixer):
         memory = state["memory"]
         if memory is None:
             return state
+        if isinstance(memory, StepMemory):
+            return {**state, "memory": memory.forget_rows(fresh)}
         if isinstance(memory, SteadyMemory):
             start = self.initial_state(memory.pos.shape[0], "hidden", empty=empty)["memory"]
             return {**state, "memory": memory.forget_rows(fresh, start)}
@@ -132,7 +144,10 @@ class ExpiringAttention(AttentionMixer):
         if active_context() is not None:
             self._check_parts(memory)
         if isinstance(memory, SteadyMemory):
-            return self._read_hidden(x, memory, state)
+            episodes = state.get("episodes")
+            return self._read_hidden(x, memory, state) if episodes is None else self._read_episodes(x, memory, episodes)
+        if isinstance(memory, StepMemory):
+            return self._read_step(x, memory, state)
         if memory is None:
             return self._read_block(x, state["position"])
         if memory.segments is not None and active_context() is None and self._can_read_in_place(x):
@@ -179,6 +194,70 @@ class ExpiringAttention(AttentionMixer):
         memory = memory.after(h, k_pos, longest, block=block, added=count, **limits)
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start}, aux)
+
+    def _read_episodes(self, x: Tensor, memory: SteadyMemory, episodes: Tensor) -> MixerOutput:
+        """A block whose rows hold several episodes, numbered from 0 for the one to which the memories belong, between which
+        there is no attention. The memory stays as it was."""
+        count = x.shape[1]
+        pos = torch.arange(count, device=x.device)
+        h, k_pos = memory.extended(x.to(storage_dtype(x)), pos)
+        keys, (values, span) = self.keys(h, k_pos), self.span_predictor.with_values(h, self.value)
+        of_memories = F.pad(episodes, (k_pos.shape[1] - count, 0))
+        y = self.attend(x, keys, self.split_heads(values), span, pos, k_pos, (episodes, of_memories))
+        aux = MixerAux(span=spans_of_heads(span.detach()[..., -count:], self.shape.num_kv_heads).squeeze(1))
+        return MixerOutput(y, {"memory": memory, "position": 0}, aux)
+
+    # Steps without gradients
+
+    def begin_steps(self, state: dict[str, Any], count: int) -> dict[str, Any]:
+        memory, r = state["memory"], self.rules
+        if (
+            not isinstance(memory, SteadyMemory)
+            or r.cap is not None
+            or r.initial_memories
+            or active_context() is not None
+        ):
+            return state
+        keys = self.keys(memory.hidden, memory.pos)
+        values, span = self.span_predictor.with_values(memory.hidden, self.value)
+        span = span if span.shape[1] == 1 else spans_of_heads(span, self.shape.num_kv_heads)
+        steps = torch.arange(count, device=keys.device)
+        angles = self.angles(steps, keys.dtype) if self.shape.positions == "rotary" else None
+        given = (keys, self.split_heads(values), span, angles, self.span_predictor.ramp)
+        return {**state, "memory": StepMemory.begin(memory, *given, count)}
+
+    def end_steps(self, state: dict[str, Any]) -> dict[str, Any]:
+        memory = state["memory"]
+        return {**state, "memory": memory.end()} if isinstance(memory, StepMemory) else state
+
+    def _read_step(self, x: Tensor, memory: StepMemory, state: dict[str, Any]) -> MixerOutput:
+        """One token of every row, whose keys, values and span are computed, and all older ones read as they are."""
+        h, now, heads = x.to(storage_dtype(x)), memory.now, self.shape.num_kv_heads
+        both = torch.cat([self.split_heads(self.query(x)), self.split_heads(self.key(h))], 1)  # [B, Hq + Hkv, 1, D]
+        both = F.rms_norm(both, (self.shape.head_dim,)) if self.shape.qk_norm else both
+        both = rotate(both, (memory.angles[0][now], memory.angles[1][now])) if memory.angles is not None else both
+        q, k = both[:, :-heads], both[:, -heads:]
+        values, span = self.span_predictor.with_values(h, self.value)
+        span = span if span.shape[1] == 1 else spans_of_heads(span, heads)
+        after = memory.add(h, k, self.split_heads(values), span)
+        y = self._attend_step(q, after if self.rules.include_self else memory, now)
+        aux = self._report(after.span[..., : after.used], after.pos[:, : after.used], now, 1)
+        aux.bytes_held = after.bytes_held
+        return MixerOutput(self.join_heads(y, x), {**state, "memory": after}, aux)
+
+    def _attend_step(self, q: Tensor, memory: StepMemory, now: int) -> Tensor:
+        """q [B, Hq, 1, D] over the slots in use -> [B, Hq, 1, D]; zero where a query sees nothing."""
+        if not memory.used:
+            return torch.zeros_like(q)
+        k, v = (a[:, :, : memory.used].to(q.dtype) for a in (memory.k, memory.v))
+        remaining = memory.remaining(now)
+        age = None
+        if self.relative_keys is not None:
+            age = (now - memory.pos[:, None, : memory.used]).expand(-1, k.shape[1], -1)
+        rules: dict[str, Any] = dict(ramp=memory.ramp, scale=self.shape.head_dim**-0.5)
+        rules |= dict(age=age, relative_keys=self.relative_keys, normalizer_eps=self.rules.normalizer_eps)
+        y = attend_slots(q.squeeze(2), k, v, remaining, **rules)
+        return (y if self.rules.include_self else y.nan_to_num_(0.0)).unsqueeze(2)
 
     def _marked(self, x: Tensor, marks: Tensor | None) -> Tensor:
         """Spans [B, 1 or Hkv, T] of new memories, with the lifetimes that a caller has marked."""
@@ -241,7 +320,16 @@ class ExpiringAttention(AttentionMixer):
 
     # Attention and report
 
-    def attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: Tensor,
+        pos: Tensor,
+        k_pos: Tensor,
+        documents: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         q, span = self.queries(x, pos), self.span_predictor.limit_noisily(span)
         y = expire_attention(
             q,
@@ -255,6 +343,7 @@ class ExpiringAttention(AttentionMixer):
             include_self=self.rules.include_self,
             relative_keys=self.relative_keys,
             normalizer_eps=self.rules.normalizer_eps,
+            documents=documents,
             impl=self.rules.impl,
             check_values=False,
         )

@@ -50,6 +50,7 @@ class HeadLifetimes(LifetimeRule):
 class AdaptiveSpan(ExpiringAttention):
     settings_class = AdaptiveSpanConfig
     settings: AdaptiveSpanConfig
+    reads_episodes = False  # type: ignore[assignment]  # its loss belongs to a block, not to single tokens
 
     def build_lifetimes(self) -> HeadLifetimes:
         return HeadLifetimes(self.shape.num_kv_heads, self.settings)

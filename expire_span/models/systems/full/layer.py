@@ -30,10 +30,19 @@ class Full(ExpiringAttention):
         steady = super().steadiness()
         return replace(steady, alone=steady.alone or self.relative_keys is None)  # these run on torch's fused attention
 
-    def attend(self, x: Tensor, k: Tensor, v: Tensor, span: Tensor, pos: Tensor, k_pos: Tensor) -> Tensor:
-        alone = k.shape[2] == x.shape[1]
+    def attend(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: Tensor,
+        pos: Tensor,
+        k_pos: Tensor,
+        documents: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        alone = k.shape[2] == x.shape[1] and documents is None
         if not alone or self.relative_keys is not None:
-            return super().attend(x, k, v, span, pos, k_pos)
+            return super().attend(x, k, v, span, pos, k_pos, documents)
         q = self.queries(x, pos)
         grouped = k.shape[1] != q.shape[1]
         y = F.scaled_dot_product_attention(

@@ -1,0 +1,33 @@
+"""Replay: a window that is read at once gives what its fragments give, with every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+
+from expire_span.train import replay as module
+from tests.tiny_agents import tiny_agent
+from tests.train.test_agents import play_twice
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_window_at_once_equals_its_fragments():
+    learner = play_twice(tiny_agent(window=16))
+    window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
+    policy = learner.trained.double().train()
+    assert int(window.begins.sum()) > window.rows
+    found = []
+    for read in (module._read_whole, module._read_fragments):
+        encoded = policy.encoder(window.observation).flatten(0, 1)
+        out = read(policy, window, encoded)
+        order = out.index.argsort()
+        columns = [getattr(out, name)[order] for name in ("log_prob", "value", "entropy", "span")]
+        policy.zero_grad()
+        (columns[0] * torch.arange(len(order)) + columns[1].square() + columns[3]).sum().backward()
+        found.append([*columns, *(p.grad.clone() for p in policy.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for whole, parts in zip(*found):
+        torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-9)
