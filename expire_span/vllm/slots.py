@@ -52,7 +52,11 @@ class BlockSlots:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        need = self.total * (2 * self.head_dim * self.dtype.itemsize + META_BYTES)
+        return self.bytes_for(self.total)
+
+    def bytes_for(self, slots: int) -> int:
+        """Bytes of a block with so many slots."""
+        need = slots * (2 * self.head_dim * self.dtype.itemsize + META_BYTES)
         return -(-need // ALIGNMENT) * ALIGNMENT
 
     def bind(self, cache: Tensor) -> None:

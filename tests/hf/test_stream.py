@@ -214,7 +214,9 @@ def test_the_server_says_what_is_wrong(client):
     with pytest.raises(openai.NotFoundError, match="this server has the model tiny, got other"):
         api.models.retrieve("other")
     assert api.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match=r"GET /v1/models, .* got POST /v1/embeddings"):
+    with pytest.raises(
+        openai.NotFoundError, match=r"has POST /v1/chat/completions, .* GET /health, got POST /v1/embeddings"
+    ):
         api.embeddings.create(model="tiny", input="x")
     form = api._client.post("completions", content=b"{}", headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert "not sent as JSON; give the header Content-Type: application/json" in form.json()["error"]["message"]

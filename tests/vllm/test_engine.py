@@ -11,6 +11,8 @@ pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: ma
 pytest.importorskip("transformers")
 
 from expire_span.errors import UserError
+from expire_span.hf.adapter import read_head
+from expire_span.vllm.peaks import measure_peaks, save_peaks
 from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny
 from tests.vllm.engines import COUNT, Case, make_case, make_prompts, serve
 
@@ -33,7 +35,10 @@ def cases(tmp_path_factory) -> dict[str, Case]:
     for name, settings in (FAMILIES | {"capped": CAPPED}).items():
         handle = forgetful(tiny("llama" if name == "capped" else name), **settings)
         exact, forgets = name != "capped", name != "mistral"
+        peaks = measure_peaks(handle, [torch.tensor(x) for x in make_prompts(97, (400, 400))])
         found[name] = make_case(folder / name, handle, make_prompts(97), exact=exact, forgets=forgets)
+        if name == "qwen3":  # which is served with as many slots as each head needs
+            save_peaks(folder / name / "adapter", read_head(folder / name / "adapter"), 400, peaks)
     found["trained"] = train_case(folder / "trained")
     tiny("llama", seed=5).save_pretrained(folder / "other" / "base")
     (folder / "other" / "adapter").symlink_to(folder / "llama" / "adapter")
@@ -80,6 +85,7 @@ def llama(cases) -> Case:
 
 def test_requests_of_different_lengths_write_what_streams_write(served):
     case, engine = served
+    assert len(engine.model.angles) == 1, "exact angles are in place"
     assert engine.write(case.prompts) == case.tokens
     assert engine.write(case.prompts[::-1]) == case.tokens[::-1]
     assert [engine.write([x])[0] for x in case.prompts] == case.tokens
@@ -106,6 +112,22 @@ def test_drawn_tokens_follow_the_seed_in_any_company(served):
     how = dict(temperature=0.8, top_p=0.9, seed=5)
     together = engine.write(case.prompts, **how)
     assert together != case.tokens and together == [engine.write([x], **how)[0] for x in case.prompts]
+
+
+def test_heads_get_as_many_slots_as_were_measured(cases):
+    with serve(cases["qwen3"]) as engine:
+        sizes = [x.impl.slots.capacity for x in engine.model.attentions]
+        assert len({n for x in sizes for n in x}) > 1
+        assert engine.write(cases["qwen3"].prompts) == cases["qwen3"].tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_heads_are_divided_among_two_processes(cases, name):
+    """With tensor parallelism; heads of different lengths make blocks of one size."""
+    with serve(cases[name], tensor_parallel_size=2) as engine:
+        assert engine.write(cases[name].prompts) == cases[name].tokens
+        engine.read_in_chunks(7)
+        assert engine.write(cases[name].prompts[::-1]) == cases[name].tokens[::-1]
 
 
 def test_requests_queue_for_blocks(llama):

@@ -134,7 +134,7 @@ class ExpireImpl(AttentionImpl[Any]):
         if m is None:  # vLLM measures memory, and nothing is stored
             return output.zero_()
         if self._cache != kv_cache.data_ptr():
-            self.slots.bind(kv_cache.flatten(1))
+            self.slots.bind(kv_cache.flatten(1)[:, : self.slots.block_bytes // kv_cache.element_size()])
             self._cache = kv_cache.data_ptr()
         if len(m.begun):
             self.slots.clear(m.begun)

@@ -17,6 +17,7 @@ from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 
 from expire_span.disk.sizes import show_bytes
+from expire_span.hf.probing import is_rotary
 from expire_span.hf.rotary import use_exact_angles
 from expire_span.ops.slots import SpanForm
 from expire_span.vllm.adapter import check_weights, predict_spans, read_adapter, slice_heads
@@ -50,6 +51,8 @@ class ExpireAttention(Attention):
     """One layer: spans are predicted from the layer's hidden states by the hook of `ExpireSpanForCausalLM`."""
 
     span: Tensor
+    block_bytes: int
+    """Bytes of a block; with tensor parallelism those of the process whose heads have most slots, since all must be equal."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, attn_backend=ExpireBackend)
@@ -65,8 +68,7 @@ class ExpireAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> ExpireSpec:
         most = vllm_config.model_config.max_model_len
-        slots = self.impl.slots
-        return make_spec(slots.block_bytes, self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype, most)
+        return make_spec(self.block_bytes, self.num_kv_heads, self.head_size, self.kv_cache_torch_dtype, most)
 
 
 class ExpireSpanForCausalLM(TransformersForCausalLM):
@@ -75,7 +77,7 @@ class ExpireSpanForCausalLM(TransformersForCausalLM):
         adapter = read_adapter(options.adapter)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.adapter = adapter
-        use_exact_angles(self.model)
+        self.angles = use_exact_angles([x for x in self.model.modules() if is_rotary(x)])
         self.attentions: list[ExpireAttention] = []
         for module in self.model.modules():
             if isinstance(getattr(module, VLLM_ATTN_ATTR, None), ExpireAttention):
@@ -94,19 +96,21 @@ class ExpireSpanForCausalLM(TransformersForCausalLM):
         if window is None:
             heads = self.model_config.get_total_num_kv_heads()
             form = slice_heads(self.adapter.span_form(layer, self.text_config.hidden_size, heads), first, own)
-            capacity = self.adapter.capacities(layer, heads, options, most)[first : first + own]
-            evict = options.when_full == "evict" or (config.cap is not None and max(capacity) == config.cap)
+            every = self.adapter.capacities(layer, heads, options, most)
+            evict = options.when_full == "evict" or (config.cap is not None and max(every) == config.cap)
             ramp, keep_first = float(config.ramp), config.keep_first
         else:
             form = SpanForm.constant(torch.full((own,), window - 1.0), self.text_config.hidden_size)
-            capacity, evict, ramp, keep_first = [max(1, min(window - 1, most))] * own, False, HARD_EDGE, 0
+            every, evict, ramp, keep_first = [max(1, min(window - 1, most))] * own, False, HARD_EDGE, 0
+            first = 0
         slots = BlockSlots(
-            capacity,
+            every[first : first + own],
             attention.head_size,
             ramp=ramp,
             scale=attention.impl.scale,
             dtype=attention.kv_cache_torch_dtype,
         )
+        attention.block_bytes = slots.bytes_for(max(sum(every[n : n + own]) for n in range(0, len(every), own)))
         attention.impl.set_up(slots, keep_first, evict, attention.layer_name)
         attention.form = SpanForm(*(x.to(self.device_config.device) for x in form))
         module.register_forward_pre_hook(predict_before(attention), with_kwargs=True)
@@ -121,7 +125,7 @@ class ExpireSpanForCausalLM(TransformersForCausalLM):
         """Say what a request takes, beside the cache that vLLM would give it without the plugin."""
         most = self.model_config.max_model_len
         counts = [n for x in self.attentions for n in x.impl.slots.capacity]
-        ours = sum(x.impl.slots.block_bytes for x in self.attentions)
+        ours = sum(x.block_bytes for x in self.attentions)
         full = sum(2 * x.num_kv_heads * x.head_size * x.kv_cache_torch_dtype.itemsize for x in self.attentions) * most
         logger.info(
             "Expire-Span: a request holds %s, whatever its length (%s slots a head); vLLM's own cache holds %s for %d tokens, "
