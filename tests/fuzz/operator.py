@@ -28,8 +28,10 @@ SIMPLE: dict[str, Any] = dict(
     seed=0, dtype="float32", impl="reference", batch=1, kv_heads=1, group=1, queries=1, stored=0, dim=1, span_rows=0,
     spans="alive", span_dtype="same", ramp=1.0, causal=True, include_self=True, scale=0.0, relative=0, eps=0.0,
     steps="ones", start=0, positions="int64", k_rank=1, q_rank=1, packing="none", documents=1, hashed=False,
-    grad=False, poison=False, transposed=False, summed=False,
+    grad=False, poison=False, transposed=False, summed=False, softcap=0.0, sinks=False,
 )  # fmt: skip
+SHARED = ("relative_keys", "sinks")
+"""Inputs that all rows share."""
 SHORTEST_RAMP = 1e-5
 """Below, span + ramp may round to span, so that a call may be refused; if it is not, it must be right."""
 DENSE = 2**20
@@ -80,6 +82,8 @@ def _draw_small(rng: random.Random) -> dict[str, Any]:
         poison=rng.random() < 0.2,
         transposed=rng.random() < 0.3,
         summed=rng.random() < 0.1,
+        softcap=rng.choice([0.0, 0.0, 0.0, 0.0, 2.0, 30.0]),
+        sinks=rng.random() < 0.15,
     )
 
 
@@ -147,6 +151,8 @@ def build(case: dict[str, Any]) -> Problem:
     x["span"] = span.to(dtype if case["span_dtype"] == "same" else getattr(torch, case["span_dtype"]))
     if case["relative"]:
         x["relative_keys"] = torch.randn(case["relative"], case["dim"], generator=g).to(dtype)
+    if case["sinks"]:
+        x["sinks"] = torch.randn(x["q"].shape[1], generator=g).to(dtype)
     own = (
         k_pos.reshape(-1, total)[:1]
         if case["q_rank"] == 1 or k_pos.dim() == 1
@@ -155,7 +161,8 @@ def build(case: dict[str, Any]) -> Problem:
     q_pos = own[:, case["stored"] :]
     x |= {"k_pos": k_pos, "q_pos": q_pos[0] if case["q_rank"] == 1 else q_pos.expand(batch, -1)}
     options: dict[str, Any] = dict(ramp=ramp, causal=case["causal"], include_self=case["include_self"])
-    options |= dict(scale=case["scale"] or None, normalizer_eps=case["eps"], impl=case["impl"])
+    options |= dict(scale=case["scale"] or None, impl=case["impl"], softcap=case["softcap"])
+    options["normalizer_eps"] = 0.0 if case["sinks"] else case["eps"]
     ids = _pack(case, g, options)
     unseen = _unseen(x, options, ids)
     direction = torch.randn(x["q"].shape, generator=g).to(dtype)
@@ -265,7 +272,7 @@ def define(p: Problem, case: dict[str, Any], dtype: torch.dtype) -> dict[str, Te
     """
     x = p.given
     work = torch.promote_types(dtype, torch.float32)
-    names = [n for n in ("q", "k", "v", "span", "relative_keys") if n in x]
+    names = [n for n in ("q", "k", "v", "span", *SHARED) if n in x]
     sums = {n: torch.zeros(x[n].shape, dtype=torch.float64 if dtype == torch.float64 else work) for n in names}
     span = _lifetimes(x)
     sums["span"] = torch.zeros_like(span, dtype=torch.float64)
@@ -340,7 +347,7 @@ def _define_piece(p, case, dtype, span, piece, y, sums, terms) -> None:
     row, queries, memories = piece
     x, one = p.given, slice(row, row + 1)
     leaves = {"q": x["q"][one][:, :, queries], "k": x["k"][one][:, :, memories], "v": x["v"][one][:, :, memories]}
-    leaves |= {"relative_keys": x["relative_keys"]} if "relative_keys" in x else {}
+    leaves |= {n: x[n] for n in SHARED if n in x}
     leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves.items()}
     mine = span[one][:, :, memories].detach()
     q_pos = _q_pos(x, row)[queries].expand(1, x["k"].shape[1], -1)
@@ -352,7 +359,7 @@ def _define_piece(p, case, dtype, span, piece, y, sums, terms) -> None:
     leaves["span"] = wide.clone().requires_grad_()
     options = dict(
         ramp=o["ramp"], causal=o["causal"], include_self=o["include_self"], normalizer_eps=o["normalizer_eps"]
-    )
+    ) | dict(softcap=o["softcap"])
     scale = 1 / math.sqrt(x["q"].shape[-1]) if o["scale"] is None else o["scale"]
     out = reference_attention(**leaves, q_pos=q_pos, k_pos=k_pos, scale=scale, **options)
     y[one, :, queries] = out.detach()
@@ -364,7 +371,7 @@ def _define_piece(p, case, dtype, span, piece, y, sums, terms) -> None:
     for name, grad in zip(leaves, into):
         if grad is None:
             continue
-        if name == "relative_keys":
+        if name in SHARED:
             sums[name] += grad
         else:
             sums[name][one].index_add_(2, queries if name == "q" else memories, grad.to(sums[name].dtype))
@@ -375,7 +382,7 @@ def _define_piece(p, case, dtype, span, piece, y, sums, terms) -> None:
         )
         sizes["span"] = on_ramp.double() / o["ramp"]
         for name, size in sizes.items():
-            if name == "relative_keys":
+            if name in SHARED:
                 terms[name] += size
             else:
                 terms[name][one].index_add_(2, queries if name == "q" else memories, size)
@@ -397,6 +404,8 @@ def _sizes_of_terms(leaves: dict[str, Tensor], dy: Tensor, options: dict[str, An
     if "relative_keys" in x:
         total = 2 * scale * (dy * mean * q.abs()).sum((0, 1, 2))
         found["relative_keys"] = total.expand_as(x["relative_keys"]) / len(x["relative_keys"]) ** 0.5
+    if "sinks" in x:
+        found["sinks"] = (dy * mean).sum((0, 2, 3))
     return found
 
 
