@@ -9,6 +9,7 @@ from expire_span.ops import expire_attention
 from tests.error_budget import assert_all_within_budget
 
 GRADS = ("q", "k", "v", "span")
+LEAVES = (*GRADS, "relative_keys", "sinks")
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Case:
     start: int = 0
     gaps: bool = False
     relative: int = 0
+    sinks: bool = False
     options: dict = field(default_factory=dict)
     span_rows: int = 0
     """Rows of spans, where heads share some; 0 is one for all heads, or per_head one for each."""
@@ -43,6 +45,8 @@ class Case:
         }
         if self.relative:
             out["relative_keys"] = torch.randn(self.relative, self.dim, generator=g)
+        if self.sinks:
+            out["sinks"] = torch.randn(self.heads, generator=g)
         out = {name: x.to(dtype).requires_grad_() for name, x in out.items()}
         steps = torch.randint(1, 4, (total,), generator=g) if self.gaps else torch.ones(total, dtype=torch.int64)
         pos = steps.cumsum(0) + self.start
@@ -52,7 +56,7 @@ class Case:
         """The output and the gradient of every differentiable input, for a fixed random direction."""
         inputs = self.tensors(dtype, seed)
         y = expire_attention(**inputs, ramp=ramp, impl=impl, **self.options)
-        names = [n for n in (*GRADS, "relative_keys") if n in inputs]
+        names = [n for n in LEAVES if n in inputs]
         direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + 1)).to(y)
         grads = torch.autograd.grad(y, [inputs[n] for n in names], direction)
         return {"y": y.detach()} | {f"d{n}": x for n, x in zip(names, grads)}

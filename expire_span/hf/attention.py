@@ -102,7 +102,7 @@ def attend(
         check_values=False,
         **extra,
     )
-    return y.transpose(1, 2), weights
+    return y.transpose(1, 2).contiguous(), weights  # some families take a view of it
 
 
 def dense_weights(

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from .layouts import Layout, evaluated
+from .layouts import Layout, evaluated, text_config
 
 EXACT, ROUNDED = 1e-3, 0.1
 """The largest difference of logits that can be rounding, relative to their spread: in float32, and in half precision."""
@@ -20,10 +21,25 @@ def check_unchanged(handle: Any, layout: Layout) -> None:
     for how, read in (("at once", _at_once), ("in chunks through its cache", _in_chunks)):
         error = difference(_run(handle, read, layout.tokens), layout.logits)
         if not error <= limit:
+            _check_base(handle, layout, limit)
             raise ValueError(
                 f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of "
                 f"their spread from the base model's, and rounding explains at most {limit:g}; take a model of another family"
             )
+
+
+@torch.no_grad()
+def _check_base(handle: Any, layout: Layout, limit: float) -> None:
+    """Say so if the base model itself is another one when it reads in chunks, through a cache of its own."""
+    assert layout.tokens is not None and layout.logits is not None
+    cache = DynamicCache(config=text_config(handle.model))
+    with evaluated(handle.model), handle.paused():
+        error = difference(_in_chunks(handle, layout.tokens, cache), layout.logits)
+    if not error <= limit:
+        raise ValueError(
+            f"{_name(handle)} cannot read in chunks, as a retrofit does: without spans, through a cache of its own, its logits "
+            f"differ by {error:.2g} of their spread from those of one pass; take a model of another family"
+        )
 
 
 def difference(ours: Tensor, base: Tensor) -> float:
@@ -52,8 +68,8 @@ def _at_once(handle: Any, tokens: Tensor) -> Tensor:
     return handle.model(tokens, use_cache=False).logits
 
 
-def _in_chunks(handle: Any, tokens: Tensor) -> Tensor:
-    cache, count = handle.new_cache(), tokens.shape[1]
+def _in_chunks(handle: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+    cache, count = handle.new_cache() if cache is None else cache, tokens.shape[1]
     sizes = [count // 2, 1, count - count // 2 - 1]
     return torch.cat([handle.model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(sizes, 1)], 1)
 

@@ -81,7 +81,7 @@ def find_layout(model: Any) -> Layout:
         recurrent,
         len(seen.cache.layers),
         seen.rotary,
-        table_length(model),
+        table_length(model, seen.embeddings),
         "position_ids" in inspect.signature(model.forward).parameters,
         tokens,
         seen.logits,
@@ -112,12 +112,16 @@ def configs_of(model: Any) -> list[Any]:
     return list({id(c): c for c in found}.values())
 
 
-def table_length(model: Any) -> int | None:
-    """Length of the learned position table; None for models that have none."""
+def table_length(model: Any, embeddings: list[nn.Module]) -> int | None:
+    """Length of the learned position table among the embeddings that were read; None for models that have none."""
     lengths = []
     for name, module in model.named_modules():
         part = name.rpartition(".")[2].lower()
-        if isinstance(module, nn.Embedding) and (part == "wpe" or "position" in part or "pos_emb" in part):
+        if (
+            isinstance(module, nn.Embedding)
+            and module in embeddings
+            and (part == "wpe" or "position" in part or "pos_emb" in part)
+        ):
             lengths.append(module.num_embeddings - int(getattr(module, "offset", 0)))
     return min(lengths, default=None)
 
@@ -128,7 +132,8 @@ def check_config(whole: Any, name: str) -> None:
     kind = config.model_type
     if getattr(whole, "is_encoder_decoder", False):
         raise ValueError(f"retrofit needs a decoder-only model, got the encoder-decoder {name} ({kind})")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = {kind, whole.model_type} & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if not known and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(f"retrofit needs a causal language model (...ForCausalLM), got {name} ({kind})")
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class Probe:
     cache: Any = None
     rotary: list[nn.Module] = field(default_factory=list)
     """Modules that have computed rotary angles."""
+    embeddings: list[nn.Module] = field(default_factory=list)
+    """Embeddings that were read: the language part's, not those of pictures."""
     _windows: dict[int, int | str | None] = field(default_factory=dict)
     """The window under each mask, or what is wrong with it, by the address of the mask's numbers."""
     _masks: list[Tensor] = field(default_factory=list)
@@ -145,14 +148,16 @@ def _observed(model: nn.Module, configs: list[Any], seen: Probe) -> Iterator[Non
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             seen._dims[module] = hidden.shape[-1]
 
-    def note_rotary(module: nn.Module, *_: Any) -> None:
-        if module not in seen.rotary:
-            seen.rotary.append(module)
+    def note(found: list[nn.Module], module: nn.Module, *_: Any) -> None:
+        if module not in found:
+            found.append(module)
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     hooks = [m.register_forward_pre_hook(before_module, with_kwargs=True) for m in model.modules() if _takes_more(m)]
-    hooks += [m.register_forward_hook(note_rotary) for m in model.modules() if is_rotary(m)]
+    hooks += [m.register_forward_hook(partial(note, seen.rotary)) for m in model.modules() if is_rotary(m)]
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    hooks += [m.register_forward_hook(partial(note, seen.embeddings)) for m in tables]
     try:
         for config in configs:
             config._attn_implementation_internal = NAME

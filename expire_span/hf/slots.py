@@ -40,7 +40,7 @@ class SlotAttention:
             ramp=rules.ramp,
             cap=rules.cap,
             limit=rules.limit,
-            fused=slot_kernel_serves(rules.impl, like) and not layer.softcap and not layer.sinks,
+            fused=slot_kernel_serves(rules.impl, like),
             like=like,
         )
 
@@ -66,7 +66,7 @@ class SlotAttention:
         chosen: float = query.shape[-1] ** -0.5 if scale is None else scale
         fused, slots = self.memory.fused, self.memory.slots
         if fused:
-            y = self._attend_fused(query, key, value, hidden.squeeze(1), chosen)
+            y = self._attend_fused(query, key, value, hidden.squeeze(1), chosen, sinks)
         else:
             y = self._attend_plainly(query, key, value, hidden.squeeze(1), chosen, sinks)
         if self.first is not None:
@@ -81,7 +81,9 @@ class SlotAttention:
         place = (slots.bounds[:-1] + self.clock.on_device).long()
         slots.span.index_copy_(1, place, slots.span.index_select(1, place).masked_fill(rows, KEPT))
 
-    def _attend_fused(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    def _attend_fused(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         from expire_span.ops.triton.slots import Fields, triton_step
 
         group = query.shape[1] // self.memory.heads
@@ -98,6 +100,8 @@ class SlotAttention:
             scale=scale,
             include_self=True,
             qk_norm=False,
+            softcap=self.softcap,
+            sinks=sinks,
         )
 
     def _attend_plainly(

@@ -27,8 +27,6 @@ def resolve_impl(
     causal: bool = True,
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
-    capped: bool = False,
-    sinks: bool = False,
 ) -> Impl:
     """Resolve "auto": triton on a GPU whose kernels support the call, chunked elsewhere. Any other `impl` is checked.
 
@@ -45,8 +43,6 @@ def resolve_impl(
     if impl == "auto" and device.type != "cuda":
         return "chunked"
     obstacle = _triton_obstacle(device, causal, head_dim, dtype)
-    if obstacle is None and (capped or sinks):
-        obstacle = f"has no {'soft caps' if capped else 'sinks'} yet"
     if obstacle is None:
         return "triton"
     if impl == "triton":

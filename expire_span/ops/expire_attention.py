@@ -153,8 +153,6 @@ def _check(
         causal=causal,
         head_dim=q.shape[-1],
         dtype=q.dtype,
-        capped=bool(softcap),
-        sinks=sinks is not None,
     )
     # The fast implementations define first derivatives only, none of torch.func's transforms.
     if transform is not None and (chosen != "reference" or context is not None):
@@ -184,12 +182,11 @@ def _run_triton(call: Call) -> Tensor:
         span = spans_of_heads(span, call.k.shape[1])
     tensors = (call.q, call.k, call.v, span, call.q_pos, call.k_pos)
     if decodes and call.ids is None:
-        return triton_decode(*tensors, **call.options, **call.paper_options)
+        return triton_decode(*tensors, **call.options, **call.paper_options, **call.model_options)
     if call.check and call.relative_keys is not None and call.learns:
         inputs.check_distinct(call.q_pos, call.k_pos, call.relative_keys.shape[0], call.ids)
-    return triton_attention(
-        *tensors, **call.options, **call.paper_options, documents=call.ids, deterministic=call.deterministic
-    )
+    options = call.options | call.paper_options | call.model_options
+    return triton_attention(*tensors, **options, documents=call.ids, deterministic=call.deterministic)
 
 
 def _run_chunked(call: Call) -> Tensor:

@@ -98,7 +98,6 @@ def _fit_kernels(case: dict[str, Any], rng: random.Random) -> None:
     )  # see docs/operator.md on long jumps in a tile
     case |= dict(queries=min(case["queries"], rng.choice([1, 17, 33])), stored=min(case["stored"], 40))
     case["dtype"] = "float32" if case["dtype"] == "float64" else case["dtype"]
-    case |= dict(softcap=0.0, sinks=False)
     case["steps"] = "gaps" if case["relative"] and case["steps"] == "twins" else case["steps"]
 
 

@@ -37,6 +37,10 @@ CASES = {
     "encoder": Case(queries=300, options={"causal": False}),
     "encoder, no self, per head": Case(per_head=True, options={"causal": False, "include_self": False}),
     "relative keys": Case(queries=300, stored=30, relative=16, options={"include_self": False}),
+    "soft caps": Case(queries=111, stored=30, options={"softcap": 1.5}),
+    "soft caps and sinks, no self": Case(sinks=True, relative=8, options={"softcap": 5.0, "include_self": False}),
+    "sinks, encoder": Case(queries=40, sinks=True, per_head=True, spans="scattered", options={"causal": False}),
+    "sinks, all expired": Case(queries=40, sinks=True, spans="short", options={"include_self": False}),
     "normaliser eps": Case(relative=8, options={"include_self": False, "normalizer_eps": 1e-3}),
 }
 

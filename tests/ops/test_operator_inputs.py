@@ -101,6 +101,17 @@ BAD = {
     "eps nan": (dict(normalizer_eps=math.nan), "normalizer_eps must be 0 or a positive number, got nan"),
     "eps negative": (dict(normalizer_eps=-1e-8), "normalizer_eps must be 0 or a positive number, got -1e-08"),
     "eps infinite": (dict(normalizer_eps=math.inf), "normalizer_eps must be 0 or a positive number, got inf"),
+    "softcap nan": (dict(softcap=math.nan), r"softcap must be 0 \(none\) or a positive number, got nan"),
+    "softcap negative": (dict(softcap=-1.0), r"softcap must be 0 \(none\) or a positive number, got -1.0"),
+    "sinks of another shape": (
+        dict(sinks=torch.zeros(H + 1)),
+        r"sinks must be a float tensor of shape \(\d+,\), one logit",
+    ),
+    "sinks elsewhere": (dict(sinks=torch.zeros(H, device="meta")), "sinks is on meta but q is on cpu"),
+    "sinks and eps": (
+        dict(sinks=torch.zeros(H), normalizer_eps=0.1),
+        "sinks and normalizer_eps both add to the normaliser",
+    ),
     "ramp nan": (dict(ramp=math.nan), r"ramp must be at least .* and at most .*, got nan"),
     "ramp infinite": (dict(ramp=math.inf), r"ramp must be at least .* and at most 1.07374e\+09, got inf"),
     "scale nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),

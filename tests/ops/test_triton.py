@@ -8,7 +8,7 @@ import torch
 from expire_span.ops import expire_attention
 from tests.error_budget import assert_all_within_budget
 from tests.error_budget import assert_within_budget as within_budget
-from tests.operator_cases import GRADS, Case, as_dtype
+from tests.operator_cases import GRADS, LEAVES, Case, as_dtype
 from tests.triton_interpreter import DEVICE, ON_GPU, PAPER, SMALL, small_tiles, tuning
 
 Launch, Tuning = tuning.Launch, tuning.Tuning
@@ -45,6 +45,10 @@ CASES = {
     "relative, a million steps in": Case(queries=33, dim=64, start=10**6, relative=5),
     "eps": Case(queries=45, stored=20, spans="edges", options={"normalizer_eps": 0.1}),
     "eps, all expired": Case(queries=20, spans="expired", options=PAPER),
+    "soft caps": Case(queries=45, stored=20, spans="edges", options={"softcap": 1.5}),
+    "soft caps and sinks": Case(1, 2, 1, queries=24, gaps=True, sinks=True, options={"softcap": 3.0}),
+    "sinks": Case(queries=33, spans="scattered", sinks=True),
+    "sinks, all expired": Case(queries=20, spans="short", sinks=True, options={"include_self": False}),
 }
 LONG = {
     "1000": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=111, dim=64),
@@ -57,6 +61,8 @@ LONG = {
     "1000, relative": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=300, dim=64, relative=256, options=PAPER),
     "1000, relative, alive": Case(1, 4, 4, 1000, spans="alive", dim=128, gaps=True, relative=111, options=PAPER),
     "1000, born on the ramp": Case(batch=2, heads=8, kv_heads=8, queries=1000, spans="short", per_head=True, dim=64),
+    "1000, soft caps": Case(batch=2, heads=4, kv_heads=2, queries=1000, stored=111, dim=64, options={"softcap": 5.0}),
+    "1000, sinks": Case(batch=2, heads=8, kv_heads=2, queries=1000, dim=64, per_head=True, gaps=True, sinks=True),
     "1000, eps": Case(batch=2, heads=4, kv_heads=2, queries=1000, dim=64, options={"normalizer_eps": 0.1}),
     "111, relative beyond the row": Case(3, 4, 4, 111, stored=63, dim=32, relative=512, options=PAPER),
 }
@@ -69,7 +75,7 @@ for case in CASES.values():
 def run(case: Case, impl: str, dtype=torch.float64, ramp=7.0, device="cpu", **options) -> dict[str, torch.Tensor]:
     """The output and every gradient, on the CPU."""
     inputs = {n: x.detach().to(device) for n, x in case.tensors(dtype).items()}
-    names = [n for n in (*GRADS, "relative_keys") if n in inputs]
+    names = [n for n in LEAVES if n in inputs]
     inputs |= {n: inputs[n].requires_grad_() for n in names}
     inputs["span"] = inputs["span"].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     y = expire_attention(**inputs, ramp=ramp, impl=impl, **case.options, **options)
@@ -108,6 +114,8 @@ SEEN_ELSEWHERE = {
     "many rows",
     "head dim 64",
     "eps, all expired",
+    "soft caps",
+    "sinks",
 }
 """Cases that other tiles or another case of this table try too: in the interpreter they are among the long tests."""
 
@@ -228,6 +236,8 @@ DECODE = {
     "several splits": Case(1, 1, 1, 1, 900, 32, spans="mixed"),
     "relative": Case(2, 4, 2, 3, 111, 32, gaps=True, relative=40, options=PAPER),
     "eps": Case(1, 2, 1, 1, 900, 32, spans="edges", options={"normalizer_eps": 0.1}),
+    "soft caps and sinks": Case(2, 4, 2, 3, 200, 32, gaps=True, sinks=True, options={"softcap": 3.0}),
+    "sinks, expired": Case(1, 2, 1, 3, 30, 32, spans="expired", sinks=True, options={"include_self": False}),
 }
 
 

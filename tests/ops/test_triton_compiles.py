@@ -20,7 +20,7 @@ KERNELS = [lists._classify, lists._scatter, lists._gather, lists._find_runs, mem
            query_gradient.query_gradient, memory_gradients.memory_gradients, decode._decode, decode._join]
 POINTERS = {"words": "i32", "scratch": "i32", "q_pos": "i64", "k_pos": "i64", "starts": "i64", "counts": "i64"}
 POINTERS |= dict(k_doc="i64", q_doc="i64")
-POINTERS |= dict.fromkeys(("lse", "delta", "span", "dspan", "sums", "parts", "peaks", "totals"), "fp32")
+POINTERS |= dict.fromkeys(("lse", "delta", "span", "dspan", "sums", "parts", "peaks", "totals", "sinks"), "fp32")
 POINTERS |= dict.fromkeys("q k v y dy dq dk dv k_out v_out table dtable".split(), "bf16")
 FLOATS = ("scale", "log_scale", "ramp", "half", "inv_ramp")
 fixed = dict(D=64, D_PAD=64, BLOCK_M=64, BLOCK_N=64, PLAN_M=64, PLAN_N=64, PRECISION="ieee", TMA=False, HAS_DOCS=False)
@@ -45,7 +45,11 @@ print("compiled", *map(compile, KERNELS))
 
 @pytest.mark.parametrize(
     "constants",
-    [dict(WINDOW=0, EPS=0.0), pytest.param(dict(WINDOW=256, EPS=1e-8), marks=pytest.mark.long)],
+    [
+        dict(WINDOW=0, EPS=0.0, SQUASH=0.01, SINKS=True),
+        pytest.param(dict(WINDOW=0, EPS=0.0, SQUASH=0.0, SINKS=False), marks=pytest.mark.long),
+        pytest.param(dict(WINDOW=256, EPS=1e-8, SQUASH=0.0, SINKS=False), marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_kernels_compile_for_compute_capability_9(constants):

@@ -249,12 +249,13 @@ from expire_span.ops.triton import compaction, products, slots
 
 POINTERS = dict.fromkeys("counts bounds column programs finished gaps".split(), "i32")
 POINTERS |= dict.fromkeys("weight bias low room gate_bias cos sin pos span".split(), "fp32")
-POINTERS |= dict.fromkeys("parts peaks totals squares squares_of_y".split(), "fp32")
+POINTERS |= dict.fromkeys("parts peaks totals squares squares_of_y sinks".split(), "fp32")
 FLOATS = ("scale", "ramp", "inv_ramp", "norm_eps", "hidden_eps", "eps")
 SIZES = dict(FRESH=64, D=64, D_PAD=64, C_PAD=512, BLOCK_N=64, MOST=64, BLOCK=1024)
 SIZES |= dict(STAGES=1, SKIP_DEAD=False)
-MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, MIN_AGE=0, WINDOW=0, EPS=0.0, GATES=1536)
-PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, MIN_AGE=1, WINDOW=256, EPS=1e-8, GATES=0)
+MODERN = dict(QK_NORM=True, HIDDEN_NORM=True, ROTARY=True, MIN_AGE=0, WINDOW=0, EPS=0.0, GATES=1536, SQUASH=0, SINKS=False)
+PAPER = dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, MIN_AGE=1, WINDOW=256, EPS=1e-8, GATES=0, SQUASH=0, SINKS=False)
+HOSTED = MODERN | dict(QK_NORM=False, HIDDEN_NORM=False, ROTARY=False, GATES=0, SQUASH=0.01, SINKS=True)
 
 def compile(kernel, fixed, dtype):
     pointers = POINTERS | dict.fromkeys("proj hidden relative k v y x".split(), dtype)
@@ -270,7 +271,7 @@ def compile(kernel, fixed, dtype):
 for kernel in (slots._step, slots._square_relu):
     compile(kernel, SIZES | MODERN, "bf16")
 compile(slots._step, SIZES | PAPER | dict(STAGES=3), "fp32")
-compile(slots._step, SIZES | MODERN | dict(SKIP_DEAD=True), "bf16")
+compile(slots._step, SIZES | HOSTED | dict(SKIP_DEAD=True), "bf16")
 compile(compaction._compact, SIZES | dict(SCAN=compaction.SCAN, MOVE=compaction.MOVE), "bf16")
 POINTERS["weight"] = "bf16"
 for tiles in (products.FEW_ROWS, *products.MANY_ROWS[: int(sys.argv[1])]):

@@ -11,13 +11,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backward import Backward
-from .forward import empty_rows, relative_table, run_forward
+from .forward import LOG2E, empty_rows, relative_table, run_forward
 from .layout import Plan, num_heads, num_slots, num_words
 from .lists import build_plan
 from .tuning import choose, dot_precision
 
 MaybeTensor = Optional[Tensor]  # noqa: UP045
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -34,10 +35,12 @@ def triton_attention(
     scale: float,
     relative_keys: MaybeTensor = None,
     normalizer_eps: float = 0.0,
+    softcap: float = 0.0,
+    sinks: MaybeTensor = None,
     documents: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span and relative_keys.
+    """Expiring attention y [B, Hq, T, D] with gradients to q, k, v, span, relative_keys and sinks.
 
     documents: document ids of queries [B, T] and memories [B, S], never decreasing along a row. deterministic: gradients that
     are bitwise equal from run to run.
@@ -55,8 +58,10 @@ def triton_attention(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     has_relative = relative_keys is not None and relative_keys.shape[0] > 0
     relative_keys = relative_keys.to(q.dtype) if has_relative else None
-    options = (ramp, include_self, scale, normalizer_eps, deterministic)
-    return _apply(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *options)
+    options = (ramp, include_self, scale, normalizer_eps, softcap, deterministic)
+    return _apply(
+        q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, None if sinks is None else sinks.float(), *options
+    )
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -83,8 +88,8 @@ def _define(name: str, run: Callable) -> Callable:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, q_doc: MaybeTensor,
-    k_doc: MaybeTensor, relative_keys: MaybeTensor, ramp: float, include_self: bool, scale: float, eps: float,
-    deterministic: bool,
+    k_doc: MaybeTensor, relative_keys: MaybeTensor, sinks: MaybeTensor, ramp: float, include_self: bool, scale: float,
+    eps: float, softcap: float, deterministic: bool,
 ) -> Outputs:  # fmt: skip
     """y, lse, and the tensors of the plan (words, sorted k and v), which the backward pass uses again."""
     tuning = choose(q.shape[-1], q.dtype, relative_keys is not None)
@@ -95,8 +100,8 @@ def _attention(
         block_m=tuning.forward.block_m, block_n=tuning.block_n, window=0 if table is None else table.shape[-1],
     )  # fmt: skip
     y, lse = run_forward(
-        q, plan, table, ramp=ramp, scale=scale, eps=eps, has_docs=q_doc is not None, tuning=tuning,
-        precision=dot_precision(q.dtype),
+        q, plan, table, ramp=ramp, scale=scale, eps=eps, softcap=softcap, sinks=None if sinks is None else sinks * LOG2E,
+        has_docs=q_doc is not None, tuning=tuning, precision=dot_precision(q.dtype),
     )  # fmt: skip
     return y, lse, plan.words, plan.k, plan.v
 
@@ -116,10 +121,11 @@ def _fake_attention(q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, *_
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, relative_keys: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
-    v: Tensor, memories: int, include_self: bool, ramp: float, scale: float, eps: float, has_docs: bool, deterministic: bool,
-) -> Outputs:  # fmt: skip
-    """dq, dk, dv, dspan [B, Hkv, S] and the gradient of the relative keys (empty if there are none).
+    dy: Tensor, q: Tensor, relative_keys: MaybeTensor, sinks: MaybeTensor, y: Tensor, lse: Tensor, words: Tensor, k: Tensor,
+    v: Tensor, memories: int, include_self: bool, ramp: float, scale: float, eps: float, softcap: float, has_docs: bool,
+    deterministic: bool,
+) -> Gradients:  # fmt: skip
+    """dq, dk, dv, dspan [B, Hkv, S] and the gradients of the relative keys and of sinks (empty if there are none).
 
     The table of the relative keys' scores is recomputed: stored by the forward pass, it would be the largest tensor of all.
     """
@@ -127,12 +133,13 @@ def _attention_backward(
     table = relative_table(q, relative_keys)
     work = Backward(
         readable(dy), q, y, lse, Plan(words, k, v, 0 if include_self else 1), memories, ramp, scale, has_docs,
-        choose(q.shape[-1], q.dtype, table is not None), dot_precision(q.dtype), table, eps,
+        choose(q.shape[-1], q.dtype, table is not None), dot_precision(q.dtype), table, eps, softcap,
     )  # fmt: skip
-    dq, dk, dv, dspan, dtable = work.run(deterministic)
+    dq, dk, dv, dspan, dtable, delta = work.run(deterministic)
+    dsinks = lse.new_empty(0) if sinks is None else _sinks_gradient(sinks, lse, delta)
     if relative_keys is None:
-        return dq, dk, dv, dspan, dtable
-    return _add_relative(dq, q, dtable, relative_keys), dk, dv, dspan, _relative_gradient(q, dtable)
+        return dq, dk, dv, dspan, dtable, dsinks
+    return _add_relative(dq, q, dtable, relative_keys), dk, dv, dspan, _relative_gradient(q, dtable), dsinks
 
 
 def _add_relative(dq: Tensor, q: Tensor, dtable: Tensor, relative_keys: Tensor) -> Tensor:
@@ -145,11 +152,16 @@ def _add_relative(dq: Tensor, q: Tensor, dtable: Tensor, relative_keys: Tensor) 
     )
 
 
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[Hq]: that of a score whose value is zero."""
+    return -(torch.exp2(sinks.view(1, -1, 1) * LOG2E - lse) * delta).sum((0, 2))
+
+
 def _relative_gradient(q: Tensor, dtable: Tensor) -> Tensor:
     return dtable.flatten(0, 2).T @ q.transpose(1, 2).reshape(-1, q.shape[3])
 
 
-def _fake_backward(dy, q, relative_keys, y, lse, words, k, v, memories, *options):
+def _fake_backward(dy, q, relative_keys, sinks, y, lse, words, k, v, memories, *options):
     shape = (k.shape[0], k.shape[1], memories)
     like = dict(dtype=q.dtype, device=q.device)
     dk, dv = (empty_rows(*shape, k.shape[3], **like) for _ in range(2))
@@ -160,23 +172,26 @@ def _fake_backward(dy, q, relative_keys, y, lse, words, k, v, memories, *options
         dv,
         dspan,
         torch.empty(0 if relative_keys is None else relative_keys.shape, **like),
+        torch.empty(0 if sinks is None else sinks.shape, dtype=torch.float32, device=q.device),
     )
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, _, span, _, _, q_doc, _, relative_keys, ramp, include_self, scale, eps, deterministic = inputs
+    q, k, _, span, _, _, q_doc, _, relative_keys, sinks, ramp, include_self, scale, eps, softcap, deterministic = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, relative_keys, *output)
-    ctx.options = (k.shape[2], include_self, ramp, scale, eps, q_doc is not None, deterministic)
-    ctx.span_shape, ctx.span_dtype, ctx.has_relative = span.shape, span.dtype, relative_keys is not None
+    ctx.save_for_backward(q, relative_keys, sinks, *output)
+    ctx.options = (k.shape[2], include_self, ramp, scale, eps, softcap, q_doc is not None, deterministic)
+    ctx.span_shape, ctx.span_dtype = span.shape, span.dtype
+    ctx.has_relative, ctx.has_sinks = relative_keys is not None, sinks is not None
 
 
 def _differentiate(ctx, dy, *_, run: Callable | None = None):
     if dy is None:
-        return (None,) * 14
-    dq, dk, dv, dspan, drelative = (run or attention_backward)(dy, *ctx.saved_tensors, *ctx.options)
+        return (None,) * 16
+    dq, dk, dv, dspan, drelative, dsinks = (run or attention_backward)(dy, *ctx.saved_tensors, *ctx.options)
     dspan = _sum_shared(dspan, ctx.span_shape).to(ctx.span_dtype)
-    return dq, dk, dv, dspan, *(None,) * 4, drelative if ctx.has_relative else None, *(None,) * 5
+    learned = (drelative if ctx.has_relative else None, dsinks if ctx.has_sinks else None)
+    return dq, dk, dv, dspan, *(None,) * 4, *learned, *(None,) * 6
 
 
 def _sum_shared(dspan: Tensor, shape: torch.Size) -> Tensor:

@@ -5,7 +5,8 @@
 
 A memory is seen by one contiguous range of queries. So one program takes a memory tile, loops over its queries and writes the
 tile's gradients once, without atomics. A second kernel, with one program per query tile, computes dq. Both are bitwise
-repeatable. The queries of a long-lived memory tile may be split among several programs, whose partial sums are added by atomics;
+repeatable. With soft caps, ds is also multiplied by 1 - tanh^2. Sinks are in lse, and their own gradient follows from lse and
+delta. The queries of a long-lived memory tile may be split among several programs, whose partial sums are added by atomics;
 with `deterministic` they are not split.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from . import memory_gradients as by_memory
 from . import query_gradient as by_query
-from .forward import LOG2E, empty_rows, memory_source, query_source
+from .forward import LOG2E, empty_rows, memory_source, query_source, squash
 from .launch import run_kernel
 from .layout import Plan, power_of_2
 from .rule import inverse
@@ -43,6 +44,7 @@ class Backward:
     precision: str
     table: Tensor | None = None
     eps: float = 0.0
+    softcap: float = 0.0
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -63,7 +65,7 @@ class Backward:
 
     def _numbers(self) -> tuple[int | float, ...]:
         rows = (*self.q.stride()[:3], *self.dy.stride()[:3])
-        return *rows, self.scale, self.scale * LOG2E
+        return *rows, self.scale, (self.softcap or self.scale) * LOG2E
 
     def _options(self, launch: Launch) -> dict[str, Any]:
         dim = self.q.shape[-1]
@@ -74,6 +76,7 @@ class Backward:
             HAS_DOCS=self.has_docs,
             WINDOW=window,
             EPS=self.eps,
+            SQUASH=squash(self.scale, self.softcap),
             PRECISION=self.precision,
             TMA=self.tuning.tma,
         )
@@ -135,8 +138,8 @@ class Backward:
             BLOCK_M=self.tuning.dkv.block_m, BLOCK_N=block_n,
         )  # fmt: skip
 
-    def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv, dspan [B, Hkv, S] and the table's gradient."""
+    def run(self, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dspan [B, Hkv, S], the table's gradient, and delta [B, Hq, T]."""
         splits = 1 if deterministic else self.tuning.splits(self.q.shape[2])
         dq, delta, dtable = self.query_gradient()
-        return dq, *self.memory_gradients(delta, splits), dtable
+        return dq, *self.memory_gradients(delta, splits), dtable, delta

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import LOG2E, find_entries, relative_table
+from .forward import LOG2E, find_entries, relative_table, squash
 from .launch import run_kernel
 from .layout import FAR, num_heads, power_of_2, strides
-from .rule import fade, inverse, is_alive
+from .rule import fade, inverse, is_alive, tanh
 from .tuning import dot_precision
 
 
@@ -29,8 +29,8 @@ def _decode(
     T, S, added, kv_heads, group, per_split, heads,  # sizes
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, sp_b, sp_h, sp_s, kp_b, kp_h, kp_s, qp_b,  # strides
     scale, ramp, inv_ramp,
-    MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
+    MIN_AGE: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one key/value head over `per_split` of its memories. Writes the values summed by weight, the
     largest score and the sum of weights, which `_join` combines."""
@@ -71,6 +71,8 @@ def _decode(
             at, near = find_entries(r, 1, since, born, WINDOW)
             bias = tl.load(table + bh * group * T * WINDOW + at, mask=near & inside[None, :], other=0.0)
             s += tl.trans(bias).to(tl.float32) * scale
+        if SQUASH != 0:  # `scale` is that under the tangent
+            s = tanh(s) * SQUASH
         s = tl.where(alive, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -91,14 +93,18 @@ def _decode(
 
 @triton.jit
 def _join(
-    parts, peaks, totals, y, T, kv_heads, group, splits, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    parts, peaks, totals, sinks, y, T, kv_heads, group, splits, SINKS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The output of one query from the parts that the programs of `_decode` computed."""
+    """The output of one query from the parts that the programs of `_decode` computed, and its head's sink."""
     bh, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     acc = tl.zeros([D_PAD], tl.float32)
     total = 0.0
     peak = float("-inf")
+    if SINKS:
+        peak = tl.load(sinks + bh % kv_heads * group + r // T)
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
     for split in range(splits):
         at = (bh * splits + split) * BLOCK_M + r
         part_peak = tl.load(peaks + at)
@@ -115,8 +121,8 @@ def _join(
 
 def triton_decode(
     q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, *, ramp: float, include_self: bool,
-    scale: float, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
-    segments: tuple[Tensor, Tensor, int, int] | None = None,
+    scale: float, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0, softcap: float = 0.0,
+    sinks: Tensor | None = None, segments: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """y [B, Hq, T, D] for few queries; inputs as in `triton_attention`, any strides, no gradients.
 
@@ -144,13 +150,13 @@ def triton_decode(
         _decode, (splits, batch * kv_heads),
         q, k, v, span, q_pos, k_pos, parts if table is None else table, starts, counts, parts, peaks, totals, queries,
         memories, added, kv_heads, group, per_split, heads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(span),
-        *strides(k_pos), strides(q_pos)[0], scale * LOG2E, ramp, inverse(ramp), MIN_AGE=0 if include_self else 1,
-        WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, D=dim, D_PAD=padded, BLOCK_M=block_m,
-        BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
+        *strides(k_pos), strides(q_pos)[0], squash(scale, softcap) or scale * LOG2E, ramp, inverse(ramp), MIN_AGE=0 if include_self else 1,
+        WINDOW=0 if table is None else table.shape[-1], EPS=normalizer_eps, SQUASH=softcap * LOG2E, D=dim,
+        D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, PRECISION=dot_precision(q.dtype), SEGMENTS=segments is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     run_kernel(
-        _join, (batch * kv_heads, group * queries), parts, peaks, totals, y, queries, kv_heads, group, splits, D=dim, D_PAD=padded,
-        BLOCK_M=block_m, num_warps=1,
+        _join, (batch * kv_heads, group * queries), parts, peaks, totals, peaks if sinks is None else sinks.float() * LOG2E, y,
+        queries, kv_heads, group, splits, SINKS=sinks is not None, D=dim, D_PAD=padded, BLOCK_M=block_m, num_warps=1,
     )  # fmt: skip
     return y
 

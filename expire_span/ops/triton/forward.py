@@ -3,6 +3,9 @@
 Scores are in base 2. `lse` is log2 of each query's normaliser, sum m e^s + EPS sum e^s over living memories; it is +inf for a
 query without any, so that exp2(s - lse) is 0 there. A `table` [T, WINDOW] per head is added to the scores of memories of ages
 1..WINDOW; the plan puts every tile with such a memory among the masked ones, where the table is read.
+
+With soft caps, SQUASH is their scale: scores become c tanh(SQUASH q . k), and the factor `scale` is that c in base 2. With
+SINKS, the sums of a head begin with its sink, as if it were a memory whose value is zero.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
 from .layout import FULL_AT, MASKED_AT, POSITION_AT, WORDS, Plan, end_at, entry_at, fates_at, first_at, power_of_2
-from .rule import fade, find_remaining, inverse
+from .rule import fade, find_remaining, inverse, tanh
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -137,7 +140,7 @@ def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
 def _walk(
     acc, total, peak, q, k_source, v_source, table, first_row, runs, count, words, slots, q_index, q_heads, since, t0, scale,
     inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` memory tiles of the runs."""
     row = tl.arange(0, since.shape[0])
@@ -154,6 +157,8 @@ def _walk(
             s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SQUASH != 0:
+            s = tanh(s * SQUASH)
         if MASKED:
             birth, until = load_fate(words, slots, slot, t0)
             m = fade(find_remaining(birth[None, :], until[None, :], since[:, None], MIN_AGE, True), inv_ramp)
@@ -188,12 +193,13 @@ def _walk(
 
 @triton.jit(do_not_specialize=["q_heads"])
 def _forward(
-    q, k, v, words, table,  # read: queries, sorted memories, the plan, scores of distances
+    q, k, v, words, table, sinks,  # read: queries, sorted memories, the plan, scores of distances, one logit per head
     y, lse,  # written
     T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t,  # sizes and strides
     scale, inv_ramp,
-    MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr,
+    SINKS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # The last query tiles run first, since they read the most memories.
     qt, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -214,13 +220,17 @@ def _forward(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + h)
+        peak = tl.full([BLOCK_M], 0.0, tl.float32) + sink
+        total += tl.where(sink == float("-inf"), 0.0, 1.0)
     acc, total, peak = _walk(
         acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + FULL_AT, tl.load(entry), words, slots, q_index,
-        q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
         acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1), words, slots, q_index,
-        q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
     acc = acc * (1.0 / tl.where(lives, total, 1.0))[:, None]
@@ -230,11 +240,17 @@ def _forward(
     tl.store(lse + bh * T + q_index, tl.where(lives, peak + tl.math.log2(total), float("inf")), mask=inside)
 
 
+def squash(scale: float, softcap: float) -> float:
+    """The factor of q . k under the hyperbolic tangent of soft caps; 0 where there are none."""
+    return scale / softcap if softcap else 0.0
+
+
 def run_forward(
     q: Tensor, plan: Plan, table: Tensor | None = None, *, ramp: float, scale: float, eps: float = 0.0,
-    has_docs: bool, tuning: Tuning, precision: str,
+    softcap: float = 0.0, sinks: Tensor | None = None, has_docs: bool, tuning: Tuning, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, T, Hq, M], added to the scores of ages 1..M before they are scaled."""
+    """y [B, Hq, T, D] and lse [B, Hq, T]. table: [B, T, Hq, M], added to the scores of ages 1..M before they are scaled.
+    sinks: float32 [Hq], in base 2."""
     batch, q_heads, queries, dim = q.shape
     kv_heads, slots = plan.k.shape[1:3]
     launch, block_n, tma = tuning.forward, tuning.block_n, tuning.tma
@@ -243,9 +259,10 @@ def run_forward(
     run_kernel(
         _forward, (-(-queries // launch.block_m), batch * q_heads),
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
-        plan.words, lse if table is None else table, y, lse, queries, slots, q_heads, q_heads // kv_heads,
-        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], scale * LOG2E, inverse(ramp),
-        MIN_AGE=plan.min_age, HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps, D=dim,
+        plan.words, lse if table is None else table, lse if sinks is None else sinks, y, lse, queries, slots, q_heads, q_heads // kv_heads,
+        plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], (softcap or scale) * LOG2E,
+        inverse(ramp), MIN_AGE=plan.min_age, HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps,
+        SQUASH=squash(scale, softcap), SINKS=sinks is not None, D=dim,
         D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         **launch.options,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from .layout import (
     first_at,
     order_at,
 )
-from .rule import fade, find_remaining, slope
+from .rule import fade, find_remaining, slope, tanh
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, table, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
     dy_t, entries, first, end, born, span, log_scale, half, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
-    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +59,9 @@ def _walk_queries(
             s = tl.dot(k, tl.trans(q_tile), bias, input_precision=PRECISION)
         else:
             s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        if SQUASH != 0:
+            s = tanh(s * SQUASH)
+            flat = 1 - s * s
         s = s * log_scale - load_row(lse, q_index, T, float("inf"), EVEN)[None, :]
         dy_tile = load_queries(dy, b, q_head, qt * BLOCK_M, T, dy_b, dy_h, dy_t, D, D_PAD, BLOCK_M, TMA, EVEN)
         dp = tl.dot(v, tl.trans(dy_tile), input_precision=PRECISION)
@@ -83,6 +86,8 @@ def _walk_queries(
         ds = p * dp
         if EPS != 0:
             ds -= EPS * e * delta_tile
+        if SQUASH != 0:
+            ds *= flat
         ds = ds.to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
     return dk, dv, dspan
@@ -120,7 +125,7 @@ def memory_gradients(
     q_b, q_h, q_t, dy_b, dy_h, dy_t,  # strides
     scale, log_scale, half, inv_ramp,
     SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
-    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program per memory tile and window of `window` query tiles of its life; the longest-lived tiles come first.
@@ -171,12 +176,14 @@ def memory_gradients(
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, full_from, full_to,
             full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
-            log_scale, half, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            log_scale, half, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
+            EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, begin, full_from,
             full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
-            log_scale, half, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA, EVEN,
+            log_scale, half, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
+            EVEN,
         )  # fmt: skip
     index = tl.load(order_at(words) + slot, mask=taken, other=-1)
     d = tl.arange(0, D_PAD)

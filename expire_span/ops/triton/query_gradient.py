@@ -15,14 +15,14 @@ from .forward import (
     next_tile,
 )
 from .layout import FULL_AT, MASKED_AT, POSITION_AT, end_at, entry_at, fates_at, first_at
-from .rule import fade, find_remaining
+from .rule import fade, find_remaining, tanh
 
 
 @triton.jit
 def _walk_tiles(
     dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, words, slots, q_index, q_heads, since, t0,
     scale, log_scale, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, since.shape[0])
     run = 0
@@ -36,9 +36,13 @@ def _walk_tiles(
             born = tl.load(fates_at(words, slots) + 2 * slot)
             at, near = find_entries(row, q_heads, since.to(tl.int32) + t0, born, WINDOW)
             bias = tl.trans(tl.load(table + at, mask=near, other=0.0)).to(tl.float32)
-            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION) * log_scale - lse[:, None]
+            s = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
         else:
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log_scale - lse[:, None]
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SQUASH != 0:
+            s = tanh(s * SQUASH)
+            flat = 1 - s * s
+        s = s * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
             birth, until = load_fate(words, slots, slot, t0)
@@ -56,6 +60,8 @@ def _walk_tiles(
         ds = p * (dp - delta[:, None])
         if EPS != 0:
             ds -= EPS * e * delta[:, None]
+        if SQUASH != 0:
+            ds *= flat
         if MASKED and WINDOW > 0:  # living memories have different ages, so no entry of dtable is stored twice
             tl.store(dtable + at, tl.trans((ds * scale).to(dtable.dtype.element_ty)), mask=near)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -70,7 +76,7 @@ def query_gradient(
     T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, dy_b, dy_h, dy_t,  # sizes and strides
     scale, log_scale, inv_ramp,
     PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
-    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Writes dq; delta, which the memories' gradients need; and, with relative keys, the gradient of their table."""
@@ -103,12 +109,12 @@ def query_gradient(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + FULL_AT, tl.load(entry), words,
-        slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
-        PRECISION, TMA,
+        slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D,
+        D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1),
-        words, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, D, D_PAD, BLOCK_N,
-        PRECISION, TMA,
+        words, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH,
+        D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)

@@ -13,6 +13,8 @@ from expire_span.ops import rule
 
 COSINE = tl.constexpr(rule.COSINE)
 QUARTER = tl.constexpr(math.pi / 2)
+DOUBLE = tl.constexpr(-2 / math.log(2))
+"""e^(-2 x) is 2^(DOUBLE x)."""
 STEEP = tl.constexpr(2.0**40)
 """Factor so large that half a step times it is longer than any ramp; see `find_remaining`."""
 
@@ -74,3 +76,13 @@ def slope(gradient, remaining, half):
     if COSINE:
         gradient *= QUARTER * tl.abs(tl.sin(remaining / half * QUARTER))
     return tl.where(tl.abs(remaining + half) < half, gradient, 0.0)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent: by its series near 0, where the quotient of exponentials would lose digits."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    e = tl.math.exp2(tl.abs(x) * DOUBLE)
+    far = (1 - e) / (1 + e)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))

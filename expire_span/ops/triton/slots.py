@@ -20,10 +20,10 @@ from torch import Tensor
 
 from expire_span.ops.slots import SpanForm
 
-from .forward import LOG2E
+from .forward import LOG2E, squash
 from .launch import run_kernel
 from .layout import power_of_2
-from .rule import fade, inverse
+from .rule import fade, inverse, tanh
 from .slot_tiles import Division, tiles
 
 
@@ -68,9 +68,17 @@ def _look_at(tile, written, now, end, pos_of, span_of, inv_ramp, FRESH: tl.const
 
 
 @triton.jit
+def _score(s, scale, SQUASH: tl.constexpr):
+    """Scores in base 2 of products q . k; with soft caps, SQUASH is the factor under the tangent and `scale` the cap."""
+    if SQUASH != 0:
+        s = tanh(s * SQUASH)
+    return s * scale
+
+
+@triton.jit
 def _attend_tile(
     acc, total, peak, q, keys_of, values_of, relative, i, age, m, read, scale, d, inside,
-    WINDOW: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Add the memories of one tile of slots to the sums of a query. read: slots whose keys and values are loaded."""
     alive = m > 0
@@ -81,7 +89,7 @@ def _attend_tile(
         near = alive & (age >= 1) & (age <= WINDOW)
         far = (age - 1).to(tl.int32)[:, None] * D + d[None, :]
         keys += tl.load(relative + far, mask=near[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    s = tl.where(alive, tl.sum(keys * q[None, :], 1) * scale, float("-inf"))
+    s = tl.where(alive, _score(tl.sum(keys * q[None, :], 1), scale, SQUASH), float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 0))
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     e = tl.math.exp2(s - safe)
@@ -92,14 +100,17 @@ def _attend_tile(
 
 @triton.jit
 def _attend_tiles(
-    q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
-    WINDOW: tl.constexpr, EPS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr,
+    sinks, head, q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+    WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, SINKS: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query to every `step`-th tile of its head's slots: values summed by weight [D_PAD], the weights' sum, and
-    the largest score. The tiles are those of the fresh slots before `now`, which have been written since the last compaction, and
+    the largest score. A head's first program begins with the head's sink. The tiles are those of the fresh slots before `now`, which have been written since the last compaction, and
     those of the older slots before `end`."""
     acc, total, peak = tl.zeros([D_PAD], tl.float32), 0.0, float("-inf")
+    if SINKS:
+        peak = tl.where(first == 0, tl.load(sinks + head), float("-inf"))
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
     written = tl.cdiv(now, BLOCK_N)
     tiles = written + tl.cdiv(end - FRESH, BLOCK_N)
     if SKIP_DEAD:
@@ -112,7 +123,7 @@ def _attend_tiles(
             if tl.max(m, 0) > 0:
                 acc, total, peak = _attend_tile(
                     acc, total, peak, q, keys_of, values_of, relative, i, age, m, m > 0, scale, d, inside,
-                    WINDOW, EPS, D,
+                    WINDOW, EPS, SQUASH, D,
                 )  # fmt: skip
             i, age, m = next_i, next_age, next_m
     else:
@@ -121,7 +132,7 @@ def _attend_tiles(
             held = i < tl.where(tile >= written, end, now)
             acc, total, peak = _attend_tile(
                 acc, total, peak, q, keys_of, values_of, relative, i, age, m, held, scale, d, inside,
-                WINDOW, EPS, D,
+                WINDOW, EPS, SQUASH, D,
             )  # fmt: skip
     return acc, total, peak
 
@@ -141,9 +152,9 @@ def _predict_span(
 
 
 @triton.jit
-def _attend_self(acc, total, peak, q, k_new, v_new, m, scale, EPS: tl.constexpr):
+def _attend_self(acc, total, peak, q, k_new, v_new, m, scale, EPS: tl.constexpr, SQUASH: tl.constexpr):
     """Add the new memory, of weight m, to the sums of its own query."""
-    s = tl.where(m > 0, tl.sum(k_new * q, 0) * scale, float("-inf"))
+    s = tl.where(m > 0, _score(tl.sum(k_new * q, 0), scale, SQUASH), float("-inf"))
     new_peak = tl.maximum(peak, s)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     e, decay = tl.math.exp2(s - safe), tl.math.exp2(peak - safe)
@@ -184,13 +195,14 @@ def _join(parts, peaks, totals, count, d, D_PAD: tl.constexpr, MOST: tl.constexp
 @triton.jit
 def _step(
     proj, hidden, weight, bias, low, room, gate_bias, cos, sin, relative,  # read: q, k, v, gates, the span's predictor, positions
+    sinks,  # read: one logit of each query head
     k, v, pos, span,  # read and written: the slots
     counts, bounds, column, programs,  # read: how full and where the heads' slots are, the time, the division of the work
     y, parts, peaks, totals, finished,  # written
     width, slots, kv_heads, group, proj_b, hidden_b,  # sizes and strides
     scale, inv_ramp, norm_eps, hidden_eps,
     QK_NORM: tl.constexpr, HIDDEN_NORM: tl.constexpr, ROTARY: tl.constexpr, MIN_AGE: tl.constexpr, WINDOW: tl.constexpr,
-    EPS: tl.constexpr, GATES: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr,
+    EPS: tl.constexpr, SQUASH: tl.constexpr, SINKS: tl.constexpr, GATES: tl.constexpr, FRESH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, C_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKIP_DEAD: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One program: some tiles of one query head of one row. The head's first program also appends the new memory; the last one to
@@ -227,11 +239,11 @@ def _step(
             tl.store(values_of + at, v_new.to(v.dtype.element_ty), mask=inside)
             tl.store(span_of + now, new_span)
     acc, total, peak = _attend_tiles(
-        q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
-        WINDOW, EPS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD,
+        sinks, head, q, keys_of, values_of, pos_of, span_of, relative, now, end, first, step, scale, inv_ramp, d, inside,
+        WINDOW, EPS, SQUASH, SINKS, FRESH, D, D_PAD, BLOCK_N, STAGES, SKIP_DEAD,
     )  # fmt: skip
     if first == 0 and MIN_AGE == 0:
-        acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, m_new, scale, EPS)
+        acc, total, peak = _attend_self(acc, total, peak, q, k_new, v_new, m_new, scale, EPS, SQUASH)
     out = y + (b * heads + head) * D
     if step == 1:
         _write(out, acc, total, mine, gate_bias, head, d, inside, GATES)
@@ -270,7 +282,7 @@ def triton_step(
     proj: Tensor, hidden: Tensor, form: SpanForm, fields: Fields, column: Tensor, division: Division, *, group: int, fresh: int,
     ramp: float, scale: float, include_self: bool, qk_norm: bool, hidden_eps: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None, relative_keys: Tensor | None = None, normalizer_eps: float = 0.0,
-    gate_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append one memory of every row and head, and attend: y [B, Hq * D].
 
@@ -278,7 +290,7 @@ def triton_step(
     heads' gates without their bias. hidden [B, C]: the hidden states from which spans are predicted; with `hidden_eps` they come
     before their RMS norm, and form.weight must contain the norm's gain.
     column: index of the fresh slot to write, an int32 on the device. angles: rotary cosines and signed sines
-    [B, fresh, D].
+    [B, fresh, D]. sinks [Hq]: with softcap, those of `expire_attention`.
     """
     batch, kv_heads = fields.counts.shape
     dim, width, chosen = fields.k.shape[-1], hidden.shape[1], tiles()
@@ -292,13 +304,14 @@ def triton_step(
     relative, gates = fields.k if relative_keys is None else relative_keys, (heads + 2 * kv_heads) * dim
     run_kernel(
         _step, (batch, programs),
-        proj, hidden, *form, fields.pos if gate_bias is None else gate_bias, cos, sin, relative, *fields, column,
+        proj, hidden, *form, fields.pos if gate_bias is None else gate_bias, cos, sin, relative,
+        fields.pos if sinks is None else sinks.float() * LOG2E, *fields, column,
         division.programs, y, parts, peaks, totals, division.finished, width,
-        fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), scale * LOG2E, inverse(ramp),
+        fields.k.shape[1], kv_heads, group, proj.stride(0), hidden.stride(0), (softcap or scale) * LOG2E, inverse(ramp),
         torch.finfo(torch.float32).eps, hidden_eps or 0.0, QK_NORM=qk_norm, HIDDEN_NORM=hidden_eps is not None,
         ROTARY=angles is not None, MIN_AGE=0 if include_self else 1,
         WINDOW=0 if relative_keys is None else relative_keys.shape[0], EPS=normalizer_eps,
-        GATES=0 if gate_bias is None else gates, FRESH=fresh, D=dim, D_PAD=padded, C_PAD=power_of_2(width), BLOCK_N=chosen.slots,
+        SQUASH=squash(scale, softcap), SINKS=sinks is not None, GATES=0 if gate_bias is None else gates, FRESH=fresh, D=dim, D_PAD=padded, C_PAD=power_of_2(width), BLOCK_N=chosen.slots,
         STAGES=chosen.stages, SKIP_DEAD=chosen.skip_dead, MOST=power_of_2(division.most),
         num_warps=choose_warps(dim),
     )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Every causal family of the installed transformers works as the definition says, or is refused, as docs/families.md says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from expire_span.hf import attention, layouts, retrofit
+from tests.families_page import PAGE, file_of, read_page
+from tests.hf_families import REFUSED, UNTRIED, WORKS, Outcome, families, outcome, tiny_model
+
+REPRESENTATIVE = (
+    "gpt_oss",  # sinks, windows in every other layer
+    "gemma2",  # soft caps, windows
+    "gemma3_text",
+    "smollm3",  # layers without rotary positions
+    "qwen3_moe",
+    "phi3",  # one projection for queries, keys and values
+    "olmo2",
+    "qwen3_next",  # recurrent layers
+    "falcon_h1",  # recurrent states beside attention
+    "gemma3n_text",  # layers that read another layer's keys
+)
+VERSION, LISTED = read_page(PAGE.read_text(encoding="utf-8"))
+HERE = set(families())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REPRESENTATIVE if kind in HERE])
+def test_representative_families(kind):
+    _check(outcome(kind))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", sorted(HERE - set(REPRESENTATIVE)))
+def test_every_other_family(kind):
+    _check(outcome(kind))
+
+
+def _check(found: Outcome) -> None:
+    """In the version that the page was written with, it is right; in another one, what works there works here."""
+    told = LISTED.get(found.kind)
+    if transformers.__version__ == VERSION:
+        assert told is not None and (found.verdict, found.said) == (told.verdict, told.said)
+    elif told is not None and found.verdict != UNTRIED:
+        assert found.verdict == told.verdict or told.verdict != WORKS, found.said
+
+
+def test_the_page_lists_every_family():
+    if transformers.__version__ == VERSION:
+        assert set(LISTED) == HERE
+        assert len({file_of(kind) for kind, o in LISTED.items() if o.verdict == WORKS}) >= 40
+    assert {LISTED[kind].verdict for kind in REPRESENTATIVE} == {WORKS}
+    assert all(o.said for o in LISTED.values() if o.verdict == REFUSED)
+
+
+def _without(name: str, monkeypatch) -> None:
+    """Retrofits ignore one argument of the attention interface."""
+    true = attention.attend
+
+    def attend(*args, **kwargs):
+        return true(*args, **{n: x for n, x in kwargs.items() if n != name})
+
+    monkeypatch.setattr(attention, "attend", attend)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gpt_oss", "s_aux"), ("gemma2", "softcap"), ("llama", "scaling")])
+def test_a_retrofit_that_would_change_the_model_is_refused(kind, name, monkeypatch):
+    model, ids = tiny_model(kind), torch.arange(4, 40)[None]
+    if name == "scaling":
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 0.7
+    with torch.no_grad():
+        before = model(ids).logits
+        _without(name, monkeypatch)
+        with pytest.raises(
+            ValueError, match="would not be the same model with spans: read at once, its logits differ by 0"
+        ):
+            retrofit(model)
+        assert torch.equal(model(ids).logits, before)
+    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_handle")
+
+
+def test_a_window_that_is_overlooked_is_refused(monkeypatch):
+    true = layouts._describe
+    monkeypatch.setattr(layouts, "_describe", lambda call: replace(true(call), window=None))
+    with pytest.raises(ValueError, match="would not be the same model with spans: read at once"):
+        retrofit(tiny_model("gemma3_text"))
+
+
+@pytest.mark.skipif("bamba" not in HERE, reason="this version has no such family")
+def test_a_model_that_reads_chunks_inexactly_is_refused_as_such():
+    with pytest.raises(
+        ValueError, match=r"bamba. cannot read in chunks, as a retrofit does: without spans, through a cache"
+    ):
+        retrofit(tiny_model("bamba"))
