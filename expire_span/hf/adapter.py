@@ -1,6 +1,7 @@
 """The adapter folder: what a retrofit learned, apart from the model it was learned for.
 
-    adapter.json         format, settings, the base model (class, name, hash), and checksums of both files
+    adapter.json         format, settings, the base model (class, name, hash), the tokens that began each context (begins_with),
+                         and checksums of both files
     adapter.safetensors  the predictors' weights, and the LoRA weights where there are any
 
 The base model is identified by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each. These are
@@ -27,6 +28,8 @@ from expire_span.errors import StorageError, UserError, describe
 from expire_span.settings.retrofit import RetrofitConfig
 from expire_span.settings.run import from_dict
 
+from .texts import Beginning
+
 FORMAT = 1
 _SAMPLES = 64
 
@@ -38,6 +41,8 @@ def save_adapter(handle: Any, folder: Path) -> None:
     base = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
+    if handle.beginning is not None:
+        head["begins_with"] = handle.beginning.record
     head["settings_sha256"] = _settings_sha256(head)
     try:
         write_together(folder, {"adapter.safetensors": data, "adapter.json": to_json(head)})
@@ -78,6 +83,7 @@ def _check_head(head: dict[str, Any]) -> None:
     for name, value in texts.items():
         require(isinstance(value, str), f"{name} must be text, got {show(value)}")
     check_count("lora_rank", head.get("lora_rank", 0), least=0)
+    Beginning.from_record(head.get("begins_with"))
     written = head.get("settings_sha256", _settings_sha256(head))  # adapters of earlier versions have none
     require(written == _settings_sha256(head), "its settings do not match their checksum")
 
@@ -95,6 +101,7 @@ def load_into(handle: Any, folder: Path) -> None:
     weights = read_weights(folder, head)
     _check_weights(handle.learned(), weights, folder)
     handle.load_learned(weights)
+    handle.beginning = Beginning.from_record(head.get("begins_with"))
 
 
 def _check_weights(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], folder: Path) -> None:
