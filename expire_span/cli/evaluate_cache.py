@@ -42,7 +42,7 @@ class EvaluateCache:
     """Tokens per forward pass."""
     out: Path = Path("evaluate_cache")
     """Name of the output files without their ending; a .json and a .png file are written."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

@@ -29,7 +29,7 @@ from .texts import text_beginning
 
 PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
 """Errors whose text is a sentence for a user; others are told with their name."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
