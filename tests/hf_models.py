@@ -72,6 +72,17 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
+def bos_tokenizer(ends: bool = False):
+    """The same, which puts <s> before every text, as Llama's and Gemma's do; with ends, </s> behind it too."""
+    from tokenizers import processors
+
+    tokenizer = byte_tokenizer()
+    special = [("<s>", 1), ("</s>", 2)]
+    form = "<s> $A </s>" if ends else "<s> $A"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=form, special_tokens=special)
+    return tokenizer
+
+
 def word_tokenizer():
     """A token for each word of a few, marked where it begins, as SentencePiece does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -39,7 +39,7 @@ class ChatCommand:
     """Draw from the smallest set of tokens that holds this much of the probability."""
     seed: int = 0
     """Seed of the draws."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

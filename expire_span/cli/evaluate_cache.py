@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +42,7 @@ class EvaluateCache:
     """Tokens per forward pass."""
     out: Path = Path("evaluate_cache")
     """Name of the output files without their ending; a .json and a .png file are written."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -65,7 +66,7 @@ def run_evaluate_cache(args: list[str]) -> int:
     check_methods(methods)
     model, tokenizer = open_model(command.model, command.dtype, command.device)
     handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
-    documents, questions = _material(command, tokenizer, next(model.parameters()).device)
+    documents, questions = _material(command, handle, tokenizer)
     rows = evaluate(handle, documents, questions, methods, budgets, chunk=command.chunk, progress=_print_row)
     compare_with_expire(rows)
     command.out.parent.mkdir(parents=True, exist_ok=True)
@@ -86,21 +87,21 @@ def _share(word: str) -> float:
     return share
 
 
-def _material(command: EvaluateCache, tokenizer: Any, device: Any) -> tuple[list, list]:
-    from expire_span.hf.loading import read_documents
+def _material(command: EvaluateCache, handle: Any, tokenizer: Any) -> tuple[list, list]:
+    """Documents, which begin as the adapter's contexts did, and questions about them."""
     from expire_span.hf.questions import make_questions
+    from expire_span.hf.texts import describe_beginning, find_beginning, read_contexts
 
-    documents = read_documents(tokenizer, command.data)
-    cut = [part for x in documents for part in x.split(command.context) if len(part) == command.context]
-    if not cut:
-        longest = max(len(x) for x in documents)
-        raise UserError(
-            f"no document has {command.context} tokens, the longest has {longest}; give --context or more text"
-        )
+    beginning = handle.beginning or find_beginning(tokenizer)
+    cut = read_contexts(tokenizer, command.data, command.context, beginning)
+    device = next(handle.model.parameters()).device
     chosen = [x.to(device) for x in cut[:: max(1, len(cut) // command.documents)][: command.documents]]
+    with handle.paused() as base:
+        texts = [x[len(beginning.context) :] for x in chosen]
+        print(describe_beginning(base, tokenizer, texts, beginning), file=sys.stderr, flush=True)
     questions = []
     for kind in ("passkey", "pairs"):
-        questions += make_questions(tokenizer, chosen, command.questions, kind)
+        questions += make_questions(tokenizer, chosen, command.questions, kind, begins=beginning)
     return chosen, questions
 
 

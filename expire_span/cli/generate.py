@@ -103,7 +103,7 @@ def _continue(command: Generate, prompt: bytes) -> Iterator[list[bytes]]:
         )
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     text = open_retrofit(command.run, command.adapter, "fp32", command.device)
-    ids = text.tokenizer.encode(prompt.decode(errors="replace"))
+    ids = text.encode(prompt.decode(errors="replace"))
     if not ids:
         raise UserError("the prompt has no token; give --prompt some words")
     writers: list[TextWriter | None] = [TextWriter(text.tokenizer, (), ids) for _ in range(command.samples)]

@@ -33,16 +33,21 @@ class MeasureSlots:
 def run_measure_slots(args: list[str]) -> int:
     command = parse(MeasureSlots, args, f"{PROGRAM} measure-slots")
     options_at_least(command, 1, "context", "documents")
+    import torch
+
     from expire_span.hf import load_adapter
     from expire_span.hf.adapter import read_head
     from expire_span.hf.loading import open_base, read_documents
+    from expire_span.hf.texts import find_beginning
     from expire_span.vllm.peaks import measure_peaks, save_peaks
 
     head = read_head(command.adapter)
     _, model, tokenizer = open_base(command.adapter, command.model, command.device)
     handle = load_adapter(model, command.adapter)
-    most = command.context * command.documents
-    texts = [x for found in read_documents(tokenizer, command.data, most) for x in found.split(command.context)]
+    begins = (handle.beginning or find_beginning(tokenizer)).context
+    most, front = command.context * command.documents, torch.tensor(begins, dtype=torch.long)
+    found = read_documents(tokenizer, command.data, most)
+    texts = [torch.cat([front, x]) for ids in found for x in ids.split(max(1, command.context - len(begins)))]
     peaks: list[list[int]] = [[] for _ in handle.layers]
     for n, text in enumerate(texts[: command.documents], start=1):
         found = measure_peaks(handle, [text])

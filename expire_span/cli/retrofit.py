@@ -32,7 +32,7 @@ class RetrofitCommand:
     learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: DistillConfig(budget=0.125, calibrate=8)
     )
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model; the predictors are always float32."""
     seed: int = 0
     """Seed of the choice of contexts."""

@@ -1,11 +1,12 @@
 """The adapter folder: what a retrofit learned, apart from the model it was learned for.
 
-    adapter.json         format, settings, the base model (class, name, hash), and checksums of both files
+    adapter.json         format, settings, the base model (class, name, hash), the tokens that began each context (begins_with),
+                         and checksums of both files
     adapter.safetensors  the predictors' weights, and the LoRA weights where there are any
 
 The base model is identified by a hash of its weights' names and shapes and of 64 evenly spaced numbers of each. These are
 hashed as bfloat16, so that a model has the same hash in float32 and bfloat16; and since they are few, hashing a large model is
-quick.
+quick. A model of another hash is accepted if its fingerprint (fingerprint.py) says that it is the same one, rounded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from expire_span.errors import StorageError, UserError, describe
 from expire_span.settings.retrofit import RetrofitConfig
 from expire_span.settings.run import from_dict
 
+from .fingerprint import check_record, find_difference, reader_of, record_of
+from .texts import Beginning
+
 FORMAT = 1
 _SAMPLES = 64
 
@@ -35,9 +39,12 @@ def save_adapter(handle: Any, folder: Path) -> None:
     weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
     data = safetensors.torch.save(weights)
     model = handle.model
-    base = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
+    base: dict[str, Any] = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
+    base["fingerprint"] = record_of(_own_weights(model))
     head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
     head["lora_rank"] = handle.lora_rank if handle.lora else 0
+    if handle.beginning is not None:
+        head["begins_with"] = handle.beginning.record
     head["settings_sha256"] = _settings_sha256(head)
     try:
         write_together(folder, {"adapter.safetensors": data, "adapter.json": to_json(head)})
@@ -75,9 +82,11 @@ def _check_head(head: dict[str, Any]) -> None:
     base: Any = head.get("base")
     require(isinstance(base, dict), f"base must be a table of fields, got {show(base)}")
     texts = {f"base.{name}": base.get(name) for name in ("class", "name", "hash")} | {"sha256": head.get("sha256")}
+    check_record(base.get("fingerprint", {}))
     for name, value in texts.items():
         require(isinstance(value, str), f"{name} must be text, got {show(value)}")
     check_count("lora_rank", head.get("lora_rank", 0), least=0)
+    Beginning.from_record(head.get("begins_with"))
     written = head.get("settings_sha256", _settings_sha256(head))  # adapters of earlier versions have none
     require(written == _settings_sha256(head), "its settings do not match their checksum")
 
@@ -95,6 +104,7 @@ def load_into(handle: Any, folder: Path) -> None:
     weights = read_weights(folder, head)
     _check_weights(handle.learned(), weights, folder)
     handle.load_learned(weights)
+    handle.beginning = Beginning.from_record(head.get("begins_with"))
 
 
 def _check_weights(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], folder: Path) -> None:
@@ -132,14 +142,18 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
 def base_hash(model: nn.Module) -> str:
     """The hash that identifies a model's weights; see the top of this file."""
     digest = hashlib.sha256()
-    own = {n.replace(".base_layer.", "."): x for n, x in _weights_of(model).items() if "lora_" not in n}
-    for name, x in sorted(own.items()):
+    for name, x in sorted(_own_weights(model).items()):
         flat = x.detach().flatten()
         places = torch.linspace(0, max(x.numel() - 1, 0), min(_SAMPLES, x.numel()), dtype=torch.float64).long()
         sample = flat[places.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{name} {tuple(x.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _own_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights by name, without LoRA weights."""
+    return {n.replace(".base_layer.", "."): x for n, x in _weights_of(model).items() if "lora_" not in n}
 
 
 def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -154,12 +168,19 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
     base, ours = head["base"], base_hash(model)
-    if base["hash"] != ours:
-        was = base["name"] or base["class"]
-        raise ValueError(
-            f"adapter {folder} was made for {was} (hash {base['hash'][:12]}), this {type(model).__name__} has hash "
-            f"{ours[:12]}; load the model it was made for"
-        )
+    if base["hash"] == ours:
+        return
+    why, kind = "", type(model).__name__
+    if record := base.get("fingerprint"):
+        why = find_difference(record, reader_of(model, _own_weights(model)))
+        if why is None:
+            return
+        why = f", and {why}"
+    was = base["name"] or base["class"]
+    raise ValueError(
+        f"adapter {folder} was made for {was} (hash {base['hash'][:12]}), this {kind} has hash {ours[:12]}{why}; load the "
+        "model it was made for"
+    )
 
 
 def _settings_sha256(head: dict[str, Any]) -> str:

@@ -24,6 +24,26 @@ def expiring_cache(past: Any, layer: int) -> ExpiringCache | None:
     return None
 
 
+def check_cache(handle: Any, cache: ExpiringCache) -> None:
+    """Refuse a cache that another retrofit made: its memories are another model's, deleted by that one's ramp and cap."""
+    if len(cache.expiring) != len(handle.layers):
+        raise ValueError(
+            f"this cache has {len(cache.expiring)} layers, the model has {len(handle.layers)}; make one with new_cache()"
+        )
+    for theirs, layer in zip(cache.expiring, handle.layers):
+        made, wanted = (theirs.ramp, theirs.cap), (handle.ramp_of(layer), handle.config.cap)
+        if not handle._nothing_expires and made != wanted:
+            was, now = (f"ramp {ramp:g} and cap {cap}" for ramp, cap in (made, wanted))
+            raise ValueError(
+                f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"
+            )
+    if cache.maker is not None and cache.maker() is not handle:
+        raise ValueError(
+            "this cache was made by the retrofit of another model, or by an earlier one of this model; make one with "
+            "new_cache()"
+        )
+
+
 def check_new_tokens(cache: ExpiringCache, count: int | None, kwargs: dict[str, Any]) -> None:
     """Refuse a call in which all tokens are placed where the cache has read already. `generate` makes one if it is given fewer
     tokens than its cache has read: it takes them for all tokens from the beginning, and drops as many as were read."""

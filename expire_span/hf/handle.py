@@ -25,7 +25,7 @@ from expire_span.settings.retrofit import RetrofitConfig
 from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, LayerReading, register
 from .cache import ExpiringCache, ExpiringLayer, HybridLayer
-from .calls import check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
+from .calls import check_cache, check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
 from .comparing import check_unchanged
 from .decoding import RetrofitModel
 from .layouts import AttentionLayer, Layout, configs_of, find_layout
@@ -35,6 +35,7 @@ from .predictors import build_predictor, with_plain_states
 from .recurrent import RecurrentLayer
 from .rotary import has_exact_angles, restore_angles, use_exact_angles
 from .slots import SlotCache
+from .texts import Beginning
 
 HARD_EDGE = 0.5
 """A ramp shorter than one step: a memory has full weight up to its span and none beyond it."""
@@ -92,6 +93,8 @@ class Retrofit:
         """Factor of all predicted spans at run time; with a value other than 1 the model is not what was trained."""
         self.lora: list[nn.Parameter] = []
         """The LoRA weights, where there are any; see `add_lora`."""
+        self.beginning: Beginning | None = None
+        """What stood before a text in training, where that is known; see texts.py."""
         self.length = layout.table
         """Most tokens of a context, where the model has a learned table of positions; else None."""
         self.configs = configs_of(model)
@@ -320,7 +323,7 @@ class Retrofit:
         check_mask_values(kwargs.get("attention_mask"))
         if isinstance(past, ExpiringCache):
             past.check_whole()
-            self.check_cache(past)
+            check_cache(self, past)
             check_new_tokens(past, new, kwargs)
         if self.length is None:
             return  # rotary positions have no limit, and asking a cache on a GPU for its length may wait for the device
@@ -330,25 +333,6 @@ class Retrofit:
             raise ValueError(
                 f"{kind} has a learned table of {self.length} positions, got a context of {tokens} tokens; "
                 "models with rotary positions can go on for ever"
-            )
-
-    def check_cache(self, cache: ExpiringCache) -> None:
-        """Refuse a cache that another retrofit made: its memories are another model's, deleted by that one's ramp and cap."""
-        if len(cache.expiring) != len(self.layers):
-            raise ValueError(
-                f"this cache has {len(cache.expiring)} layers, the model has {len(self.layers)}; make one with new_cache()"
-            )
-        for theirs, layer in zip(cache.expiring, self.layers):
-            made, wanted = (theirs.ramp, theirs.cap), (self.ramp_of(layer), self.config.cap)
-            if not self._nothing_expires and made != wanted:
-                was, now = (f"ramp {ramp:g} and cap {cap}" for ramp, cap in (made, wanted))
-                raise ValueError(
-                    f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"
-                )
-        if cache.maker is not None and cache.maker() is not self:
-            raise ValueError(
-                "this cache was made by the retrofit of another model, or by an earlier one of this model; make one with "
-                "new_cache()"
             )
 
     def _real_tokens(self, mask: Any, start: int, count: int) -> Tensor | None:

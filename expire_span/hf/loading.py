@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -25,10 +25,11 @@ from .adapter import read_head
 from .gguf import check_gguf
 from .layouts import check_config
 from .model_files import INDEX, Shapes, check_index, check_model_size, check_tables, check_weights
+from .texts import text_beginning
 
 PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
 """Errors whose text is a sentence for a user; others are told with their name."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
@@ -227,12 +228,12 @@ def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list
     return documents
 
 
-def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], *, begins: Sequence[int] | None = None) -> list[int]:
     """Messages through the tokenizer's chat template, or as plain lines where it has none."""
-    return tokenizer.encode(chat_text(tokenizer, messages), add_special_tokens=False)
+    return tokenizer.encode(chat_text(tokenizer, messages, begins=begins), add_special_tokens=False)
 
 
-def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
+def turn_tokens(tokenizer: Any, said: str, *, first: bool = False, begins: Sequence[int] | None = None) -> list[int]:
     """A user's next turn of a conversation that is in memory up to the end of the last answer, not counting a token that ended
     it: what the template writes after an answer, the new turn, and the beginning of its answer.
 
@@ -240,19 +241,21 @@ def turn_tokens(tokenizer: Any, said: str, *, first: bool = False) -> list[int]:
     """
     turn = {"role": "user", "content": said}
     if first:
-        return chat_tokens(tokenizer, [turn])
+        return chat_tokens(tokenizer, [turn], begins=begins)
     before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
     after = chat_text(tokenizer, [*before, turn]).partition(_MARK)[2]
-    return tokenizer.encode(after, add_special_tokens=False) if after else chat_tokens(tokenizer, [turn])
+    return tokenizer.encode(after, add_special_tokens=False) if after else chat_tokens(tokenizer, [turn], begins=())
 
 
 _MARK = "the-answer-ends-here"
 
 
-def chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The text that `chat_tokens` encodes."""
+def chat_text(tokenizer: Any, messages: list[dict[str, Any]], *, begins: Sequence[int] | None = None) -> str:
+    """The text that `chat_tokens` encodes. begins: tokens before a text, which a template writes itself where the model needs
+    them; None takes the tokenizer's own."""
     if not tokenizer.chat_template:
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+        start = tokenizer.decode(list(text_beginning(tokenizer) if begins is None else begins))
+        return start + "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
     from jinja2 import TemplateError
 
     try:

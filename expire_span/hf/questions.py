@@ -9,45 +9,63 @@ import torch
 from torch import Tensor
 
 from .evaluate import Question
+from .texts import Beginning, template_of_turn
 
 NAMES = ("apple", "river", "candle", "marble", "falcon", "garden", "silver", "window", "pepper", "island")
 
 
 def make_questions(
-    tokenizer: Any, documents: list[Tensor], count: int, kind: Literal["passkey", "pairs"], seed: int = 0
+    tokenizer: Any,
+    documents: list[Tensor],
+    count: int,
+    kind: Literal["passkey", "pairs"],
+    seed: int = 0,
+    *,
+    begins: Beginning | None = None,
 ) -> list[Question]:
     """Questions about one hidden number (passkey), or about one of several named numbers (pairs), in contexts of equal length.
 
     A document [n] is shortened so that context, question and answer together have at most n tokens.
+    begins: what the documents begin with. Where that is the beginning of a user's turn, the question ends the turn as the chat
+    template does, and the answer follows in the model's own.
     """
     rng = numpy.random.default_rng(seed)
-    texts = [_invent(tokenizer, kind, rng) for _ in range(count)]
+    begins = Beginning() if begins is None else begins
+    turn = template_of_turn(tokenizer) if begins.context != begins.text else None
+    texts = [_invent(tokenizer, kind, rng, [] if turn is None else turn[1]) for _ in range(count)]
     longest = max((len(question) + len(answer) for _, question, answer in texts), default=0)
     made = []
     for n, (facts, question, answer) in enumerate(texts):
         text = documents[n % len(documents)]
-        context = _hide(facts, text[: len(text) - longest], rng)
+        context = _hide(facts, text[: len(text) - longest], rng, len(begins.context))
         made.append(Question(context, question.to(text.device), answer.to(text.device), kind))
     return made
 
 
-def _invent(tokenizer: Any, kind: str, rng: numpy.random.Generator) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Facts, the question about one of them, and its answer."""
+def _invent(
+    tokenizer: Any, kind: str, rng: numpy.random.Generator, closing: list[int]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Facts, the question about one of them, and its answer. closing: tokens between the question and what answers it."""
     names = ["pass"] if kind == "passkey" else list(rng.choice(NAMES, 5, replace=False))
     codes = [str(rng.integers(10000, 99999)) for _ in names]
     asked = int(rng.integers(len(names)))
     facts = [_encode(tokenizer, f"\nThe {name} key is {code}. Remember it.\n") for name, code in zip(names, codes)]
-    question = _encode(tokenizer, f"\nWhat is the {names[asked]} key? The {names[asked]} key is")
+    parts = f"\nWhat is the {names[asked]} key?", f"The {names[asked]} key is"
+    question = _encode(tokenizer, f"{parts[0]} {parts[1]}")
+    if closing:
+        question = torch.cat([_encode(tokenizer, parts[0]), torch.tensor(closing), _encode(tokenizer, parts[1])])
     return facts, question, _encode(tokenizer, f" {codes[asked]}")
 
 
-def _hide(facts: list[Tensor], text: Tensor, rng: numpy.random.Generator) -> Tensor:
-    """The text with facts inserted at random places; its end is cut off so that its length stays the same."""
+def _hide(facts: list[Tensor], text: Tensor, rng: numpy.random.Generator, first: int = 0) -> Tensor:
+    """The text with facts inserted at random places behind its `first` tokens; its end is cut off so that its length stays the
+    same."""
+    head, text = text[:first], text[first:]
     room = len(text) - sum(map(len, facts))
     if room < len(facts):
         raise ValueError(f"the documents have {len(text)} tokens, too few for {len(facts)} facts and a question")
     places = numpy.sort(rng.integers(room, size=len(facts)))
-    parts, start = [], 0
+    parts, start = [head], 0
     for place, fact in zip(places, facts):
         parts += [text[start:place], fact.to(text.device)]
         start = int(place)

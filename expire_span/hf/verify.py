@@ -19,7 +19,9 @@ def streamed_error(handle: Retrofit, count: int, seed: int = 0) -> tuple[float, 
     device = next(model.parameters()).device
     check_fits(4 * count * model.config.vocab_size, f"the logits of {count:,} tokens", f"tokens {count:,}", device)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (1, count), generator=generator).to(device)
+    ids = torch.randint(model.config.vocab_size, (1, count), generator=generator)
+    begins = torch.tensor(handle.beginning.context if handle.beginning else (), dtype=torch.long)[:count]
+    ids = torch.cat([begins, ids[0, len(begins) :]]).unsqueeze(0).to(device)
     undeleted = model(ids, use_cache=False).logits
     cache = handle.new_cache()
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(max(count // 8, 1), 1)]

@@ -215,7 +215,7 @@ def _is_tokens(given: Any) -> bool:
 
 
 def _encode(text: TextModel, prompt: str | list[int]) -> list[int]:
-    ids = text.tokenizer.encode(check_text(prompt)) if isinstance(prompt, str) else prompt
+    ids = text.encode(check_text(prompt)) if isinstance(prompt, str) else prompt
     start = text.tokenizer.bos_token_id
     return _check_tokens(ids or ([start] if start is not None else []), text.vocab)
 

@@ -32,6 +32,8 @@ class TextModel:
     """The tokens of the messages of a chat; None for a model that knows no turns."""
     chat_text: Callable[[list[dict[str, Any]]], str] | None = None
     """The text that `chat_tokens` encodes, where it is known."""
+    begins: tuple[int, ...] | None = None
+    """Tokens that stand before every text; None leaves that to the tokenizer."""
     turn_tokens: Callable[..., list[int]] | None = None
     """The tokens of the next turn of a chat whose earlier turns are in memory; with first=True, of the first one."""
 
@@ -42,9 +44,21 @@ class TextModel:
     @classmethod
     def of_retrofit(cls, handle: Any, tokenizer: Any) -> TextModel:
         from expire_span.hf.loading import chat_text, chat_tokens, end_tokens, turn_tokens
+        from expire_span.hf.texts import text_beginning
 
-        ends, turn = end_tokens(handle.model, tokenizer), partial(turn_tokens, tokenizer)
-        return cls(handle, tokenizer, ends, partial(chat_tokens, tokenizer), partial(chat_text, tokenizer), turn)
+        known = handle.beginning
+        begins = text_beginning(tokenizer) if known is None else known.text
+        calls = [partial(call, tokenizer, begins=begins) for call in (chat_tokens, chat_text, turn_tokens)]
+        chat: dict[str, Any] = dict(zip(("chat_tokens", "chat_text", "turn_tokens"), calls))
+        return cls(handle, tokenizer, end_tokens(handle.model, tokenizer), begins=begins, **chat)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text behind its beginning."""
+        if self.begins is None:
+            return self.tokenizer.encode(text)
+        from expire_span.hf.texts import encode_text
+
+        return encode_text(self.tokenizer, text, self.begins)
 
 
 class RunTokens:

@@ -160,7 +160,7 @@ class RetrofitTask:
     """Folder, .gguf file or hub name of the base model."""
     data: str = ""
     """Text to learn from: a file, or a folder of .txt files."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the base model; the predictors are always float32."""
 
 

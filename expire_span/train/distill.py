@@ -22,6 +22,7 @@ from expire_span.hf.adapter import base_hash
 from expire_span.hf.handle import Retrofit, retrofit
 from expire_span.hf.layouts import text_config
 from expire_span.hf.loading import open_model, read_documents
+from expire_span.hf.texts import describe_beginning, find_beginning, join_short
 from expire_span.ops import resolve_impl
 from expire_span.runs import RunFolder, UserError
 from expire_span.settings.retrofit import BaseModel, DistillConfig, RetrofitConfig, RetrofitTask
@@ -92,7 +93,10 @@ def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> 
     _tell(f"reading {task.data} as tokens")
     documents = read_documents(tokenizer, Path(task.data))
     _tell(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
-    return handle, documents
+    handle.beginning = beginning = find_beginning(tokenizer)
+    with handle.paused() as base:
+        _tell(describe_beginning(base, tokenizer, documents, beginning))
+    return handle, join_short(documents, config.context - len(beginning.context), tokenizer, beginning.text)
 
 
 def _tell(sentence: str) -> None:
@@ -153,6 +157,8 @@ class DistillLearner:
 
     def fingerprint(self) -> dict[str, Any]:
         digest, count = hashlib.sha256(), 0
+        if self.distiller.begins:
+            digest.update(f"each context begins with {self.distiller.begins}".encode())
         for ids in self.documents:
             digest.update(ids.cpu().to(torch.int64).numpy().tobytes())
             count += len(ids)

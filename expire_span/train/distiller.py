@@ -10,7 +10,7 @@ get gradients (hf/learning.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -50,9 +50,11 @@ class Distiller:
                 f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
             )
         self.handle, self.config, self.model = handle, config, handle.model
-        _check_context(handle, documents, config.context)
-        long_enough = [x for x in documents if len(x) >= config.context]
-        self.documents, self.kept_apart = split_documents(long_enough, config.context)
+        self.begins = () if handle.beginning is None else handle.beginning.context
+        """The tokens that every context begins with."""
+        _check_context(handle, documents, config.context, len(self.begins))
+        long_enough = [x for x in documents if len(x) >= config.context - len(self.begins)]
+        self.documents, self.kept_apart = split_documents(long_enough, config.context - len(self.begins))
         self.target = config.target(handle.config.ramp, handle.bytes_per_token)
         self.device = next(handle.model.parameters()).device
         budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
@@ -137,7 +139,7 @@ class Distiller:
         found = []
         for first in range(0, self.config.eval_contexts, self.config.batch):
             rows = min(self.config.batch, self.config.eval_contexts - first)
-            found.append(self.read(_draw_contexts(self.kept_apart, self.config.context, rows, rng).to(self.device)))
+            found.append(self.read(self._draw(self.kept_apart, rows, rng)))
         kl, spans, live = (torch.stack(x).mean(0) for x in zip(*found))
         return kl, spans, live
 
@@ -157,7 +159,10 @@ class Distiller:
             group["lr"] = group["peak"] * max(left, LEAST_RATE)
 
     def _contexts(self) -> Tensor:
-        return _draw_contexts(self.documents, self.config.context, self.config.batch, self.rng).to(self.device)
+        return self._draw(self.documents, self.config.batch, self.rng)
+
+    def _draw(self, documents: list[Tensor], rows: int, rng: numpy.random.Generator) -> Tensor:
+        return _draw_contexts(documents, self.config.context, rows, rng, self.begins).to(self.device)
 
     def _new_spans(self, cache: Any, count: int) -> Tensor:
         """Spans of the last `count` tokens in all layers that learn, [layers, B, Hkv, count].
@@ -212,9 +217,10 @@ class Distiller:
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 
 
-def _check_context(handle: Retrofit, documents: list[Tensor], context: int) -> None:
-    """Refuse a context that no document fills, or that the model has no positions for."""
-    longest = max((len(x) for x in documents), default=0)
+def _check_context(handle: Retrofit, documents: list[Tensor], context: int, begins: int) -> None:
+    """Refuse a context that no document fills behind the `begins` tokens that come first, or that the model has no positions
+    for."""
+    longest = max((len(x) for x in documents), default=0) + begins
     if longest < context:
         raise UserError(
             f"no document has a context of {context} tokens, the longest has {longest}; give a shorter --context or more text"
@@ -249,14 +255,18 @@ def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor]
     return ([only[:-context]], [only[-context:]]) if len(only) >= 2 * context else (documents, documents)
 
 
-def _draw_contexts(documents: list[Tensor], length: int, rows: int, rng: numpy.random.Generator) -> Tensor:
-    """Contexts [rows, length] from anywhere in the documents, every place equally likely."""
+def _draw_contexts(
+    documents: list[Tensor], length: int, rows: int, rng: numpy.random.Generator, begins: Sequence[int] = ()
+) -> Tensor:
+    """Contexts [rows, length] from anywhere in the documents, every place equally likely, each behind `begins`."""
+    front, length = torch.tensor(list(begins), dtype=torch.long), length - len(begins)
     places = numpy.array([len(x) - length + 1 for x in documents], dtype=float)
     found = []
     for _ in range(rows):
         document = documents[rng.choice(len(places), p=places / places.sum())]
         start = int(rng.integers(len(document) - length + 1))
-        found.append(document[start : start + length])
+        text = document[start : start + length]
+        found.append(torch.cat([front.to(text.device), text]) if begins else text)
     return torch.stack(found)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from expire_span.hf import Retrofit, load_adapter
 from expire_span.hf.loading import open_base
+from expire_span.hf.texts import encode_text
 from expire_span.runs import RunFolder
 from expire_span.serve.detokenizer import text_of
 from expire_span.shipped import SAMPLE, SHIPPED
@@ -112,7 +113,9 @@ class AdapterReader(TextReader):
         return cls(load_adapter(opened, folder), tokenizer, f"{Path(name).name} with {title}")
 
     def encode(self, raw: bytes) -> Tensor:
-        tokens = self.tokenizer.encode(raw.decode("utf-8", errors="replace"), add_special_tokens=False)
+        known = self.handle.beginning
+        words = raw.decode("utf-8", errors="replace")
+        tokens = encode_text(self.tokenizer, words, None if known is None else known.text) if words else []
         refuse_empty(tokens)
         return torch.tensor(tokens, dtype=torch.long)
 
