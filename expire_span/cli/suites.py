@@ -55,11 +55,21 @@ def _usable(command: EvaluateCache, methods: list[str]) -> list[str]:
     return [name for name in methods if name != "expire"]
 
 
+def _names(command: EvaluateCache) -> list[str]:
+    from expire_span.lab.suites.tasks import TASKS
+
+    return list(TASKS) if command.tasks is None else [x.strip() for x in command.tasks.split(",")]
+
+
 def _check(command: EvaluateCache) -> None:
+    from expire_span.lab.suites.tasks import check_tasks
+
     if command.suite == "gsm8k" and command.data is None:
         raise UserError("the suite gsm8k needs --data, its .jsonl file of problems, got none")
     if command.suite == "gsm8k" and command.tasks is not None:
         raise UserError(f"the suite gsm8k has one task, got --tasks {command.tasks}; leave --tasks out")
+    if command.tasks is not None:
+        check_tasks(_names(command))
     if command.suite == "ruler" and command.data is None:
         warn("no --data was given, so facts are hidden in repeated sentences, which is easier; name a folder of books")
 
@@ -93,7 +103,7 @@ def _make_suite(command: EvaluateCache, model: Any, frame: Any) -> tuple[Any, di
     from expire_span.lab.suites.gsm8k import make_problems
     from expire_span.lab.suites.haystack import no_books, read_books, read_passages
     from expire_span.lab.suites.run import Suite
-    from expire_span.lab.suites.tasks import TASKS, make_samples
+    from expire_span.lab.suites.tasks import make_samples
 
     passages: list[list[int]] = []
     if command.suite == "gsm8k":
@@ -103,8 +113,9 @@ def _make_suite(command: EvaluateCache, model: Any, frame: Any) -> tuple[Any, di
         samples, material = [frame.to_sample(x, context) for x in prompts], prompts[0].context
     else:
         context, haystack = command.context, read_books(command.data) if command.data else no_books()
-        names = list(TASKS) if command.tasks is None else [x.strip() for x in command.tasks.split(",")]
-        samples = make_samples(frame, names, haystack, context=context, count=command.prompts, seed=command.seed)
+        samples = make_samples(
+            frame, _names(command), haystack, context=context, count=command.prompts, seed=command.seed
+        )
         material = "\n".join(haystack.sentences)
         if command.data is not None:
             passages = read_passages(frame.tokenizer, command.data, context, command.documents)

@@ -17,7 +17,7 @@ from expire_span.disk.files import check_line, check_plain, seal_line, write_ato
 from expire_span.errors import UserError
 
 from .asking import Outcome
-from .prompts import Sample
+from .prompts import Prompt, Sample
 
 PERPLEXITY = "perplexity"
 """The task whose score is the loss of a document, in nats a token: the only one of which less is better."""
@@ -119,6 +119,19 @@ def answers_path(out: Path) -> Path:
 def write_prompts(out: Path, samples: Sequence[Sample], settings: dict[str, Any]) -> None:
     lines = [{"settings": settings}, *(x.to_dict() for x in samples)]
     write_atomic(prompts_path(out), b"".join(_line(x) for x in lines))
+
+
+def read_prompts(out: Path) -> tuple[dict[str, Any], list[Sample]]:
+    """The settings and the samples that `write_prompts` has written."""
+    path = prompts_path(out)
+    if not path.exists():
+        raise UserError(f"no prompts at {path}: run expire-span evaluate-cache --suite ... --out {out} first")
+    head, *lines = read_lines(path)
+    samples = []
+    for line in lines:
+        context, question = (tuple(line.pop(name)) for name in ("context_tokens", "question_tokens"))
+        samples.append(Sample(Prompt(**{**line, "answers": tuple(line["answers"])}), context, question))
+    return head["settings"], samples
 
 
 def read_rivals(out: Path) -> list[dict[str, Any]]:

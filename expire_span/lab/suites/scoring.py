@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy
 
@@ -64,7 +64,7 @@ def is_settled(rule: str, answer: str, wanted: Sequence[str]) -> bool:
 
 
 def paired_interval(
-    ours: dict[str, Sequence[float]], theirs: dict[str, Sequence[float]], rounds: int = 2000, seed: int = 0
+    ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]], rounds: int = 2000, seed: int = 0
 ) -> tuple[float, float, float]:
     """Mean over tasks of the difference ours - theirs on the same prompts, and its 95% interval.
 
