@@ -51,7 +51,8 @@ class Record:
             )
         for fields in whole[1:]:
             self._take(fields)
-        write_atomic(self.path, b"".join(_line(x) for x in whole))  # without a line that a kill has cut off
+        if not self.path.read_bytes().endswith(b"\n"):  # a kill has cut off the last line
+            write_atomic(self.path, b"".join(_line(x) for x in whole))
 
     def _take(self, fields: dict[str, Any]) -> None:
         if "dial" in fields:
