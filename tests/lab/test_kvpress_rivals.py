@@ -1,5 +1,8 @@
-"""The exchange with kvpress, by presses of our own in its place: one that keeps everything answers as the full cache does, bytes are
-counted as they are, and answers that exist are not asked again. `python -m benchmarks.kvpress_rivals` runs the real ones."""
+"""The exchange with kvpress, with presses of our own in its place.
+
+A press that keeps everything answers as the full cache does, bytes are counted as they are, and answers that exist are not
+asked again. `python -m benchmarks.kvpress_rivals` runs the real ones.
+"""
 
 import contextlib
 import importlib
