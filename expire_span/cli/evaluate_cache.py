@@ -24,8 +24,12 @@ class EvaluateCache:
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder, .gguf file or hub name of a causal language model."""
-    data: Path
-    """Text to read: a file, or a folder of .txt files. It should not be the text on which the adapter was trained."""
+    data: Path | None = None
+    """Text to read: a file, or a folder of .txt files. It should not be the text on which the adapter was trained. The suite
+    ruler hides its facts in it, or in repeated sentences if there is none; the suite gsm8k needs its .jsonl file here."""
+    suite: Literal["text", "ruler", "gsm8k"] = "text"
+    """text: perplexity, two kinds of questions and time. ruler: RULER's synthetic tasks, passkey, pairs and conduct (rules of a
+    system prompt), and perplexity if there is --data. gsm8k: word problems, with memories that expire while answering."""
     adapter: Path | None = None
     """Adapter folder, for the method expire."""
     methods: str = "none,window,sinks,knorm,snap,expire"
@@ -38,10 +42,21 @@ class EvaluateCache:
     """Largest number of documents to read."""
     questions: int = 8
     """Number of retrieval questions of each kind (passkey, pairs)."""
+    prompts: int = 50
+    """Number of prompts of each task of a suite."""
+    tasks: str | None = None
+    """The tasks of the suite ruler, separated by commas; all of them if None."""
+    seed: int = 0
+    """Seed of a suite's prompts."""
+    rows: int = 8
+    """Largest number of a suite's contexts that are read side by side."""
+    plain: bool = False
+    """Ask a suite's prompts without the model's chat template."""
     chunk: int = 128
     """Tokens per forward pass."""
     out: Path = Path("evaluate_cache")
-    """Name of the output files without their ending; a .json and a .png file are written."""
+    """Name of the output files without their ending: .json and .png, and of a suite .json, .html, and .jsonl with every answer.
+    A suite that was interrupted goes on where it was when the same command is given again."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model."""
     device: str = "auto"
@@ -50,12 +65,20 @@ class EvaluateCache:
 
 def run_evaluate_cache(args: list[str]) -> int:
     command = parse(EvaluateCache, args, f"{PROGRAM} evaluate-cache")
-    options_at_least(command, 1, "context", "documents", "chunk")
+    options_at_least(command, 1, "context", "documents", "chunk", "prompts", "rows")
     options_at_least(command, 0, "questions")
     if command.questions > MOST_QUESTIONS:
         raise UserError(f"--questions must be at most {MOST_QUESTIONS:,}, got {command.questions:,}")
     methods = [x.strip() for x in command.methods.split(",")]
     budgets = [_share(x) for x in command.budgets.split(",")]
+    if command.suite != "text":
+        from .suites import run_suite_command
+
+        return run_suite_command(command, methods, budgets)
+    if command.data is None:
+        raise UserError(
+            "evaluate-cache needs --data, text to read, got none; name a text file or a folder of .txt files"
+        )
     if "expire" in methods and command.adapter is None:
         raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
     from expire_span.disk.files import to_json, write_atomic
@@ -92,6 +115,7 @@ def _material(command: EvaluateCache, handle: Any, tokenizer: Any) -> tuple[list
     from expire_span.hf.questions import make_questions
     from expire_span.hf.texts import describe_beginning, find_beginning, read_contexts
 
+    assert command.data is not None
     beginning = handle.beginning or find_beginning(tokenizer)
     cut = read_contexts(tokenizer, command.data, command.context, beginning)
     device = next(handle.model.parameters()).device

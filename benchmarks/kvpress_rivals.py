@@ -1,0 +1,95 @@
+"""kvpress beside our caches: its presses answer the prompts of a suite, in an environment of their own.
+
+    expire-span evaluate-cache MODEL --suite ruler ... --out OUT       # our answers, and the prompts
+    python -m benchmarks.kvpress_rivals OUT                            # theirs: the same model, prompts, scoring and budgets
+    python -m benchmarks.kvpress_rivals OUT --presses KVzip,SnapKV --budgets 0.25 --prompts 5
+
+The environment, .matrix/kvpress, is made at the first call (minutes, about 2 GB), with the transformers that kvpress wants. A
+press NAME is the class NAMEPress of kvpress with its default settings; AdaKV distributes the scores of Expected Attention, and
+CriticalKV of SnapKV. Answers go to OUT.rivals.jsonl as they are given, so that a killed call goes on where it was; at the end
+the table and OUT.html are written again, with both. Every press here reads the whole context before it compresses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = ROOT / ".matrix"
+FOLDER = PLACE / "kvpress"
+PACKAGES = ("kvpress==0.5.5",)
+PRESSES = "StreamingLLM,SnapKV,ExpectedAttention,AdaKV,Compactor,KVzip"
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="what --out of evaluate-cache was")
+    parser.add_argument("--presses", default=PRESSES, help="names, with commas")
+    parser.add_argument("--budgets", default="0.5,0.25,0.125", help="shares of the context's memories, with commas")
+    parser.add_argument("--prompts", type=int, default=10**9, help="only the first so many prompts of each task")
+    parser.add_argument("--python", type=Path, help="the interpreter of an environment that has kvpress")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    given = parser.parse_args(args)
+    from expire_span.lab.suites.page import write_results
+    from expire_span.lab.suites.record import Record, answers_path, prompts_path, read_prompts, rivals_path
+
+    settings, samples = read_prompts(given.out)
+    if settings["suite"] == "text" or settings["dtype"] not in ("fp32", "bf16"):
+        raise SystemExit(f"kvpress_rivals needs a suite's prompts, got {settings['suite']} in {settings['dtype']}")
+    python = given.python or make_environment()
+    job = {"model": str(plain_folder(settings["model"])), "dtype": settings["dtype"], "device": given.device}
+    job |= {"presses": given.presses.split(","), "budgets": [float(x) for x in given.budgets.split(",")]}
+    job |= {"prompts": str(prompts_path(given.out).resolve()), "rivals": str(rivals_path(given.out).resolve())}
+    job |= {"each": given.prompts}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [str(python), "-m", "benchmarks.kvpress_worker", json.dumps(job)]
+    code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    if code == 0:
+        paths = write_results(given.out, Record(answers_path(given.out), settings), samples)
+        print(f"wrote {', '.join(map(str, paths))}")
+    return code
+
+
+def make_environment(folder: Path = FOLDER) -> Path:
+    """The interpreter of the environment, which is made if it is not there yet."""
+    python = folder / "bin" / "python"
+    if (folder / "ready").is_file():
+        return python
+    import torch
+
+    print(f"making {folder} with {', '.join(PACKAGES)} (about 2 GB, some minutes) ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)], check=True)
+    wanted = [f"torch=={torch.__version__.partition('+')[0]}", *PACKAGES]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *wanted], check=True)
+    (folder / "ready").touch()
+    return python
+
+
+def plain_folder(name: str) -> Path:
+    """The model as a folder of safetensors in float32 with its tokenizer, which every transformers can load by its path; a GGUF
+    file, or a name on the hub, is written into such a folder once."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    told = str(Path(name).resolve()) if Path(name).exists() else name
+    folder = PLACE / "models" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    if not (folder / "ready").is_file():
+        from expire_span.hf.loading import open_model
+
+        model: Any
+        model, tokenizer = open_model(name, "fp32", "cpu")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "ready").touch()
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

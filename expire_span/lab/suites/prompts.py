@@ -1,0 +1,106 @@
+"""Prompts: a context, a question that is asked after it was compressed, and how an answer is scored; as text and as tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from expire_span.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a task, as text."""
+
+    task: str
+    index: int
+    """Number of the prompt within its task; the same task and index are the same prompt for every method."""
+    context: str
+    """Text that is read, and compressed, before the question is known."""
+    question: str
+    """Text that is read after it."""
+    answers: tuple[str, ...]
+    """What is looked for in the answer, as `rule` says."""
+    most_tokens: int
+    """Largest number of tokens of the answer."""
+    prefix: str = ""
+    """Beginning of the answer, which the model goes on with."""
+    system: str = ""
+    """System prompt, at the very start of the context."""
+    rule: str = "strings"
+    """How the answer is scored: a name in `scoring.RULES`."""
+    fills: bool = False
+    """Whether the context's end may be cut off, where there is no more room."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt as tokens."""
+
+    prompt: Prompt
+    context: tuple[int, ...]
+    question: tuple[int, ...] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self.prompt), "context_tokens": list(self.context), "question_tokens": list(self.question)}
+
+
+_MARK = "the-context-stands-here"
+
+
+class Frame:
+    """What stands before a context and after a question: the model's chat template, or the beginning of a text.
+
+    plain: read prompts as plain text, though the tokenizer has a chat template.
+    """
+
+    def __init__(self, tokenizer: Any, *, plain: bool = False) -> None:
+        self.tokenizer, self.chats = tokenizer, bool(tokenizer.chat_template) and not plain
+
+    def around(self, system: str) -> tuple[str, str]:
+        """Text before the context and after the question."""
+        from expire_span.hf.loading import chat_text
+
+        if not self.chats:
+            return (f"{system}\n\n" if system else ""), ""
+        user = {"role": "user", "content": _MARK}
+        try:
+            text = chat_text(self.tokenizer, [{"role": "system", "content": system}, user] if system else [user])
+        except UserError:  # a template that knows no system prompt
+            text = chat_text(self.tokenizer, [{"role": "user", "content": f"{system}\n\n{_MARK}"}])
+        before, mark, after = text.partition(_MARK)
+        if not mark:
+            raise UserError("the model's chat template leaves out what a user says; give --plain to ask without it")
+        return before, after
+
+    def encode_start(self, text: str) -> list[int]:
+        """Tokens of a text that begins a context."""
+        if self.chats:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return begin_text(self.tokenizer, text)
+
+    def room(self, context: int, system: str = "") -> int:
+        """Number of tokens that a context of `context` tokens leaves for a prompt's own text."""
+        return context - len(self.encode_start(self.around(system)[0])) - 1  # a token may be added where texts meet
+
+    def to_sample(self, prompt: Prompt, context: int) -> Sample:
+        """The prompt's tokens; the context has `context` of them if the prompt fills, else at most so many."""
+        before, after = self.around(prompt.system)
+        read = self.encode_start(before + prompt.context)
+        asked = self.tokenizer.encode(prompt.question + after + prompt.prefix, add_special_tokens=False)
+        if len(read) > context:
+            read = read[:context] if prompt.fills else _refuse(prompt, len(read), context)
+        return Sample(prompt, tuple(read), tuple(asked))
+
+
+def begin_text(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text with what the tokenizer puts before every text, such as a first token, and nothing after it."""
+    ids, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return ids[: start + len(plain)]
+    return ids
+
+
+def _refuse(prompt: Prompt, tokens: int, context: int) -> list[int]:
+    raise UserError(f"a prompt of {prompt.task} has {tokens} tokens, got --context {context}; give a longer context")

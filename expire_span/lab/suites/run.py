@@ -1,0 +1,118 @@
+"""Running a suite: every method at every budget answers every prompt once; what a record holds already is not asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expire_span.hf import Retrofit
+from expire_span.hf.evaluate import check_methods, find_dial, held_bytes, method, peak_tokens, read
+from expire_span.hf.loading import end_tokens
+
+from .asking import allocated_bytes, ask, in_batches
+from .prompts import Sample
+from .record import PERPLEXITY, Record
+
+DIAL_CONTEXTS = 4
+"""Number of contexts, of different tasks where there are several, on which the dial of an adapter is set to a budget."""
+Tell = Callable[[str, int, int], None]
+"""Called with what is being done, the number of prompts that are answered, and the number of all."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method at a budget."""
+
+    method: str
+    budget: float
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is asked, and how."""
+
+    samples: Sequence[Sample]
+    documents: Sequence[Tensor]
+    """Documents [n] of equal length whose perplexity is measured; may be empty."""
+    context: int
+    """Number of tokens whose full cache the budgets are shares of."""
+    chunk: int
+    """Tokens per forward pass while a context is read."""
+    rows: int
+    """Largest number of contexts that are read side by side."""
+
+    @property
+    def size(self) -> int:
+        return len(self.samples) + len(self.documents)
+
+
+def list_jobs(methods: Sequence[str], budgets: Sequence[float]) -> list[Job]:
+    """The full cache is asked once, every other method at every budget."""
+    check_methods(methods)
+    return [Job(name, share) for name in methods for share in (budgets if name != "none" else (1.0,))]
+
+
+def run_suite(handle: Retrofit, tokenizer: Any, suite: Suite, jobs: Sequence[Job], record: Record, tell: Tell) -> None:
+    """Ask what the record does not hold yet."""
+    ends = end_tokens(handle.model, tokenizer)
+    total, done = suite.size * len(jobs), sum(count_known(suite, job, record) for job in jobs)
+    for job in jobs:
+        samples = [x for x in suite.samples if (job.method, job.budget, x.prompt.task, x.prompt.index) not in record]
+        documents = [
+            (n, x) for n, x in enumerate(suite.documents) if (job.method, job.budget, PERPLEXITY, n) not in record
+        ]
+        if not samples and not documents:
+            continue
+        told = f"{job.method} at {job.budget:g}"
+        tell(f"{told}: preparing", done, total)
+        with _open(handle, suite, job, record) as new_cache:
+            for n, ids in documents:
+                tell(f"{told}: {PERPLEXITY}", done, total)
+                record.add([_read_document(handle, new_cache(), job, n, ids, suite.chunk)])
+                done += 1
+            for batch in in_batches(samples, suite.rows):
+                tell(f"{told}: {batch[0].prompt.task}", done, total)
+                outcomes = ask(handle.model, new_cache(), batch, tokenizer, ends, suite.chunk)
+                record.add_outcomes(job.method, job.budget, batch, outcomes)
+                done += len(batch)
+        tell(f"{told}: done", done, total)
+
+
+def count_known(suite: Suite, job: Job, record: Record) -> int:
+    keys = [(x.prompt.task, x.prompt.index) for x in suite.samples]
+    keys += [(PERPLEXITY, n) for n in range(len(suite.documents))]
+    return sum((job.method, job.budget, *key) in record for key in keys)
+
+
+def _open(handle: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractContextManager[Callable[[], Any]]:
+    tokens, budget = peak_tokens(handle, job.budget, suite.context)
+    if job.method == "expire" and job.budget not in record.dials:
+        dial = find_dial(handle, dial_contexts(handle, suite), budget, suite.chunk)
+        record.add([{"method": "expire", "budget": job.budget, "dial": dial}])
+    return method(handle, job.method, tokens, record.dials.get(job.budget, 1.0))
+
+
+def dial_contexts(handle: Retrofit, suite: Suite) -> list[Tensor]:
+    """A few contexts [1, n], as different as there are: documents, and the first prompts of several tasks."""
+    device = next(handle.model.parameters()).device
+    found = [x[None] for x in suite.documents[:1]]
+    first = list({x.prompt.task: x for x in reversed(suite.samples)}.values())[::-1]
+    wanted = DIAL_CONTEXTS - len(found)
+    chosen = first[:: max(1, len(first) // max(wanted, 1))][:wanted]
+    return found + [torch.tensor([x.context], device=device) for x in chosen]
+
+
+def _read_document(handle: Retrofit, cache: Any, job: Job, index: int, ids: Tensor, chunk: int) -> dict[str, Any]:
+    losses, peak = read(handle.model, cache, ids[None], chunk)
+    line: dict[str, Any] = {"method": job.method, "budget": job.budget, "task": PERPLEXITY, "index": index}
+    line |= {
+        "score": float(losses.double().mean()),
+        "kept_bytes": int(held_bytes(cache)[0]),
+        "peak_bytes": int(peak[0]),
+    }
+    return line | {"held_bytes": allocated_bytes(cache)}
