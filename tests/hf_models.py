@@ -44,9 +44,11 @@ def tiny(family: str = "llama", seed: int = 0):
     return model
 
 
-def forgetful(model, max_span: int = 120, ramp: int = 16, seed: int = 1, **settings) -> Retrofit:
+def forgetful(
+    model, max_span: int = 120, ramp: int = 16, seed: int = 1, own_cache: bool = True, **settings
+) -> Retrofit:
     """A retrofit whose spans differ much from token to token and head to head."""
-    handle = retrofit(model, RetrofitConfig(max_span=max_span, ramp=ramp, **settings))
+    handle = retrofit(model, RetrofitConfig(max_span=max_span, ramp=ramp, **settings), own_cache=own_cache)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for predictor in handle.predictors.values():

@@ -112,8 +112,9 @@ def _share(word: str) -> float:
 
 def _material(command: EvaluateCache, handle: Any, tokenizer: Any) -> tuple[list, list]:
     """Documents, which begin as the adapter's contexts did, and questions about them."""
+    from expire_span.hf.loading import read_contexts
     from expire_span.hf.questions import make_questions
-    from expire_span.hf.texts import describe_beginning, find_beginning, read_contexts
+    from expire_span.hf.texts import describe_beginning, find_beginning
 
     assert command.data is not None
     beginning = handle.beginning or find_beginning(tokenizer)

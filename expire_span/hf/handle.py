@@ -28,6 +28,7 @@ from .cache import ExpiringCache, ExpiringLayer, HybridLayer
 from .calls import check_cache, check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
 from .comparing import check_unchanged
 from .decoding import RetrofitModel
+from .generating import SteppingCache, in_slots, supply_caches, withdraw_caches
 from .layouts import AttentionLayer, Layout, configs_of, find_layout
 from .learning import HybridLearningLayer, LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
@@ -41,9 +42,11 @@ HARD_EDGE = 0.5
 """A ramp shorter than one step: a memory has full weight up to its span and none beyond it."""
 
 
-def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit:
+def retrofit(model: nn.Module, config: RetrofitConfig | None = None, *, own_cache: bool = True) -> Retrofit:
     """Add span predictors to a causal language model. If this raises, the model is unchanged.
 
+    own_cache: whether `generate`, pipelines and calls with use_cache=True that give no cache get an expiring one; if False,
+    `past_key_values=handle.new_cache()` must be given.
     The model reads a few tokens before and after, and is refused if anything but the spans would change its logits.
     """
     config = RetrofitConfig() if config is None else config
@@ -59,15 +62,17 @@ def retrofit(model: nn.Module, config: RetrofitConfig | None = None) -> Retrofit
         handle.detach()
         raise
     layout.tokens = layout.logits = None
+    if own_cache:
+        supply_caches(handle)
     return handle
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> Retrofit:
+def load_adapter(model: nn.Module, folder: str | Path, *, own_cache: bool = True) -> Retrofit:
     """Retrofit a model with the predictors and settings of an adapter folder. If this raises, the model is unchanged."""
     head = read_head(Path(folder))
     check_base(model, head, Path(folder))
     read_weights(Path(folder), head)  # before memory is taken for LoRA weights of the rank that the head gives
-    handle = retrofit(model, RetrofitConfig(**head["config"]))
+    handle = retrofit(model, RetrofitConfig(**head["config"]), own_cache=own_cache)
     try:
         if head.get("lora_rank"):
             handle.add_lora(head["lora_rank"])
@@ -104,15 +109,18 @@ class Retrofit:
         """What layers whose keys other layers read have read in this forward pass."""
         self._nothing_expires = False
         self._angles: list[Any] = []
+        self.steps_in_slots: bool | None = None
+        """Whether `generate` decodes over slots where the model can; None does so where that is faster, on a GPU."""
+        self._replaced: dict[str, Any] = {}
         self._hooks: list[Any] = []
         self._paused = False
         self._attach()
 
     # The handle
 
-    def new_cache(self, *, learning: bool = False) -> ExpiringCache:
+    def new_cache(self, *, learning: bool = False, stepping: bool = False) -> ExpiringCache:
         """An empty cache for `past_key_values`. learning: also store hidden states, so that spans of old memories get
-        gradients."""
+        gradients. stepping: decode over slots where that is faster; see generating.py."""
         states, layers = self.layout.recurrent, []
         cap = None if self._nothing_expires else self.config.cap
         by_index = {x.index: x for x in self.layers}
@@ -126,7 +134,8 @@ class Retrofit:
                 layers.append((HybridLearningLayer if learns else HybridLayer)(self.ramp_of(x), cap, states[n]))
             else:
                 layers.append((LearningLayer if learns else ExpiringLayer)(self.ramp_of(x), cap))
-        return ExpiringCache(layers, lambda: base_hash(self.model), weakref.ref(self))
+        kind = SteppingCache if stepping else ExpiringCache
+        return kind(layers, lambda: base_hash(self.model), weakref.ref(self))
 
     def for_stream(self) -> RetrofitModel:
         """What `expire_span.Stream` asks of a model."""
@@ -175,6 +184,7 @@ class Retrofit:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        withdraw_caches(self)
         self._restore()
         if self.lora:
             remove_lora(self.model)
@@ -320,6 +330,8 @@ class Retrofit:
         past = kwargs.get("past_key_values")
         given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         new = next((x.shape[1] for x in given if x is not None), None)
+        if new == 1 and in_slots(past, self):
+            return
         check_mask_values(kwargs.get("attention_mask"))
         if isinstance(past, ExpiringCache):
             past.check_whole()

@@ -25,7 +25,7 @@ from .adapter import read_head
 from .gguf import check_gguf
 from .layouts import check_config
 from .model_files import INDEX, Shapes, check_index, check_model_size, check_tables, check_weights
-from .texts import text_beginning
+from .texts import Beginning, cut_contexts, join_short, text_beginning
 
 PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
 """Errors whose text is a sentence for a user; others are told with their name."""
@@ -226,6 +226,16 @@ def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list
         ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
         documents.append(ids if limit is None else ids[:limit])
     return documents
+
+
+def read_contexts(tokenizer: Any, path: Path, length: int, beginning: Beginning) -> list[Tensor]:
+    """All whole contexts of a text file or a folder of them; refused where no document is long enough."""
+    rest = length - len(beginning.context)
+    documents = join_short(read_documents(tokenizer, path), rest, tokenizer, beginning.text)
+    if found := cut_contexts(documents, length, beginning.context):
+        return found
+    longest = max(len(x) for x in documents) + len(beginning.context)
+    raise UserError(f"no document has {length} tokens, the longest has {longest}; give --context or more text")
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], *, begins: Sequence[int] | None = None) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,18 +121,6 @@ def cut_contexts(documents: list[Tensor], length: int, begins: Sequence[int] = (
             f"a context begins with {len(begins)} tokens of its model, got a context of {length}; give more"
         )
     return [torch.cat([front, part]) for ids in documents for part in ids.split(rest) if len(part) == rest]
-
-
-def read_contexts(tokenizer: Any, path: Path, length: int, beginning: Beginning) -> list[Tensor]:
-    """All whole contexts of a text file or a folder of them; refused where no document is long enough."""
-    from .loading import read_documents
-
-    rest = length - len(beginning.context)
-    documents = join_short(read_documents(tokenizer, path), rest, tokenizer, beginning.text)
-    if found := cut_contexts(documents, length, beginning.context):
-        return found
-    longest = max(len(x) for x in documents) + len(beginning.context)
-    raise UserError(f"no document has {length} tokens, the longest has {longest}; give --context or more text")
 
 
 @torch.no_grad()

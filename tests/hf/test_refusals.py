@@ -90,7 +90,7 @@ def test_a_context_beyond_the_position_table():
 
 def test_a_forgotten_cache_is_explained():
     model = tiny()
-    retrofit(model)
+    retrofit(model, own_cache=False)
     with pytest.raises(ValueError, match=r"got a DynamicCache; pass past_key_values=handle.new_cache\(\)"):
         model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0)
     with pytest.raises(ValueError, match=r"needs its own cache, got a StaticCache; pass past_key_values"):

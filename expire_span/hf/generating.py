@@ -1,0 +1,159 @@
+"""`generate` of a retrofitted model as people call it: it gets an expiring cache by itself, and decodes over slots.
+
+While a retrofit is attached, its model makes a `SteppingCache` wherever `generate`, a pipeline, or a call with `use_cache=True`
+gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, and where that is faster (on a
+GPU), its memories move into the slots of a stream's engine (stream/engines.py), so that a step is one replay of a CUDA graph.
+Whatever else is asked of the cache moves them back first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from expire_span.stream.engines import SlotEngine
+from expire_span.stream.interface import Prefilled
+
+from .cache import ExpiringCache
+
+MORE = ("inputs_embeds", "output_attentions", "output_hidden_states", "labels", "token_type_ids")
+"""Arguments of a forward pass with which a step is computed by the model itself."""
+
+
+class SteppingCache(ExpiringCache):
+    """An `ExpiringCache` that steps of single tokens move into slots."""
+
+    engine: SlotEngine | None = None
+    """Holds the memories of all layers while single tokens are decoded; the layers are then empty."""
+    _layers: list[Any]
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers, with their memories: those in slots are moved back."""
+        self.leave_slots()
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._layers = layers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._layers[layer_idx].seen if self.engine is not None else super().get_seq_length(layer_idx)
+
+    def enter_slots(self, model: Any, positions: Tensor) -> None:
+        """Move all memories into slots. positions: of each row's next token in its own text, padding not counted, [B]."""
+        layers, rows = self.expiring, len(positions)
+        state = [{"memory": x.memory, "position": x.seen} for x in layers]
+        engine = SlotEngine(model, rows)
+        none = torch.zeros(rows, model.vocab, device=model.device)
+        engine.load(list(range(rows)), Prefilled(none, state))
+        engine.clock.epochs.copy_(positions - engine.clock.column)
+        engine.stepper.begin([], [{"position": int(positions.min())}])
+        for x in layers:
+            x.memory = None
+        self.engine = engine
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one token of each row, [B], and return logits [B, V]."""
+        assert self.engine is not None
+        self.engine.tokens.copy_(tokens)
+        self.engine.advance(None)
+        for x in self._layers:
+            x.seen += 1
+        return self.engine.logits.clone()
+
+    def leave_slots(self) -> None:
+        """Move memories that are in slots back into the layers."""
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        column, seen = engine.clock.column, self._layers[0].seen
+        for x, memory in zip(self._layers, engine.stepper.memories):
+            x.memory = memory.to_memory(column, seen - column)
+
+
+def in_slots(cache: Any, handle: Any) -> bool:
+    """Whether a cache of this retrofit has its memories in slots."""
+    own = isinstance(cache, SteppingCache) and cache.maker is not None and cache.maker() is handle
+    return own and cache.engine is not None
+
+
+def supply_caches(handle: Any) -> None:
+    """Let the model make its own caches, and decode over slots; `withdraw_caches` undoes it."""
+    model = handle.model
+    for name, call in (("forward", _forward), ("_prepare_cache_for_generation", _prepare_cache)):
+        own = vars(model).get(name)
+        # A partial of a function, no closure, so that a deep copy of the model runs through a copy of the handle.
+        wrapped = functools.update_wrapper(functools.partial(call, handle, getattr(model, name)), getattr(model, name))
+        handle._replaced[name] = own
+        object.__setattr__(model, name, wrapped)
+
+
+def withdraw_caches(handle: Any) -> None:
+    for name, own in handle._replaced.items():
+        vars(handle.model).pop(name, None)
+        if own is not None:  # accelerate had replaced it before
+            object.__setattr__(handle.model, name, own)
+    handle._replaced = {}
+
+
+def _prepare_cache(handle: Any, prepare: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+    """In place of the model's own: nothing changes where the caller gives a cache, or asks for none or for another kind."""
+    wanted = generation_config.use_cache and generation_config.cache_implementation is None
+    if wanted and not handle._paused and model_kwargs.get("past_key_values") is None:
+        model_kwargs["past_key_values"] = handle.new_cache(stepping=True)
+    return prepare(generation_config, model_kwargs, *args)
+
+
+def _forward(handle: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of the model's own: a step over slots where that is possible, else the model's."""
+    past = kwargs.get("past_key_values")
+    if past is None and kwargs.get("use_cache") is True and not (handle._paused or handle.model.training):
+        kwargs["past_key_values"] = handle.new_cache(stepping=True)
+    if isinstance(past, SteppingCache) and not handle._paused:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if _may_step(handle, past, tokens, kwargs):
+            logits = past.step(tokens[:, 0].to(handle.model.device)).unsqueeze(1)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past)  # type: ignore[arg-type]
+        past.leave_slots()
+    return forward(*args, **kwargs)
+
+
+def _may_step(handle: Any, cache: SteppingCache, tokens: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call reads one token of each row and nothing else; the memories are then in slots."""
+    if not isinstance(tokens, Tensor) or tokens.shape[1] != 1 or torch.is_grad_enabled():
+        return False
+    if any(kwargs.get(name) is not None and kwargs.get(name) is not False for name in MORE):
+        return False
+    if (engine := cache.engine) is not None:
+        writable = torch.is_inference_mode_enabled() or not engine.tokens.is_inference()
+        if writable or not in_slots(cache, handle):
+            return engine.rows == len(tokens) and in_slots(cache, handle)
+    model = handle.for_stream()
+    wanted = model.prefers_steps if handle.steps_in_slots is None else handle.steps_in_slots
+    if not (wanted and model.can_step) or handle._nothing_expires or cache.get_seq_length() == 0:
+        return False
+    layers = cache.expiring
+    if any(x.memory is None or x.memory.rows[0] != len(tokens) for x in layers):
+        return False
+    positions = _own_positions(kwargs, layers[0].seen, len(tokens), model.device)
+    if positions is None:
+        return False
+    cache.enter_slots(model, positions)
+    return True
+
+
+def _own_positions(kwargs: dict[str, Any], seen: int, rows: int, device: torch.device) -> Tensor | None:
+    """The position of each row's new token in its own text, [B]; None where what is given does not tell."""
+    places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != seen + 1 or not bool(mask[:, -1].all())):
+        return None
+    if places is not None:
+        return places.reshape(-1).expand(rows).to(device, torch.int64) if places.numel() in (1, rows) else None
+    if mask is None:
+        return torch.full((rows,), seen, device=device)
+    return mask.to(device).long().sum(-1) - 1

@@ -1,0 +1,206 @@
+"""`generate`, pipelines and plain loops without a cache argument: with expiring memories, and over slots."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, pipeline
+
+from expire_span import Sampling, Stream
+from expire_span.hf.cache import ExpiringCache
+from expire_span.hf.generating import SteppingCache
+from tests.hf_models import FAMILIES, byte_tokenizer, forgetful, tiny, tokens
+
+STEPS = 70
+"""More than the fresh slots of an engine, so that slots are compacted on the way."""
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "slots"])
+def handle(request):
+    handle = forgetful(tiny(), max_span=40, ramp=8, keep_first=2)
+    handle.steps_in_slots = request.param
+    return handle
+
+
+def generate(handle, ids, **options):
+    return handle.model.generate(ids, **dict(max_new_tokens=STEPS, do_sample=False, eos_token_id=None) | options)
+
+
+def padded(ids, by):
+    """The same rows with padding in front of the second one, in place of its first tokens, and their mask."""
+    mask = torch.ones_like(ids)
+    mask[1, :by] = 0
+    return ids * mask, mask
+
+
+def wanted(handle, ids, **options):
+    return generate(handle, ids, past_key_values=handle.new_cache(), **options)
+
+
+def test_generate_takes_a_cache_of_its_own_and_gives_the_same_tokens(handle, monkeypatch):
+    ids, stepped = tokens(3, 50), []
+    step = SteppingCache.step
+    monkeypatch.setattr(SteppingCache, "step", lambda self, x: stepped.append(1) or step(self, x))
+    found = generate(handle, ids, return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, ExpiringCache)
+    assert len(stepped) == (STEPS - 1 if handle.steps_in_slots else 0)
+    assert found.sequences.equal(wanted(handle, ids))
+    cache = found.past_key_values
+    assert cache.seen == 50 + STEPS - 1 and max(int(x.max()) for x in cache.live()) < 60  # much of it was deleted
+
+
+def test_the_tokens_are_those_of_a_stream(handle):
+    ids = tokens(2, 30)
+    stream = Stream(handle, rows=2, static_shapes=handle.steps_in_slots)
+    stream.read(list(ids))
+    steps = [step.tokens for step in stream.generate(Sampling(temperature=0), max_tokens=STEPS)]
+    assert generate(handle, ids)[:, 30:].equal(torch.stack(steps, 1))
+
+
+def test_rows_with_padding(handle):
+    ids, mask = padded(tokens(2, 40), 17)
+    found = generate(handle, ids, attention_mask=mask)
+    assert found.equal(wanted(handle, ids, attention_mask=mask))
+    alone = generate(handle, ids[1:, 17:])
+    assert found[1, 40:].equal(alone[0, 23:])
+
+
+def test_a_row_shorter_than_its_kept_first_tokens(handle):
+    ids, mask = padded(tokens(2, 5), 4)
+    assert generate(handle, ids, attention_mask=mask).equal(wanted(handle, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(num_beams=3), dict(do_sample=True), dict(num_return_sequences=2, do_sample=True)]
+)
+def test_beams_and_samples(handle, options):
+    ids, few = tokens(2, 30), dict(max_new_tokens=12)
+    torch.manual_seed(0)
+    found = generate(handle, ids, **few, **options)
+    torch.manual_seed(0)
+    assert found.equal(wanted(handle, ids, **few, **options))
+
+
+@torch.no_grad()
+def test_a_loop_of_ones_own(handle):
+    model, ids = handle.model, tokens(2, 30)
+    out, found = model(ids, use_cache=True), []
+    for _ in range(STEPS):
+        token = out.logits[:, -1:].argmax(-1)
+        found.append(token)
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    assert torch.cat(found, 1).equal(generate(handle, ids)[:, 30:])
+
+
+@torch.no_grad()
+def test_a_conversation_goes_on_with_many_tokens_after_single_ones(handle):
+    ids, more = tokens(2, 30), tokens(2, 9, seed=7)
+    first = generate(handle, ids, max_new_tokens=20, return_dict_in_generate=True)
+    whole = torch.cat([first.sequences, more], 1)
+    found = generate(handle, whole, max_new_tokens=20, past_key_values=first.past_key_values)
+    assert found.equal(wanted(handle, whole, max_new_tokens=20))
+
+
+@torch.no_grad()
+def test_looking_at_a_cache_or_copying_it_changes_nothing(handle):
+    model, ids = handle.model, tokens(2, 30)
+    out, plain = model(ids, use_cache=True), handle.new_cache()
+    model(ids, past_key_values=plain, use_cache=True)
+    cache = out.past_key_values
+    for n, part in enumerate(tokens(2, 6, seed=4).split(1, 1)):
+        logits = model(part, past_key_values=cache, use_cache=True).logits
+        assert torch.allclose(logits, model(part, past_key_values=plain, use_cache=True).logits, atol=1e-4)
+        if n == 2:
+            assert [x.tolist() for x in cache.live()] == [x.tolist() for x in plain.live()]
+            assert cache.fork().seen == cache.seen == 33 and cache.bytes_held > 0
+    twin = cache.fork(2)
+    assert model(tokens(4, 1), past_key_values=twin, use_cache=True).logits.shape[0] == 4
+
+
+def test_single_tokens_may_follow_outside_inference_mode():
+    handle, ids = forgetful(tiny()), tokens(1, 20)
+    handle.steps_in_slots = True
+    with torch.inference_mode():
+        out = handle.model(ids, use_cache=True)
+        cache = handle.model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True).past_key_values
+    with torch.no_grad():
+        for _ in range(3):
+            handle.model(ids[:, :1], past_key_values=cache, use_cache=True)
+    assert cache.seen == 24
+
+
+def test_hidden_states_and_attentions_come_from_the_model_itself(handle):
+    more = dict(return_dict_in_generate=True, output_hidden_states=True, max_new_tokens=4)
+    found = generate(handle, tokens(1, 20), **more)
+    assert len(found.hidden_states) == 4 and found.sequences.equal(generate(handle, tokens(1, 20), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family(family):
+    handle = forgetful(tiny(family), max_span=40, ramp=8)
+    handle.steps_in_slots = True
+    ids = tokens(2, 40)
+    assert generate(handle, ids, max_new_tokens=8).equal(wanted(handle, ids, max_new_tokens=8))
+
+
+def test_a_pipeline_as_it_stands(handle):
+    config = handle.model.config
+    config.vocab_size, tokenizer = 97, byte_tokenizer()
+    pipe = pipeline("text-generation", model=handle.model, tokenizer=tokenizer, device="cpu")
+    said = pipe("!!", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert said.startswith("!!")
+
+
+def test_what_the_caller_asks_for_stays_so(handle):
+    with pytest.raises(ValueError, match="needs its own cache, got a StaticCache"):
+        generate(handle, tokens(1, 8), cache_implementation="static")
+    with pytest.raises(ValueError, match="needs its own cache, got a DynamicCache"):
+        filled = DynamicCache(config=handle.model.config)
+        with handle.paused() as model:
+            model(tokens(1, 8), past_key_values=filled, use_cache=True)
+        generate(handle, tokens(1, 12), past_key_values=filled)
+    with handle.paused() as model:
+        assert isinstance(generate(handle, tokens(1, 8), return_dict_in_generate=True).past_key_values, DynamicCache)
+    assert generate(handle, tokens(1, 8), use_cache=False, max_new_tokens=3).shape == (1, 11)
+
+
+def test_a_cache_in_slots_belongs_to_its_model(handle):
+    first = generate(handle, tokens(1, 20), max_new_tokens=4, return_dict_in_generate=True)
+    other = forgetful(tiny(seed=3), max_span=40, ramp=8, keep_first=2)
+    other.steps_in_slots = handle.steps_in_slots
+    with pytest.raises(ValueError, match="was made by the retrofit of another model"), torch.no_grad():
+        other.model(tokens(1, 1), past_key_values=first.past_key_values, use_cache=True)
+
+
+def test_it_can_be_turned_off_and_comes_off():
+    model = tiny()
+    before = dict(vars(model))
+    handle = forgetful(model, own_cache=False)
+    with pytest.raises(ValueError, match="needs its own cache, got a DynamicCache"):
+        generate(handle, tokens(1, 8))
+    handle.detach()
+    handle = forgetful(model)
+    assert "forward" in vars(model)
+    handle.detach()
+    assert set(vars(model)) == set(before)
+    assert isinstance(model(tokens(1, 8), use_cache=True).past_key_values, DynamicCache)
+
+
+def test_a_deep_copy_generates_through_its_own_handle(handle):
+    twin = copy.deepcopy(handle.model)
+    ids = tokens(1, 20)
+    found = twin.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    assert found.past_key_values.maker() is twin._expire_span_handle is not handle
+    assert found.sequences.equal(generate(handle, ids, max_new_tokens=6))
+
+
+def test_a_replaced_forward_is_put_back():
+    """accelerate sets a forward of its own on models that it spreads over devices."""
+    model = tiny()
+    own = model.forward
+    object.__setattr__(model, "forward", own)
+    forgetful(model).detach()
+    assert vars(model)["forward"] is own
