@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expire_span.disk.files import hash_file
 from expire_span.errors import UserError
@@ -13,17 +12,17 @@ from expire_span.errors import UserError
 from .bars import steady_progress
 from .parsing import warn
 
-if TYPE_CHECKING:
-    from .evaluate_cache import EvaluateCache
-
+Command = Any
+"""The options of evaluate-cache; its module imports this one."""
 VERSION = 1
 """Counts changes of the prompts: records of another version are refused."""
 
 
-def run_suite_command(command: EvaluateCache, methods: list[str], budgets: list[float]) -> int:
+def run_suite_command(command: Command, methods: list[str], budgets: list[float]) -> int:
     methods = _usable(command, methods)
     _check(command)
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
+    from expire_span.hf.evaluate import check_budgets
     from expire_span.hf.loading import open_model
     from expire_span.lab.suites.page import write_results
     from expire_span.lab.suites.prompts import Frame
@@ -35,10 +34,10 @@ def run_suite_command(command: EvaluateCache, methods: list[str], budgets: list[
     check_length(model, command)
     frame = Frame(tokenizer, plain=command.plain)
     suite, settings = _make_suite(command, model, frame)
-    check_budgets(jobs, suite.context)
+    handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+    check_budgets(handle, methods, budgets, suite.context)
     record = Record(answers_path(command.out), settings)
     write_prompts(command.out, suite.samples, settings)
-    handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
     with steady_progress(command.suite) as tell:
         run_suite(handle, tokenizer, suite, jobs, record, tell)
     paths = write_results(command.out, record, suite.samples)
@@ -46,7 +45,7 @@ def run_suite_command(command: EvaluateCache, methods: list[str], budgets: list[
     return 0
 
 
-def _usable(command: EvaluateCache, methods: list[str]) -> list[str]:
+def _usable(command: Command, methods: list[str]) -> list[str]:
     """The methods; those that are asked by default without expire, if there is no adapter."""
     if "expire" not in methods or command.adapter is not None:
         return methods
@@ -55,13 +54,13 @@ def _usable(command: EvaluateCache, methods: list[str]) -> list[str]:
     return [name for name in methods if name != "expire"]
 
 
-def _names(command: EvaluateCache) -> list[str]:
+def _names(command: Command) -> list[str]:
     from expire_span.lab.suites.tasks import TASKS
 
     return list(TASKS) if command.tasks is None else [x.strip() for x in command.tasks.split(",")]
 
 
-def _check(command: EvaluateCache) -> None:
+def _check(command: Command) -> None:
     from expire_span.lab.suites.tasks import check_tasks
 
     if command.suite == "gsm8k" and command.data is None:
@@ -74,7 +73,7 @@ def _check(command: EvaluateCache) -> None:
         warn("no --data was given, so facts are hidden in repeated sentences, which is easier; name a folder of books")
 
 
-def check_length(model: Any, command: EvaluateCache) -> None:
+def check_length(model: Any, command: Command) -> None:
     """Refuse contexts that are longer than the model was made for."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if command.suite == "ruler" and longest is not None and command.context > longest:
@@ -84,19 +83,7 @@ def check_length(model: Any, command: EvaluateCache) -> None:
         )
 
 
-def check_budgets(jobs: Sequence[Any], context: int) -> None:
-    from expire_span.hf.rivals import LEAST_CAPACITY, METHODS
-
-    for job in jobs:
-        tokens = int(job.budget * context)
-        if job.method in METHODS and tokens < LEAST_CAPACITY:
-            raise UserError(
-                f"a budget of {job.budget:g} leaves {tokens} memories of a context of {context} tokens, but the method "
-                f"{job.method} holds at least {LEAST_CAPACITY}; give a larger budget or a longer context"
-            )
-
-
-def _make_suite(command: EvaluateCache, model: Any, frame: Any) -> tuple[Any, dict[str, Any]]:
+def _make_suite(command: Command, model: Any, frame: Any) -> tuple[Any, dict[str, Any]]:
     """The suite and the settings by which its record is recognised."""
     import torch
 
@@ -119,12 +106,16 @@ def _make_suite(command: EvaluateCache, model: Any, frame: Any) -> tuple[Any, di
         material = "\n".join(haystack.sentences)
         if command.data is not None:
             passages = read_passages(frame.tokenizer, command.data, context, command.documents)
+            if not passages:
+                warn(
+                    f"no file of {command.data} has {context} tokens after its first tenth, so no perplexity is measured"
+                )
     device = next(model.parameters()).device
     documents = [torch.tensor(x, device=device) for x in passages]
     return Suite(samples, documents, context, command.chunk, command.rows), _settings(command, context, material, frame)
 
 
-def _settings(command: EvaluateCache, context: int, material: str, frame: Any) -> dict[str, Any]:
+def _settings(command: Command, context: int, material: str, frame: Any) -> dict[str, Any]:
     """What must be the same for answers to belong into one table. Methods, budgets and the number of prompts may grow."""
     tokens = repr(frame.encode_start(frame.around("")[0] + material[:10_000])).encode()
     made = {"version": VERSION, "suite": command.suite, "model": command.model, "dtype": command.dtype}

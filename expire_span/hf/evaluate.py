@@ -185,7 +185,7 @@ def evaluate(
     progress: called with each result as it is finished.
     """
     check_methods(methods)
-    _check_budgets(handle, methods, budgets, len(documents[0]))
+    check_budgets(handle, methods, budgets, len(documents[0]))
     lines = []
     batches = [torch.stack(documents[n : n + rows]) for n in range(0, len(documents), rows)]
     asked = _in_batches(questions, rows)
@@ -204,7 +204,7 @@ def check_methods(methods: Sequence[str]) -> None:
         raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
 
 
-def _check_budgets(handle: Retrofit, methods: Sequence[str], budgets: Sequence[float], context: int) -> None:
+def check_budgets(handle: Retrofit, methods: Sequence[str], budgets: Sequence[float], context: int) -> None:
     """Refuse budgets that a method cannot meet, before anything is computed."""
     ramp, first = handle.config.ramp, handle.config.keep_first
     least = {"none": 0, "expire": ramp + first, **dict.fromkeys(RIVALS, LEAST_CAPACITY)}

@@ -283,6 +283,7 @@ def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, m
             ["--suite", "ruler", "--tasks", "pairs", "--context", "400", "--budgets", "0.01"],
             "leaves 4 memories of a context",
         ),
+        (["--suite", "ruler", "--tasks", "pairs", "--data", "missing"], "no text at missing: give a text file"),
         ([], "evaluate-cache needs --data, text to read, got none"),
     ],
 )
@@ -296,3 +297,50 @@ def test_what_is_wrong_is_said_in_a_sentence(
 
 def test_all_of_rulers_tasks_are_there() -> None:
     assert len(RULER) == 11 and no_books().take(random.Random(0), 7)[5] == no_books().sentences[0]
+
+
+@pytest.mark.long
+def test_a_killed_suite_gives_what_an_undisturbed_one_gives(folder: Path, tmp_path: Path) -> None:
+    """The short twin cuts a line of the record in two, which is what a kill leaves behind."""
+    import os
+    import signal
+    import subprocess
+    import sys
+
+    command = [
+        sys.executable,
+        "-m",
+        "expire_span",
+        "evaluate-cache",
+        str(folder),
+        "--suite",
+        "ruler",
+        "--device",
+        "cpu",
+    ]
+    command += [
+        "--tasks",
+        "single_1,pairs",
+        "--context",
+        "400",
+        "--prompts",
+        "6",
+        "--rows",
+        "1",
+        "--methods",
+        "none,window",
+    ]
+    command += ["--budgets", "0.5", "--out"]
+    found = {}
+    for name, kills in (("whole", 0), ("killed", 3)):
+        for _ in range(kills):
+            process = subprocess.Popen([*command, str(tmp_path / name)], stderr=subprocess.PIPE, text=True)
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "answers, " in line and "preparing" not in line:
+                    os.kill(process.pid, signal.SIGKILL)
+                    break
+            process.wait()
+        subprocess.run([*command, str(tmp_path / name)], check=True)
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["whole"]["rows"] == found["killed"]["rows"] and len(found["killed"]["answers"]) == 24

@@ -53,6 +53,7 @@ def render(rows: Sequence[Row], settings: dict[str, Any], samples: Sequence[Samp
     page |= {"tasks": averaged(tasks), "headline": tell_headline(rows), "curves": draw_curves(rows)}
     page["perplexity"] = [(x.name, show_interval(x.loss_difference, 1, 4)) for x in rows if x.method != "none"]
     page["perplexity"] = [x for x in page["perplexity"] if x[1]]
+    page["rivals"] = sorted({x["versions"] for x in lines if "versions" in x})
     page["samples"] = [_show_sample(x, lines) for x in samples if x.prompt.index < SHOWN]
     return environment("lab/suites").get_template("suites.html").render(page)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.errors import UserError
 from expire_span.hf import Retrofit
 from expire_span.hf.evaluate import check_methods, find_dial, held_bytes, method, peak_tokens, read
 from expire_span.hf.loading import end_tokens
@@ -93,6 +94,11 @@ def _open(handle: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractC
     tokens, budget = peak_tokens(handle, job.budget, suite.context)
     if job.method == "expire" and job.budget not in record.dials:
         dial = find_dial(handle, dial_contexts(handle, suite), budget, suite.chunk)
+        if dial == 0:
+            raise UserError(
+                f"the adapter cannot meet a budget of {job.budget:g}: contexts of {suite.context} tokens hold more than "
+                f"{budget:,} bytes even with spans of 0; give a larger budget"
+            )
         record.add([{"method": "expire", "budget": job.budget, "dial": dial}])
     return method(handle, job.method, tokens, record.dials.get(job.budget, 1.0))
 
