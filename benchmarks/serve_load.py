@@ -2,7 +2,8 @@
 
 So many clients ask at the same time, each one streamed request after the other: prompts cut from a text, greedy answers. It
 measures tokens per second over all of them, the time to the first token, and the time between two tokens. The same prompts go
-to every server, so that ours, vLLM, and vLLM with the plugin can be set side by side.
+to every server, so that ours, vLLM, and vLLM with the plugin can be set side by side. With --pid it also measures the
+processor time of the server and its children, which other programs on a busy machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import threading
 import time
 from itertools import pairwise
@@ -65,6 +67,18 @@ def load(place: str, model: str, prompts: list[str], clients: int, tokens: int) 
     return {**counts, "tokens_per_second": written / seconds, "first": spread(first), "between": spread(gaps)}
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process and its children so far."""
+    ticks, waiting = 0, [pid]
+    while waiting:
+        place = Path(f"/proc/{waiting.pop()}")
+        fields = (place / "stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+        for thread in (place / "task").iterdir():
+            waiting += map(int, (thread / "children").read_text().split())
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     return {"median": ordered[len(ordered) // 2], "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}
@@ -79,6 +93,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="requests of each client")
     parser.add_argument("--characters", type=int, default=1000, help="length of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="largest number of tokens of an answer")
+    parser.add_argument("--pid", type=int, help="process of the server, on Linux")
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
     place = urlsplit(args.url).netloc
@@ -93,12 +108,16 @@ def main() -> None:
         prompts = [text[at + n * size : at + (n + 1) * size] for n in range(count)]
         assert all(len(x) == size for x in prompts), "the text is too short"
         at += count * size
-        lines.append(load(place, model, prompts, clients, args.tokens))
-        line = lines[-1]
+        before = processor_seconds(args.pid) if args.pid else 0.0
+        line = load(place, model, prompts, clients, args.tokens)
+        if args.pid:
+            line["processor"] = processor_seconds(args.pid) - before
+        lines.append(line)
         first, between = line["first"], line["between"]
         print(
             f"{args.name}: {clients:3d} clients {line['tokens_per_second']:8.1f} tokens/s, first token {first['median']:.2f} s "
-            f"(99th {first['p99']:.2f}), between {1000 * between['median']:.0f} ms (99th {1000 * between['p99']:.0f})",
+            f"(99th {first['p99']:.2f}), between {1000 * between['median']:.0f} ms (99th {1000 * between['p99']:.0f})"
+            + (f", processor {1000 * line['processor'] / max(line['written'], 1):.1f} ms a token" if args.pid else ""),
             flush=True,
         )
     print(

@@ -3,6 +3,7 @@
 It runs where vLLM is installed (docs/vllm.md), with the plugin or, without --adapter, with vLLM's own cache. As many requests
 as are asked for are submitted at once; each has so many tokens, prompt and answer together, and writes long enough for all
 prompts to be read meanwhile. The result is the largest number of requests that held their whole prompt at the same time. With
+--prompt, a request reads less than it may have: a block of ours is then taken whole all the same, vLLM's own are not. With
 an adapter it also says what slots would take if every head had as many as the longest of its layer, or of the model.
 """
 
@@ -29,7 +30,8 @@ def start(args: argparse.Namespace) -> Any:
     ours: dict[str, Any] = {}
     if args.adapter:
         ours["hf_overrides"] = {"architectures": [ARCHITECTURE]}
-        ours["additional_config"] = {"expire_span": {"adapter": args.adapter}}
+        slots = {} if args.slots is None else {"slots": args.slots}
+        ours["additional_config"] = {"expire_span": {"adapter": args.adapter, **slots}}
     sizes = {"max_model_len": args.tokens, "kv_cache_memory_bytes": args.bytes, "max_num_seqs": args.requests}
     sizes |= {"max_num_batched_tokens": args.chunk, "enable_prefix_caching": False}
     return LLM(args.model, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, **sizes, **ours)
@@ -74,15 +76,19 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, help="a file with token numbers, one a line; without it, tokens are random"
     )
+    parser.add_argument("--slots", type=int, help="of every head, in place of what was measured")
     parser.add_argument("--bytes", type=int, default=2_000_000_000, help="of the cache")
     parser.add_argument("--tokens", type=int, default=8192, help="of a request")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens that the engine reads in a step")
+    parser.add_argument(
+        "--prompt", type=int, help="tokens of a prompt that are read; without it, all but those of the answer"
+    )
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
     engine = start(args)
     written = args.requests * (-(-args.tokens // args.chunk) + 1)
-    length = args.tokens - written
+    length = args.prompt or args.tokens - written
     vocab = engine.llm_engine.model_config.get_vocab_size()
     ids = torch.randint(3, vocab, (args.requests, length), generator=torch.Generator().manual_seed(0)).tolist()
     if args.text:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from expire_span.sampling import draw_rows
 from expire_span.stream import Stream
 from expire_span.stream.decoders import model_of
+from expire_span.stream.tokens import send_to_host
 
 from .requests import Response
 
@@ -51,25 +55,47 @@ class Batch:
             response.row = None
         self.responses, self._stream = [], None
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether rows read their next token as soon as it is drawn, before the host knows it. The step then runs while the
+        host writes text and prepares the next one; a row whose response ends has read one token more. On a CPU a step would
+        make the host wait, and a table of positions may end there."""
+        return self._fixed and self.stream.length is None
+
     def draw(self) -> None:
-        """Draw the next `token` of every response. The host waits for the device."""
+        """Draw the next `token` of every response. The host waits for these, but not for the step where steps overlap."""
+        if self.overlaps:
+            self._fit()
         logits = self.stream.logits[[_row(x) for x in self.responses]]
         samplings = [x.request.sampling for x in self.responses]
-        drawn = draw_rows(logits, samplings, [x.generator for x in self.responses]).tolist()
-        for response, token in zip(self.responses, drawn):
+        drawn = draw_rows(logits, samplings, [x.generator for x in self.responses])
+        flight = send_to_host(drawn)
+        if self.overlaps:
+            self._feed(drawn)
+        for response, token in zip(self.responses, flight.collect([True] * len(drawn)).tokens.tolist()):
             response.token = token
+            if self.overlaps:
+                response.fed.append(token)
 
     def step(self) -> None:
-        """Let every row read the token that was drawn last for it, all in one decode step."""
-        if not self.responses:
+        """Let every row read the token that was drawn last for it, all in one decode step, unless it has read it already."""
+        if not self.responses or self.overlaps:
             return
+        self._fit()
+        for response in self.responses:
+            response.fed.append(response.token)
+        self._feed(torch.tensor([response.token for response in self.responses], device=self.device))
+
+    def _feed(self, drawn: Tensor) -> None:
+        """One decode step: every response's row reads its token."""
+        tokens = drawn.new_zeros(self.stream.rows)  # an idle row reads anything
+        tokens[[_row(x) for x in self.responses]] = drawn
+        self.stream.feed(tokens)
+
+    def _fit(self) -> None:
+        """On a CPU, drop the rows of responses that have left."""
         if not self._fixed and not all(self.stream.active):
             self._resize(len(self.responses))
-        tokens = [0] * self.stream.rows  # an idle row reads anything
-        for response in self.responses:
-            tokens[_row(response)] = response.token
-            response.fed.append(response.token)
-        self.stream.feed(tokens)
 
     def _resize(self, size: int) -> None:
         """Move the responses into the first rows of a stream with `size` rows, in their order; the others are idle."""

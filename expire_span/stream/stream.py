@@ -26,7 +26,7 @@ from .memory_check import check_room
 from .plain_engine import PlainEngine
 from .prompts import Prompt, check_prompt, group_by_length, stack_marks
 from .saved import read_saved, write_saved
-from .tokens import Flight, Step
+from .tokens import Flight, Step, send_to_host
 
 STEPPED = 512
 """On a GPU, prompts of different lengths of at most this many tokens are read step by step, one token of each row per step."""
@@ -247,7 +247,7 @@ class Stream:
         engine = self._engine
         before = remember_living(engine) if events else None
         engine.advance(sampling, self._generator_of(sampling))
-        flight = _send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
+        flight = send_to_host(engine.tokens) if engine.lookahead else Flight(engine.tokens.to("cpu", copy=True))
         flight.events = find_events(engine, before) if before is not None else None
         self._flights.append(flight)
 
@@ -347,11 +347,3 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # a generator state of another kind of device cannot be restored
                 self._generator[1].set_state(tensors["generator"])
         return self
-
-
-def _send_to_host(tokens: Tensor) -> Flight:
-    """Start to copy tokens from a GPU, without waiting for it."""
-    host, event = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True), torch.cuda.Event()
-    host.copy_(tokens, non_blocking=True)
-    event.record()
-    return Flight(host, event)

@@ -50,3 +50,13 @@ class Flight:
                 if row in self.stale or not is_active:
                     tokens[row] = NOTHING
         return Step(tokens, self.events)
+
+
+def send_to_host(tokens: Tensor) -> Flight:
+    """Start to copy tokens [rows] to the host; from a GPU, without waiting for it."""
+    if tokens.device.type != "cuda":
+        return Flight(tokens.to("cpu", copy=True))
+    host, event = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(tokens, non_blocking=True)
+    event.record()
+    return Flight(host, event)
