@@ -24,6 +24,11 @@ spans of which most expire within 80 tokens. It reads these tokens in chunks, in
 while expired memories are deleted. Its logits must be those of one pass in which the definition masks the same memories and
 nothing is deleted. What is neither equal nor refused fails the test.
 
+<!-- parse -->
+```bash
+expire-span retrofit MODEL --data books --budget 0.25     # a family that cannot be retrofitted is refused in one sentence
+```
+
 What decides is not the name: `retrofit` reads it off [one forward pass](hf.md#a-family-that-is-not-listed), so that a family
 that is newer than this page may work as well.
 

@@ -27,7 +27,8 @@ def blocks_of(page: Path, mark: str = "run|parse") -> list[str]:
 
 def commands_of(page: Path) -> list[list[str]]:
     """The arguments of every marked `expire-span` command of a page."""
-    lines = [shlex.split(line, comments=True) for block in blocks_of(page) for line in block.splitlines()]
+    blocks = [block.replace("\\\n", " ") for block in blocks_of(page)]
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
     return [words[1:] for words in lines if words[:1] == ["expire-span"]]
 
 

@@ -116,7 +116,7 @@ def _forward(handle: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["past_key_values"] = handle.new_cache(stepping=True)
     if isinstance(past, SteppingCache) and not handle._paused:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if _may_step(handle, past, tokens, kwargs):
+        if tokens is not None and _may_step(handle, past, tokens, kwargs):
             logits = past.step(tokens[:, 0].to(handle.model.device)).unsqueeze(1)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past)  # type: ignore[arg-type]
         past.leave_slots()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expire_span.lab.compare.conduct import _start
+from expire_span.lab.compare.conduct import start_child
 from expire_span.recipes import text_tiny
 from tests.tiny import as_options, spawn, tiny_config, write_text
 
@@ -17,7 +17,7 @@ def test_workers_of_a_comparison_run_no_file_of_the_current_folder(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with open(tmp_path / "said", "wb") as said:
-        child = _start(tmp_path / "nothing", "x", said)
+        child = start_child(tmp_path / "nothing", "x", said)
         child.wait(timeout=60)
     assert child.returncode == 2 and "is no comparison" in (tmp_path / "said").read_text()
     assert not list(tmp_path.glob("ran-*"))
