@@ -84,13 +84,18 @@ def run_evaluate_cache(args: list[str]) -> int:
     from expire_span.disk.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
     from expire_span.hf.evaluate import check_methods, evaluate
-    from expire_span.hf.loading import open_model
+    from expire_span.hf.loading import check_context, open_model
+    from expire_span.train.progress import Heartbeat
 
     check_methods(methods)
-    model, tokenizer = open_model(command.model, command.dtype, command.device)
-    handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
-    documents, questions = _material(command, handle, tokenizer)
-    rows = evaluate(handle, documents, questions, methods, budgets, chunk=command.chunk, progress=_print_row)
+    with Heartbeat("evaluate-cache") as beat:
+        beat.note("loading the model")
+        model, tokenizer = open_model(command.model, command.dtype, command.device)
+        check_context(model, command.context)
+        handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+        documents, questions = _material(command, handle, tokenizer)
+        how: Any = {"chunk": command.chunk, "progress": _print_row, "note": beat.note}
+        rows = evaluate(handle, documents, questions, methods, budgets, **how)
     compare_with_expire(rows)
     command.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"model": command.model, "context": command.context, "chunk": command.chunk, "dtype": command.dtype}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,12 +61,14 @@ def run_retrofit(args: list[str]) -> int:
     check_new(command.out, "--out")
     if not command.data.exists():
         raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
+    command.learning.check_budget(command.expiry.ramp, command.expiry.keep_first)
     from expire_span.train.distill import begin, check_extras
 
     check_extras(command.learning)
     task = RetrofitTask(model=command.model, data=str(command.data), dtype=command.dtype)
     run = begin(task, command.expiry, command.learning, command.out, seed=command.seed)
     print(tell(run, run.read_result() or {}))
+    print(tell_next(run, command.model))
     return 0
 
 
@@ -74,6 +77,16 @@ def tell(run: RunFolder, result: dict[str, Any]) -> str:
     return (
         f"{run.path / 'adapter'}: {result['live_at_end']:.0f} living memories per head at {result['context']} tokens "
         f"(budget {result['target']:.0f}), KL to the base model {result['score']:.4f} nats a token"
+    )
+
+
+def tell_next(run: RunFolder, model: str) -> str:
+    """What to type now."""
+    adapter, model = shlex.quote(str(run.path / "adapter")), shlex.quote(model)
+    return (
+        f"next: {PROGRAM} verify {adapter}\n"
+        f"      {PROGRAM} view {adapter}\n"
+        f"      {PROGRAM} chat {model} --adapter {adapter}"
     )
 
 

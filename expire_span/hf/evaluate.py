@@ -179,10 +179,11 @@ def evaluate(
     chunk: int = 128,
     rows: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
+    note: Callable[[str], None] = lambda told: None,
 ) -> list[dict[str, Any]]:
     """Results for each method and budget, one dictionary each; documents [n] of equal length are read `rows` at a time.
 
-    progress: called with each result as it is finished.
+    progress: called with each result as it is finished; note: called with what is measured next.
     """
     check_methods(methods)
     check_budgets(handle, methods, budgets, len(documents[0]))
@@ -191,6 +192,7 @@ def evaluate(
     asked = _in_batches(questions, rows)
     for name in methods:
         for share in budgets if name != "none" else [1.0]:
+            note(f"measuring {name} at a budget of {share:g}")
             line = _evaluate_one(handle, batches, asked, name, share, chunk)
             lines.append(line)
             if progress is not None:

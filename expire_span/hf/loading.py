@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
@@ -47,6 +48,8 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
         if (shapes := read_shapes()) is not None:
             check_model_size(config, shapes, settings)
     with _quiet(), _explained(told):
+        if "gguf_file" in files:
+            print(f"reading the {len(shapes or ()):,} tensors of {name}", file=sys.stderr, flush=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(place, **_options(dtype, extra))
     model, found = loaded
     _check_weights(name, found)
@@ -124,12 +127,31 @@ def _explained(what: str | Callable[[], str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' reports of what it loads: what matters in them is an error here."""
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with _no_gguf_bar():
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """Without the bar with which transformers reads GGUF files: it heeds no setting, and writes hundreds of lines into logs."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    before: Any = getattr(reader, "tqdm", None)
+    if before is not None:
+        setattr(reader, "tqdm", lambda found, *args, **kwargs: found)  # noqa: B010 - a module's name
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        if before is not None:
+            setattr(reader, "tqdm", before)  # noqa: B010
 
 
 def _blame(path: Path) -> str:
@@ -212,6 +234,15 @@ def find_device(device: str) -> torch.device:
     if kind == "cuda" and int(number or 0) >= count:
         raise UserError(f"device {device} needs a GPU of that number, got {count} here; use cpu or auto")
     return torch.device(device)
+
+
+def check_context(model: Any, context: int, option: str = "--context") -> None:
+    """Refuse contexts that are longer than those for which the model was made."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and context > most:
+        raise UserError(
+            f"{type(model).__name__} was made for contexts of {most} tokens, got {option} {context}; give at most {most}"
+        )
 
 
 def read_documents(tokenizer: Any, path: Path, limit: int | None = None) -> list[Tensor]:

@@ -132,7 +132,17 @@ class DistillConfig:
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
 
-    def target(self, ramp: int, bytes_per_token: int) -> float:
+    def check_budget(self, ramp: int, keep_first: int) -> None:
+        """Refuse what can be seen to be impossible before the model is known, whose sizes a budget in bytes needs."""
+        if self.budget_bytes is None:
+            self.target(ramp, 1, keep_first)
+        require(
+            ramp < self.context,
+            f"a ramp must be shorter than the context, or nothing is ever deleted in training, got ramp {ramp} and context "
+            f"{self.context}; give a shorter ramp or a longer context",
+        )
+
+    def target(self, ramp: int, bytes_per_token: int, keep_first: int = 0) -> float:
         """The budget as living memories per head at the end of a context."""
         if self.budget is not None:
             live = self.budget * self.context
@@ -142,10 +152,12 @@ class DistillConfig:
             live <= self.context,
             f"the budget of {live:g} memories is more than the context of {self.context} tokens; give less or a longer context",
         )
+        kept = f" and {keep_first} first tokens are kept" if keep_first else ""
         least = (
-            f"every memory lives for its ramp of {ramp} tokens, so {ramp} is the least budget, got {live:g} memories"
+            f"every memory lives for its ramp of {ramp} tokens{kept}, so {ramp + keep_first} is the least budget, got "
+            f"{live:g} memories"
         )
-        require(live >= ramp, f"{least}; give more, or a shorter ramp")
+        require(live >= ramp + keep_first, f"{least}; give more, or a shorter ramp")
         return live
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from expire_span.extras import install_command
 from expire_span.hf.adapter import base_hash
 from expire_span.hf.handle import Retrofit, retrofit
 from expire_span.hf.layouts import text_config
-from expire_span.hf.loading import open_model, read_documents
+from expire_span.hf.loading import check_context, open_model, read_documents
 from expire_span.hf.texts import describe_beginning, find_beginning, join_short
 from expire_span.ops import resolve_impl
 from expire_span.runs import RunFolder, UserError
@@ -33,6 +31,7 @@ from .devices import build_accelerator, check_device
 from .distiller import Distiller
 from .estimate import check_retrofit_batch
 from .loop import Fault
+from .progress import Heartbeat
 from .trackers import check_tracker
 
 
@@ -59,9 +58,10 @@ def distill_on(handle: Retrofit, documents: list[Tensor], run: RunFolder, *, sho
 
 def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, folder: Path, *, seed: int) -> RunFolder:
     """A new run of the command line, which names the model and the text."""
-    handle, documents = _open(task, expiry, config)
-    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, _tell)
-    return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
+    with Heartbeat("retrofit") as beat:
+        handle, documents = _open(task, expiry, config, beat)
+        learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, beat)
+        return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
 def resume(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
@@ -69,11 +69,14 @@ def resume(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
     config: RetrofitRunConfig = run.config
     if not config.task.data:
         raise UserError(f"run {run.path} was made from Python and does not name its text; go on with distill_on")
-    handle, documents = _open(config.task, config.model.expiry, config.train)
-    if base_hash(handle.model) != config.model.hash:
-        raise UserError(f"the model {config.task.model} has changed since run {run.path} began; put the first one back")
-    learner = DistillLearner(handle, documents, config, run.path, _tell)
-    return _run(learner, lambda: session.go_on(lambda _: learner, run, allow_changed_data=allow_changed_data))
+    with Heartbeat("retrofit") as beat:
+        handle, documents = _open(config.task, config.model.expiry, config.train, beat)
+        if base_hash(handle.model) != config.model.hash:
+            raise UserError(
+                f"the model {config.task.model} has changed since run {run.path} began; put the first one back"
+            )
+        learner = DistillLearner(handle, documents, config, run.path, beat)
+        return _run(learner, lambda: session.go_on(lambda _: learner, run, allow_changed_data=allow_changed_data))
 
 
 def check_extras(config: DistillConfig) -> None:
@@ -83,24 +86,24 @@ def check_extras(config: DistillConfig) -> None:
         raise UserError(f"--lora-rank needs peft; install it with: {install_command('hf')}")
 
 
-def _open(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig) -> tuple[Retrofit, list[Tensor]]:
+def _open(
+    task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, beat: Heartbeat
+) -> tuple[Retrofit, list[Tensor]]:
     device = check_device(config.device)
     check_retrofit_batch(config, device)
+    beat.note("loading the model")
     model, tokenizer = open_model(task.model, task.dtype, str(device))
+    check_context(model, config.context)
     handle = retrofit(model, expiry)
     if config.lora_rank:
         handle.add_lora(config.lora_rank)
-    _tell(f"reading {task.data} as tokens")
+    beat.say(f"reading {task.data} as tokens")
     documents = read_documents(tokenizer, Path(task.data))
-    _tell(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
+    beat.say(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
     handle.beginning = beginning = find_beginning(tokenizer)
     with handle.paused() as base:
-        _tell(describe_beginning(base, tokenizer, documents, beginning))
+        beat.say(describe_beginning(base, tokenizer, documents, beginning))
     return handle, join_short(documents, config.context - len(beginning.context), tokenizer, beginning.text)
-
-
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
@@ -140,11 +143,13 @@ class DistillLearner:
         documents: list[Tensor],
         config: RetrofitRunConfig,
         folder: Path,
-        tell: Callable[[str], None] | None = None,
+        beat: Heartbeat | None = None,
     ) -> None:
+        """beat: told what is being done."""
         check_extras(config.train)
         self.handle, self.config, self.folder = handle, config, folder
-        self.distiller = Distiller(handle, documents, config.train, config.seed, tell)
+        self.beat = beat
+        self.distiller = Distiller(handle, documents, config.train, config.seed, None if beat is None else beat.say)
         self.documents = documents
         self.accelerator = build_accelerator(config.train.device)
         if self.accelerator.num_processes > 1:
@@ -165,6 +170,8 @@ class DistillLearner:
         return {"sha256": digest.hexdigest(), "bytes": 8 * count}
 
     def step(self, index: int) -> int:
+        if self.beat is not None and self.distiller.calibrated:
+            self.beat.note(f"step {index + 1} of {self.config.train.steps}")
         self.lines.append(self.distiller.step(index))
         return self.config.train.batch * self.config.train.context
 
@@ -187,6 +194,8 @@ class DistillLearner:
         return None
 
     def evaluate(self) -> dict[str, Any]:
+        if self.beat is not None:
+            self.beat.note("judging on held-out text")
         kl, spans, live = self.distiller.evaluate()
         share = float(live.mean()) / self.config.train.context
         return {

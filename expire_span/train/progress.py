@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from expire_span.disk.sizes import show_bytes
 
 __all__ = ["Clock", "Display", "Speed", "fit", "show_bytes", "show_time"]
 
+SILENCE = 10.0
+"""Longest time, in seconds, without a line where there is no terminal."""
 BAR_WIDTH = 24
 """Columns of the bar on a terminal."""
 
@@ -72,6 +75,67 @@ class Clock:
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on training steps."""
         self.last += seconds
+
+
+class Heartbeat:
+    """Lines on stderr about work that takes long: what was told, and again after every silence, so that no log stands still.
+
+    A context manager. On a terminal, where a bar shows that work goes on, only `say` prints.
+    """
+
+    def __init__(self, name: str, silence: float = SILENCE) -> None:
+        self.name, self.silence, self.began = name, silence, time.monotonic()
+        self.told, self.printed, self.at = "starting", "", -1.0
+        self.tells = False
+        """Whether the last words came by `tell`, which are printed at the end in any case."""
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        if not sys.stderr.isatty():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            if self._thread.ident is not None and self.tells and self.told != self.printed:
+                self._print(least=0.0)
+            self._ended = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence as it is."""
+        with self._changed:
+            self.told = self.printed = sentence
+            self.at = time.monotonic() - self.began
+            print(sentence, file=sys.stderr, flush=True)
+
+    def tell(self, told: str) -> None:
+        """Print what is being done, if that is new and the last line at least a second old."""
+        with self._changed:
+            self.told, self.tells = told, True
+            if self._thread.ident is not None and told != self.printed:
+                self._print(least=1.0)
+
+    def note(self, told: str) -> None:
+        """Print what is being done only after the next silence."""
+        with self._changed:
+            self.told, self.tells = told, False
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._ended, timeout=self.silence / 2):
+                self._print(least=self.silence / 2)
+
+    def _print(self, least: float) -> None:
+        seconds = time.monotonic() - self.began
+        if self.at >= 0 and seconds - self.at < least:
+            return
+        print(f"{self.name}: {self.told} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        self.printed, self.at = self.told, seconds
 
 
 class Display:

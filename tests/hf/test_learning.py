@@ -220,6 +220,7 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     )
     said = capsys.readouterr()
     assert "(budget 40)" in said.out and "tokens, documents: 1" in said.err and "fitting spans" in said.err
+    assert f"next: expire-span verify {adapter}" in said.out and f"chat {folder} --adapter {adapter}" in said.out
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
     assert "intact, made for" in capsys.readouterr().out
     out = ["--context", "400", "--documents", "2", "--questions", "1", "--out", str(tmp_path / "table")]
@@ -317,6 +318,14 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
             "has no model.safetensors and no model.safetensors.index.json",
         ),
         (["retrofit", "m", "--data", str(tmp_path / "no")], "no text at"),
+        (
+            ["retrofit", "m", *data, "--ramp", "512"],  # before a model is looked for
+            "every memory lives for its ramp of 512 tokens and 4 first tokens are kept, so 516 is the least budget, got 512",
+        ),
+        (
+            ["retrofit", "m", *data, "--budget", "1", "--keep-first", "0", "--ramp", "64", "--context", "64"],
+            "a ramp must be shorter than the context, or nothing is ever deleted in training, got ramp 64 and context 64",
+        ),
         (["retrofit", "m", "--data", str(book), "--budget", "2"], "must lie in (0, 1], got 2.0"),
         (["verify", str(tmp_path)], "it has no adapter.json"),
         (["evaluate-cache", "m", "--data", str(book)], "method expire needs --adapter, got none"),

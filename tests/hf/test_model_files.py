@@ -81,10 +81,12 @@ def test_a_gguf_file_with_a_tensor_that_transformers_drops(tmp_path, monkeypatch
         loading.open_model(str(file), device="cpu")
 
 
-def test_a_gguf_file_through_its_own_reader(tmp_path):
-    """The same two files as transformers itself reads them."""
+def test_a_gguf_file_through_its_own_reader(tmp_path, capfd):
+    """The same two files as transformers itself reads them; a log gets one line, not a bar."""
     pytest.importorskip("gguf")
     loading.open_model(str(llama_gguf(tmp_path / "x.gguf")), device="cpu")
+    told = capfd.readouterr().err
+    assert told.startswith("reading the ") and told.count("\n") == 1 and "\r" not in told, told
     for drop, more, said in [
         (["blk.1.ffn_up.weight"], {}, "lacks weights"),
         ([], {"rope_freqs.weight": torch.ones(4)}, "holds 32,100 numbers"),
