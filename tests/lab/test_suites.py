@@ -238,8 +238,9 @@ def test_a_suite_is_asked_once_and_leaves_a_page(folder: Path, tmp_path: Path, c
     assert run(folder, out) == 2 and "does not match its checksum" in capsys.readouterr().err
 
 
-def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     from expire_span.hf.loading import open_model
+    from expire_span.lab.suites import run as running
 
     model, _ = open_model(str(folder), device="cpu")
     forgetful(model, max_span=300, ramp=16).save(tmp_path / "adapter")
@@ -254,6 +255,9 @@ def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_p
     assert full["held_bytes"] == full["kept_bytes"] == 400 * 2 * 2 * 2 * 8 * 4
     record = Record(tmp_path / "suite.jsonl", found["settings"])
     assert list(record.dials) == [0.25] and record.dials[0.25] > 0
+    monkeypatch.setattr(running, "find_dial", lambda *_: 0.0)
+    assert run(folder, tmp_path / "suite", *more, "--budgets", "0.25,0.2") == 2
+    assert "the adapter cannot meet a budget of 0.2: contexts of 400 tokens hold more" in capsys.readouterr().err
 
 
 def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -283,7 +287,7 @@ def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, m
             ["--suite", "ruler", "--tasks", "pairs", "--context", "400", "--budgets", "0.01"],
             "leaves 4 memories of a context",
         ),
-        (["--suite", "ruler", "--tasks", "pairs", "--data", "missing"], "no text at missing: give a text file"),
+        (["--suite", "ruler", "--context", "900", "--data", "missing"], "no text at missing: give a text file"),
         ([], "evaluate-cache needs --data, text to read, got none"),
     ],
 )
