@@ -17,7 +17,7 @@ from expire_span.lab.suites.asking import ask, in_batches  # noqa: E402
 from expire_span.lab.suites.gsm8k import make_problems  # noqa: E402
 from expire_span.lab.suites.haystack import Haystack, no_books, read_books, read_passages  # noqa: E402
 from expire_span.lab.suites.lists import _coded_text, _word_list  # noqa: E402
-from expire_span.lab.suites.prompts import Frame, Prompt, Sample, begin_text  # noqa: E402
+from expire_span.lab.suites.prompts import Frame, Prompt, Sample  # noqa: E402
 from expire_span.lab.suites.record import Record  # noqa: E402
 from expire_span.lab.suites.scoring import (  # noqa: E402
     final_number,
@@ -145,12 +145,10 @@ def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
 
 def test_a_text_begins_as_its_tokenizer_begins_it() -> None:
     tokenizer = byte_tokenizer()
-    assert begin_text(tokenizer, "ab") == tokenizer.encode("ab", add_special_tokens=False)
     from tokenizers.processors import TemplateProcessing
 
     both = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = both
-    assert begin_text(tokenizer, "ab") == [1, *tokenizer.encode("ab", add_special_tokens=False)]
     plain = Frame(tokenizer).to_sample(Prompt("x", 0, "abc", "d", ("a",), 4), 10)
     assert plain.context[0] == 1 and 2 not in plain.context and 1 not in plain.question
 
