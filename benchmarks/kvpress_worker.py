@@ -45,7 +45,13 @@ def main(job: dict[str, Any]) -> None:
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
                     print(f"{method} at {budget:g}: {n} of {len(prompts)} prompts", flush=True)
-                found = ask(model, tokenizer, make_press(name, budget), prompt)
+                try:
+                    found = ask(model, tokenizer, make_press(name, budget), prompt)
+                except (
+                    ValueError
+                ) as error:  # a press that cannot go on with this prompt; the answer is missing in the table
+                    print(f"{method} at {budget:g} failed on {prompt['task']} {prompt['index']}: {error}", flush=True)
+                    continue
                 file.write(seal_line(json.dumps({**key, **found, "versions": versions}).encode()))
                 file.flush()
 

@@ -17,7 +17,7 @@ from expire_span.lab.suites.asking import ask, in_batches  # noqa: E402
 from expire_span.lab.suites.gsm8k import make_problems  # noqa: E402
 from expire_span.lab.suites.haystack import Haystack, no_books, read_books, read_passages  # noqa: E402
 from expire_span.lab.suites.lists import _coded_text, _word_list  # noqa: E402
-from expire_span.lab.suites.prompts import Frame, Prompt, Sample, begin_text  # noqa: E402
+from expire_span.lab.suites.prompts import Frame, Prompt, Sample  # noqa: E402
 from expire_span.lab.suites.record import Record  # noqa: E402
 from expire_span.lab.suites.scoring import (  # noqa: E402
     final_number,
@@ -145,12 +145,10 @@ def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
 
 def test_a_text_begins_as_its_tokenizer_begins_it() -> None:
     tokenizer = byte_tokenizer()
-    assert begin_text(tokenizer, "ab") == tokenizer.encode("ab", add_special_tokens=False)
     from tokenizers.processors import TemplateProcessing
 
     both = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = both
-    assert begin_text(tokenizer, "ab") == [1, *tokenizer.encode("ab", add_special_tokens=False)]
     plain = Frame(tokenizer).to_sample(Prompt("x", 0, "abc", "d", ("a",), 4), 10)
     assert plain.context[0] == 1 and 2 not in plain.context and 1 not in plain.question
 
@@ -238,8 +236,9 @@ def test_a_suite_is_asked_once_and_leaves_a_page(folder: Path, tmp_path: Path, c
     assert run(folder, out) == 2 and "does not match its checksum" in capsys.readouterr().err
 
 
-def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     from expire_span.hf.loading import open_model
+    from expire_span.lab.suites import run as running
 
     model, _ = open_model(str(folder), device="cpu")
     forgetful(model, max_span=300, ramp=16).save(tmp_path / "adapter")
@@ -254,6 +253,9 @@ def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_p
     assert full["held_bytes"] == full["kept_bytes"] == 400 * 2 * 2 * 2 * 8 * 4
     record = Record(tmp_path / "suite.jsonl", found["settings"])
     assert list(record.dials) == [0.25] and record.dials[0.25] > 0
+    monkeypatch.setattr(running, "find_dial", lambda *_: 0.0)
+    assert run(folder, tmp_path / "suite", *more, "--budgets", "0.25,0.2") == 2
+    assert "the adapter cannot meet a budget of 0.2: contexts of 400 tokens hold more" in capsys.readouterr().err
 
 
 def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -283,7 +285,7 @@ def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, m
             ["--suite", "ruler", "--tasks", "pairs", "--context", "400", "--budgets", "0.01"],
             "leaves 4 memories of a context",
         ),
-        (["--suite", "ruler", "--tasks", "pairs", "--data", "missing"], "no text at missing: give a text file"),
+        (["--suite", "ruler", "--context", "900", "--data", "missing"], "no text at missing: give a text file"),
         ([], "evaluate-cache needs --data, text to read, got none"),
     ],
 )

@@ -11,8 +11,6 @@ from typing import Any
 
 from expire_span.errors import UserError
 
-from .prompts import begin_text
-
 NOTHING = (
     "The field is wide.",
     "The wind is light.",
@@ -92,11 +90,13 @@ def fit(tokenizer: Any, build: Callable[[int], str], room: int) -> tuple[int, in
 
 def read_passages(tokenizer: Any, path: Path, tokens: int, count: int) -> list[list[int]]:
     """Passages of exactly `tokens` tokens from at most `count` different files, spread over the folder."""
+    from expire_span.hf.texts import encode_text
+
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     found = []
     for file in files[:: max(1, len(files) // count)][:count]:
         text = file.read_text(encoding="utf-8", errors="replace")
-        ids = begin_text(tokenizer, text[len(text) // 10 :][: 12 * tokens])[:tokens]
+        ids = encode_text(tokenizer, text[len(text) // 10 :][: 12 * tokens])[:tokens]
         if len(ids) == tokens:
             found.append(ids)
     return found

@@ -74,10 +74,10 @@ class Frame:
         return before, after
 
     def encode_start(self, text: str) -> list[int]:
-        """Tokens of a text that begins a context."""
-        if self.chats:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return begin_text(self.tokenizer, text)
+        """Tokens of a text that begins a context, behind what the tokenizer puts before every text."""
+        from expire_span.hf.texts import encode_text
+
+        return encode_text(self.tokenizer, text, () if self.chats else None)
 
     def room(self, context: int, system: str = "") -> int:
         """Number of tokens that a context of `context` tokens leaves for a prompt's own text."""
@@ -91,15 +91,6 @@ class Frame:
         if len(read) > context:
             read = read[:context] if prompt.fills else _refuse(prompt, len(read), context)
         return Sample(prompt, tuple(read), tuple(asked))
-
-
-def begin_text(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text with what the tokenizer puts before every text, such as a first token, and nothing after it."""
-    ids, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
-    for start in range(len(ids) - len(plain) + 1):
-        if ids[start : start + len(plain)] == plain:
-            return ids[: start + len(plain)]
-    return ids
 
 
 def _refuse(prompt: Prompt, tokens: int, context: int) -> list[int]:
