@@ -161,9 +161,10 @@ def _compare_environments(command: Compare, recipe: str, path: Path, systems: li
     from expire_span.lab.compare.suite import Suite, check_suite_place, parse_environments
 
     task: Any = command.config.task
-    if task.kind != "env":
+    given: Any = get_recipe(recipe)().task
+    if "task.env" not in command.config.kind.required:
         raise UserError(f"--envs lists environments of agents, got the recipe {recipe}; give agent")
-    if task.env and task.env != getattr(get_recipe(recipe)().task, "env", ""):
+    if task.env != given.env:
         raise UserError(f"--envs lists all environments, got --task.env {task.env} too; leave it out")
     if command.jobs is not None and not 1 <= command.jobs <= MOST_JOBS:
         raise UserError(f"--jobs must lie between 1 and {MOST_JOBS:,}, got {command.jobs:,}")

@@ -143,7 +143,7 @@ def test_ctrl_c_ends_the_worker_and_says_how_to_go_on(tmp_path, monkeypatch):
     def watch(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conduct, "_start", start)
+    monkeypatch.setattr(conduct, "start_child", start)
     monkeypatch.setattr(conduct, "_watch", watch)
     comparison = SimpleNamespace(path=tmp_path, runs=["gru-seed0"], run_of=lambda _name: None)
     with pytest.raises(
