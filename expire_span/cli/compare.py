@@ -160,10 +160,11 @@ def _compare_environments(command: Compare, recipe: str, path: Path, systems: li
     """Compare the systems in several environments, and write one table and one picture."""
     from expire_span.lab.compare.suite import Suite, check_suite_place, parse_environments
 
-    task, usual = command.config.task, get_recipe(recipe)().task
-    if "play" in command.config.kind.cannot:
+    task: Any = command.config.task
+    given: Any = get_recipe(recipe)().task
+    if "task.env" not in command.config.kind.required:
         raise UserError(f"--envs lists environments of agents, got the recipe {recipe}; give agent")
-    if task.env and task.env != usual.env:
+    if task.env != given.env:
         raise UserError(f"--envs lists all environments, got --task.env {task.env} too; leave it out")
     if command.jobs is not None and not 1 <= command.jobs <= MOST_JOBS:
         raise UserError(f"--jobs must lie between 1 and {MOST_JOBS:,}, got {command.jobs:,}")

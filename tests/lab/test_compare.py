@@ -150,7 +150,7 @@ def test_all_that_a_failed_system_said_is_kept(tmp_path, monkeypatch):
     display = SimpleNamespace(bar=None)
 
     def run(code: str) -> str | None:
-        start = lambda folder, name, said: subprocess.Popen([sys.executable, "-c", code], stderr=said)  # noqa: E731
+        start = lambda folder, name, said, *_: subprocess.Popen([sys.executable, "-c", code], stderr=said)  # noqa: E731
         monkeypatch.setattr(conduct, "start_child", start)
         return conduct._run_child(comparison, "a", Pace(1), display)  # type: ignore[arg-type]
 
