@@ -165,6 +165,7 @@ class ByteWindows(BaseDataLoader):
             )
         self.size, self.rows = seq_len, local_batch_size
         self.draw = torch.Generator().manual_seed(config.seed * 1_000_003 + dp_rank)
+        self.name = f"dp_rank_{dp_rank}"  # a checkpoint keeps one value of each name, whichever rank gives it
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         positions = torch.arange(self.size).expand(self.rows, -1).contiguous()
@@ -174,10 +175,10 @@ class ByteWindows(BaseDataLoader):
             yield {"input": windows[:, :-1].contiguous(), "positions": positions}, windows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"random": self.draw.get_state()}
+        return {self.name: self.draw.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.draw.set_state(state["random"])
+        self.draw.set_state(state[self.name])
 
 
 def _config(decoder: DecoderConfig, training: TrainingConfig, **parts: Any) -> Trainer.Config:
