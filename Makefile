@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-gpu test-matrix test-vllm docs docs-serve release-check lint bench bench-gpu clean
+.PHONY: demo test test-long test-gpu test-matrix test-vllm test-titan docs docs-serve release-check lint bench bench-gpu clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -28,6 +28,9 @@ test-matrix: .venv/.ready  ## kernels and Hugging Face tests under several versi
 
 test-vllm: .venv/.ready  ## the plugin for vLLM, with its build for the CPU, in an environment of its own (about 2 GB)
 	$(BIN)/python -m tests.vllm_environment
+
+test-titan: .venv/.ready  ## the example for torchtitan, on CPU processes, in an environment of its own (about 2 GB)
+	$(BIN)/python -m tests.titan_environment
 
 docs: .venv/.ready  ## the guide and the API reference as a site, in site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -144,6 +144,12 @@ class TrainConfig(LearningConfig):
     graphs: bool = True
     """On one GPU, record training steps as CUDA graphs and replay them, if all layers allow it: the shapes of their states must
     stay the same, and the host must not wait for the device."""
+    averaging: float = 0.0
+    """Evaluate, and keep for use, an exponential moving average of the weights with this decay, such as 0.999; training goes on
+    from the newest weights. 0 evaluates the newest."""
+    decay_dip: float = 0.0
+    """Lower the weight decay in the middle of training, to 1 - decay_dip of itself, along a cosine; at both ends it is
+    weight_decay."""
     eval_batches: int = 8
     """Batches per evaluation during training."""
     test_batches: int | None = None
@@ -173,5 +179,7 @@ class TrainConfig(LearningConfig):
             self.context_parallel == 1 or self.pieces == 1,
             f"a block is shared or read in pieces, {both}; leave one at 1",
         )
+        for name in ("averaging", "decay_dip"):
+            require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
         whole = "pieces need blocks that begin without memory, got carry True; give --train.carry False"
         require(self.pieces == 1 or not self.carry, whole)

@@ -25,7 +25,7 @@ def build_context(config: SupervisedRunConfig, accelerator: Accelerator) -> Cont
     machine where it fits. Gradients are averaged over all processes, as without a context.
     """
     check_parts(config)
-    _check_one_config(config, accelerator)
+    check_one_config(config, accelerator)
     size, processes = config.train.context_parallel, accelerator.num_processes
     if size == 1:
         return None
@@ -67,7 +67,7 @@ def seed_shards(seed: int, context: ContextGroup | None) -> None:
         torch.manual_seed(seed * context.size + context.rank + 1)
 
 
-def _check_one_config(config: SupervisedRunConfig, accelerator: Accelerator) -> None:
+def check_one_config(config: SupervisedRunConfig, accelerator: Accelerator) -> None:
     """Refuse processes that were started with different settings, on every process."""
     if accelerator.num_processes == 1 or not dist.is_initialized():
         return

@@ -80,3 +80,14 @@ def set_rates(optimizers: Iterable[Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
+
+
+def dip_decay(optimizers: Iterable[Optimizer], weight_decay: float, dip: float, progress: float) -> None:
+    """Set the weight decay of groups that have one: (1 - dip) of `weight_decay` halfway, all of it at both ends of training."""
+    if not dip:
+        return
+    factor = 1 - dip * (1 - math.cos(2 * math.pi * min(progress, 1.0))) / 2
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group["weight_decay"] > 0:
+                group["weight_decay"] = weight_decay * factor

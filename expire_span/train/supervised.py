@@ -42,12 +42,13 @@ from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
 from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
-from .optimizers import build_optimizers, rate_factor, set_rates
+from .optimizers import build_optimizers, dip_decay, rate_factor, set_rates
 from .scorer import Scorer, rows_of, start_of
 from .session import resume, train
 from .step import Pass, TrainStep
 from .step_metrics import StepMetrics
 from .trackers import check_tracker
+from .weight_average import WeightAverage
 
 __all__ = ["NonFinite", "SupervisedLearner", "resume", "train"]
 
@@ -95,6 +96,7 @@ class SupervisedLearner:
         self.bytes_held = [0] * config.train.accumulate
         self.step_metrics = StepMetrics(config.model.layers)
         self.budget = self._build_budget()
+        self.average = WeightAverage(config.train.averaging)
         self.fixed_weight = torch.tensor(config.train.span_weight, device=self.accelerator.device)
         self.rate = 0.0  # share of the peak learning rate in the newest step
 
@@ -160,6 +162,8 @@ class SupervisedLearner:
         weight = self.budget.weight if self.budget is not None else self.fixed_weight
         self.rate = rate_factor(index, self.train_config)
         set_rates(self.optimizers, self.rate)
+        train = self.train_config
+        dip_decay(self.optimizers, train.weight_decay, train.decay_dip, index / max(train.steps - 1, 1))
         micro, processes = self.train_config.accumulate, self.accelerator.num_processes
         size = self._rows_of_a_pass
         first = self.accelerator.process_index // self.train_config.context_parallel * micro * size
@@ -196,6 +200,7 @@ class SupervisedLearner:
         for optimizer in self.wrapped_optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.average.update(self.trained)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr, return-value]
 
     def _update_budget(self, count: int) -> None:
@@ -243,7 +248,8 @@ class SupervisedLearner:
         """Every process scores all batches: all then have the same result, and FSDP needs every process in each pass anyway."""
         scorer = self.model if self._sharded else self.accelerator.unwrap_model(self.model)
         stream = itertools.islice(self._stream(split), batches)
-        return evaluate_stream(scorer, self.config.model, self.task, split, stream)
+        with self.average.in_place_of(self.trained):
+            return evaluate_stream(scorer, self.config.model, self.task, split, stream)
 
     def describe(self, line: dict[str, Any]) -> list[str]:
         live = " ".join(f"{x:.1f}" for x in line["live"])
@@ -265,6 +271,9 @@ class SupervisedLearner:
         }
         worker = {"states": self.states, "window": self.step_metrics.state_dict(), "random": randomness.torch_state()}
         weights = {name.removeprefix(_PREFIX): x for name, x in model.items()}
+        if self.average.weights:  # these are for use; the newest are what training goes on from
+            worker["newest"] = {name: x.cpu().clone() for name, x in self.trained.state_dict().items()}
+            weights = {name: x.cpu() for name, x in self.average.weights.items()}
         return Snapshot(step, state, worker, weights, optimizer)  # type: ignore[arg-type]
 
     def load(self, snapshot: Snapshot) -> None:
@@ -273,7 +282,8 @@ class SupervisedLearner:
         if not snapshot.weights_only:
             self._check_processes(snapshot.state["processes"])
         options = StateDictOptions(full_state_dict=True)
-        weights: dict[str, Any] = {_PREFIX + name: x for name, x in snapshot.model.items()}
+        newest = (snapshot.worker or {}).get("newest", snapshot.model)
+        weights: dict[str, Any] = {_PREFIX + name: x for name, x in newest.items()}
         if snapshot.weights_only:
             set_model_state_dict(self.model, weights, options=options)
             return
@@ -288,6 +298,8 @@ class SupervisedLearner:
         if self.budget is not None:
             self.budget.load_state_dict(snapshot.state["budget"])
         device = self.accelerator.device
+        if newest is not snapshot.model:
+            self.average.weights = move(snapshot.model, device)
         self.states = [move(state, device) for state in snapshot.worker["states"]]
         self.step_metrics.load_state_dict(move(snapshot.worker["window"], device))
         randomness.load_host_state(snapshot.state["random"])

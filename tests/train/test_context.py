@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -24,7 +25,8 @@ from expire_span.ops.context import ContextGroup, backward_in_pieces, context_pa
 from expire_span.recipes import text_tiny
 from expire_span.runs import RunFolder
 from expire_span.settings.run import DecoderConfig
-from expire_span.train.context import check_parts
+from expire_span.train.context import check_one_config, check_parts
+from expire_span.train.step_metrics import StepMetrics
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import DOUBLE
 from tests.ranks import Ranks
@@ -243,6 +245,56 @@ def test_other_memory_systems_are_refused(tmp_path):
     other = replace(config, model=replace(config.model, mixer=mixer_config("sliding_window")))
     with pytest.raises(ValueError, match="the memory system sliding_window needs the whole block"):
         check_parts(other)
+
+
+class Gathering:
+    """What training asks of accelerate, for the ranks of a test."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.num_processes, self.device = group, dist.get_world_size(group), torch.device("cpu")
+
+    def gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.num_processes)]
+        dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts)
+
+
+def with_other_settings(group: Any, folder: Path) -> str:
+    config = tiny_config(folder, lr=1e-3 if dist.get_rank(group) < 2 else 2e-3)
+    try:
+        check_one_config(config, Gathering(group))  # type: ignore[arg-type]
+        return "nothing"
+    except ValueError as error:
+        return str(error)
+
+
+def test_different_settings_are_told_to_every_process(ranks, tmp_path):
+    told = ranks.call(with_other_settings, 3, tmp_path)
+    assert len(set(told)) == 1
+    assert "all processes must be given the same settings, got other ones in process 2 than in process 0" in told[0]
+    assert ranks.call(with_other_settings, 2, tmp_path) == ["nothing", "nothing"]
+
+
+def with_nan(group: Any) -> Any:
+    """A step in which one rank's weights hold a NaN: what every rank is told of it at the next line of metrics."""
+    context, metrics = ContextGroup(group), StepMetrics(2)
+    decoder, block = build("one span a layer"), blocks(1)[0]
+    if context.rank == 1:
+        with torch.no_grad():
+            decoder.embed.weight.fill_(math.nan)
+    with context_parallel(context):
+        logits, _, aux = decoder(context.shard(block[:, :-1]), keep="nothing")
+        nll = F.cross_entropy(logits.flatten(0, 1), context.shard(block[:, 1:]).flatten())
+        (nll + aux.loss).backward()
+    sums = {"nll": nll.detach(), "correct": nll.detach(), "span_loss": aux.loss.detach()}
+    sums |= {"live": aux.live, "span": torch.zeros(2)}
+    metrics.add([sums], torch.zeros(()), torch.ones(()), BLOCK, BLOCK)
+    found = metrics.find_fault(Gathering(group))  # type: ignore[arg-type]
+    return None if found is None else found[:3]
+
+
+def test_nan_on_one_process_is_told_to_every_process(ranks):
+    assert ranks.call(with_nan, 3) == [(0, 1, 0)] * 3
 
 
 def test_numbers_that_do_not_divide_are_refused(tmp_path):
