@@ -59,6 +59,11 @@ def run_chat(args: list[str]) -> int:
 
     sampling = Sampling(command.temperature, None, command.top_p, command.seed)
     text = open_retrofit(command.model, command.adapter, command.dtype, command.device)
+    if not getattr(text.tokenizer, "chat_template", None):
+        raise UserError(
+            f"{command.model} has no chat template, so it has learned no turns; go on from a text with: {PROGRAM} generate "
+            f"{command.model} --adapter {command.adapter}"
+        )
     chat = _Chat(text, Stream(text.model, rows=1), sampling, command.max_tokens)
     _tell("Ctrl-C ends an answer, an empty line the chat.")
     for line in _lines():

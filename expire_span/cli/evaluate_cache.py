@@ -119,11 +119,13 @@ def _material(command: EvaluateCache, handle: Any, tokenizer: Any) -> tuple[list
     """Documents, which begin as the adapter's contexts did, and questions about them."""
     from expire_span.hf.loading import read_contexts
     from expire_span.hf.questions import make_questions
-    from expire_span.hf.texts import describe_beginning, find_beginning
+    from expire_span.hf.texts import check_tokenizer, check_vocabulary, describe_beginning, find_beginning
 
     assert command.data is not None
+    check_tokenizer(handle, tokenizer)
     beginning = handle.beginning or find_beginning(tokenizer)
     cut = read_contexts(tokenizer, command.data, command.context, beginning)
+    check_vocabulary(handle.model, cut)
     device = next(handle.model.parameters()).device
     chosen = [x.to(device) for x in cut[:: max(1, len(cut) // command.documents)][: command.documents]]
     with handle.paused() as base:

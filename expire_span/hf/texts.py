@@ -6,8 +6,9 @@ tokens before a text. An adapter records them (`begins_with`), and what reads wi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from expire_span.checks import as_whole, require, show
 from expire_span.errors import UserError
 
 PROBE = "Once upon a time"
+SPECIMEN = "The 3 old foxes, it's said, left at 10:45 (über Straße, ночью, 猫が)\n\tif x == {1: 'a'}: return"
 MARK = "the-text-stands-here"
 SCORED, ROWS = 128, 4
 """Number of tokens, and of contexts, over which the losses with and without a beginning are compared."""
@@ -33,29 +35,61 @@ class Beginning:
     """Those that the tokenizer puts before every text."""
     context: tuple[int, ...] = ()
     """Those before the text of a training context: of a chat model, all that its template writes before a user's words."""
+    tokenizer: str = field(default="", compare=False)
+    """A mark of the tokenizer, so that another model's is noticed; empty where it is not known."""
 
     @classmethod
     def from_record(cls, record: Any) -> Beginning | None:
         """What an adapter's `begins_with` says; None for adapters of earlier versions, which have no such record."""
         if record is None:
             return None
-        wanted = '{"text": [tokens], "context": [tokens]}'
-        require(isinstance(record, dict) and set(record) == {"text", "context"}, f"begins_with must be {wanted}")
-        for name, ids in record.items():
+        wanted = '{"text": [tokens], "context": [tokens], "tokenizer": mark}'
+        require(isinstance(record, dict) and {"text", "context"} <= set(record), f"begins_with must be {wanted}")
+        mark = record.get("tokenizer", "")
+        require(isinstance(mark, str), f"begins_with.tokenizer must be text, got {show(mark)}")
+        for name in ("text", "context"):
+            ids = record[name]
             whole = isinstance(ids, list) and all((as_whole(x) if type(x) is int else None) is not None for x in ids)
             require(whole and min(ids, default=0) >= 0, f"begins_with.{name} must be a list of tokens, got {show(ids)}")
-        return cls(tuple(record["text"]), tuple(record["context"]))
+        return cls(tuple(record["text"]), tuple(record["context"]), mark)
 
     @property
-    def record(self) -> dict[str, list[int]]:
-        return {"text": list(self.text), "context": list(self.context)}
+    def record(self) -> dict[str, Any]:
+        marked = {"tokenizer": self.tokenizer} if self.tokenizer else {}
+        return {"text": list(self.text), "context": list(self.context), **marked}
 
 
 def find_beginning(tokenizer: Any) -> Beginning:
     """How the model of a tokenizer reads: what the tokenizer puts before a text, or its chat template before a user's words."""
     text = text_beginning(tokenizer)
     turn = template_of_turn(tokenizer)
-    return Beginning(text, text if turn is None else tuple(turn[0]))
+    return Beginning(text, text if turn is None else tuple(turn[0]), mark_of(tokenizer))
+
+
+def mark_of(tokenizer: Any) -> str:
+    """A checksum of how a tokenizer reads a text with words, numbers, signs and letters of several alphabets."""
+    return hashlib.sha256(repr(_plain(tokenizer, SPECIMEN)).encode()).hexdigest()[:16]
+
+
+def check_tokenizer(handle: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer that reads a text as other tokens than the one with which an adapter was trained."""
+    known = handle.beginning
+    if known is not None and known.tokenizer and known.tokenizer != (found := mark_of(tokenizer)):
+        raise UserError(
+            f"the tokenizer is another one than the adapter was trained with: it reads a text as tokens of mark {found}, the "
+            f"adapter has {known.tokenizer}; put the tokenizer files of the adapter's base model beside the weights"
+        )
+
+
+def check_vocabulary(model: Any, documents: list[Tensor]) -> None:
+    """Refuse tokens that a model does not have: its tokenizer is another model's."""
+    largest = max((int(x.max()) for x in documents if len(x)), default=0)
+    vocab = model.config.get_text_config().vocab_size
+    if largest >= vocab:
+        raise UserError(
+            f"the tokenizer gives token {largest}, and {type(model).__name__} has tokens 0 to {vocab - 1}; put the model's own "
+            "tokenizer files beside its weights"
+        )
 
 
 def text_beginning(tokenizer: Any) -> tuple[int, ...]:

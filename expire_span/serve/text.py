@@ -44,8 +44,9 @@ class TextModel:
     @classmethod
     def of_retrofit(cls, handle: Any, tokenizer: Any) -> TextModel:
         from expire_span.hf.loading import chat_text, chat_tokens, end_tokens, turn_tokens
-        from expire_span.hf.texts import text_beginning
+        from expire_span.hf.texts import check_tokenizer, text_beginning
 
+        check_tokenizer(handle, tokenizer)
         known = handle.beginning
         begins = text_beginning(tokenizer) if known is None else known.text
         calls = [partial(call, tokenizer, begins=begins) for call in (chat_tokens, chat_text, turn_tokens)]

@@ -20,7 +20,7 @@ from expire_span.hf.adapter import base_hash
 from expire_span.hf.handle import Retrofit, retrofit
 from expire_span.hf.layouts import text_config
 from expire_span.hf.loading import check_context, open_model, read_documents
-from expire_span.hf.texts import describe_beginning, find_beginning, join_short
+from expire_span.hf.texts import check_vocabulary, describe_beginning, find_beginning, join_short
 from expire_span.ops import resolve_impl
 from expire_span.runs import RunFolder, UserError
 from expire_span.settings.retrofit import BaseModel, DistillConfig, RetrofitConfig, RetrofitTask
@@ -100,6 +100,7 @@ def _open(
     beat.say(f"reading {task.data} as tokens")
     documents = read_documents(tokenizer, Path(task.data))
     beat.say(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
+    check_vocabulary(model, documents)
     handle.beginning = beginning = find_beginning(tokenizer)
     with handle.paused() as base:
         beat.say(describe_beginning(base, tokenizer, documents, beginning))

@@ -15,7 +15,7 @@ from expire_span.settings.retrofit import DistillConfig  # noqa: E402
 from expire_span.train.distill import DistillLearner, distill, distill_on  # noqa: E402
 from expire_span.train.distiller import Distiller, kl_divergence  # noqa: E402
 from tests.error_budget import DOUBLE, reordered  # noqa: E402
-from tests.hf_models import forgetful, model_folder, text, tiny, tokens  # noqa: E402
+from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny, tokens  # noqa: E402
 from tests.tiny import spawn  # noqa: E402
 
 SMALL = dict(context=64, block=32, batch=2, checkpoint_every=4, log_every=2, eval_every=100, eval_contexts=1, lr=0.02)
@@ -234,6 +234,13 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand again\n\n"))
+    assert main(["chat", str(folder), "--adapter", adapter, "--device", "cpu"]) == 2
+    assert "has no chat template, so it has learned no turns; go on from a text with: expire-span generate" in (
+        capsys.readouterr().err
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    tokenizer.save_pretrained(folder)
     assert main(["chat", str(folder), "--adapter", adapter, "--max-tokens", "5", "--device", "cpu"]) == 0
     assert "tokens read" in capsys.readouterr().err
 

@@ -327,6 +327,9 @@ def test_a_chat_goes_on_after_an_interrupted_answer(tmp_path, monkeypatch, capsy
 
     model, _ = open_model(str(model_folder(tmp_path / "base")), device="cpu")
     forgetful(model).save(tmp_path / "adapter")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    tokenizer.save_pretrained(tmp_path / "base")
     added, add = [], TextWriter.add
 
     def interrupted(writer, token):

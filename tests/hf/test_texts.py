@@ -16,6 +16,8 @@ from expire_span.hf.loading import chat_tokens, turn_tokens
 from expire_span.hf.questions import make_questions
 from expire_span.hf.texts import (
     Beginning,
+    check_tokenizer,
+    check_vocabulary,
     compare_losses,
     cut_contexts,
     describe_beginning,
@@ -28,7 +30,7 @@ from expire_span.hf.texts import (
 from expire_span.serve.text import TextModel
 from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.distiller import Distiller
-from tests.hf_models import bos_tokenizer, byte_tokenizer, model_folder, text, tiny, tokens
+from tests.hf_models import bos_tokenizer, byte_tokenizer, model_folder, text, tiny, tokens, word_tokenizer
 
 BOS = 1
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
@@ -155,3 +157,42 @@ def test_the_commands_read_behind_the_beginning(tmp_path, capsys):
     asked = ["--adapter", str(adapter), "--methods", "none", "--budgets", "0.5", "--context", "200", "--documents", "1"]
     assert main(["evaluate-cache", str(folder), *words, *asked, "--questions", "0", "--out", str(tmp_path / "t")]) == 0
     assert "contexts begin as" in capsys.readouterr().err
+
+
+def test_another_models_tokenizer_is_noticed(tmp_path):
+    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    handle.beginning = find_beginning(bos_tokenizer())
+    handle.save(tmp_path)
+    handle.detach()
+    handle = load_adapter(handle.model, tmp_path)
+    check_tokenizer(handle, bos_tokenizer())
+    with pytest.raises(UserError, match="the tokenizer is another one than the adapter was trained with"):
+        TextModel.of_retrofit(handle, word_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "write, words, said",
+    [
+        ("", [], "no text at"),
+        ("A fox.", [], "no document has a context of 48 tokens, the longest has 6"),
+        (text(90), ["--context", "4096", "--block", "48"], "made for contexts of 2048 tokens, got --context 4096"),
+        (text(90), ["--budget-bytes", "900"], "is the least budget, got"),
+    ],
+    ids=["empty", "tiny", "long", "bytes"],
+)
+def test_what_cannot_be_trained_is_one_sentence(tmp_path, capsys, write, words, said):
+    folder, data = model_folder(tmp_path / "model"), tmp_path / "data"
+    data.mkdir()
+    if write:
+        (data / "a.txt").write_text(write)
+    base = ["--context", "48", "--ramp", "8", "--max-span", "48", "--batch", "1", "--steps", "1", "--tracker", "none"]
+    base += ["--budget", "0.5"] if "--budget-bytes" not in words else []
+    more = [*base, *words, "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main(["retrofit", str(folder), *more]) == 2
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("expire-span: ")]
+    assert len(lines) == 1 and said in lines[0], lines
+
+
+def test_a_tokenizer_with_tokens_that_the_model_lacks():
+    with pytest.raises(UserError, match="gives token 97, and LlamaForCausalLM has tokens 0 to 96"):
+        check_vocabulary(tiny(), [torch.tensor([3, 97]), torch.tensor([], dtype=torch.long)])
