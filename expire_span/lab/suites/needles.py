@@ -136,10 +136,11 @@ def make_pairs(frame: Frame, haystack: Haystack, context: int, index: int, rng: 
 def _make_named(
     task: str, names: list[str], frame: Frame, haystack: Haystack, context: int, index: int, rng: random.Random
 ) -> Prompt:
-    """One of a few named numbers, told as the questions of `evaluate-cache` without a suite tell them."""
+    """One of a few named numbers, told as in the questions of `evaluate-cache` without a suite."""
     codes = [str(rng.randrange(10000, 100000)) for _ in names]
     asked = rng.randrange(len(names))
     facts = [f"The {name} key is {code}. Remember it." for name, code in zip(names, codes)]
-    text = hide(frame, "", facts, haystack.take, context, rng)
-    question = f"\n\nWhat is the {names[asked]} key?"
+    begin = "The text below tells the number of a key in between. Remember it.\n\n"
+    text = hide(frame, begin, facts, haystack.take, context, rng)
+    question = f"\n\nWhat is the {names[asked]} key that the text above tells?"
     return Prompt(task, index, text, question, (codes[asked],), 16, f" The {names[asked]} key is", fills=True)
