@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from expire_span import Stream
 from expire_span.hf import RetrofitConfig, retrofit
 from expire_span.hf.comparing import difference
+from expire_span.hf.layouts import check_config
 
 WORKS, REFUSED, UNTRIED = "works", "refused", "not tried"
 LIMIT = 1e-5
@@ -122,7 +123,9 @@ def tiny_model(kind: str, seed: int = 0, layers: int = LAYERS) -> Any:
         size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{kind} keeps {size:,} parameters")
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # Before transformers 5.22, Gemma 2 was given sdpa, which leaves soft caps out.
+    chosen = dict(attn_implementation="eager") if getattr(config, "attn_logit_softcapping", None) else {}
+    model = AutoModelForCausalLM.from_config(config, **chosen).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -214,16 +217,28 @@ def outcome(kind: str) -> Outcome:
     """Try a family. AssertionError if it is neither refused nor what the definition says."""
     try:
         model = tiny_model(kind)
-        model(torch.arange(4, 12)[None])
     except Exception as error:
         return Outcome(kind, UNTRIED, _reason(error))
     try:
         handle = forget(model)
     except ValueError as error:
-        return Outcome(kind, REFUSED, _reason(error))
+        return Outcome(kind, REFUSED if _runs(model) else UNTRIED, _reason(error))
     found = errors(handle)
     assert max(found.values()) < LIMIT, f"{kind} differs from the definition: {found}"
     return Outcome(kind, WORKS, "; ".join(special(handle)))
+
+
+def _runs(model: Any) -> bool:
+    """Whether the model itself runs; compressed keys are refused before it matters that a tiny model's sizes do not fit."""
+    try:
+        check_config(model.config, type(model).__name__)
+    except ValueError:
+        return True
+    try:
+        model(torch.arange(4, 12)[None])
+    except Exception:
+        return False
+    return True
 
 
 def special(handle: Any) -> list[str]:

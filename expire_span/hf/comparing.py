@@ -24,8 +24,14 @@ def check_unchanged(handle: Any, layout: Layout) -> None:
             _check_base(handle, layout, limit)
             raise ValueError(
                 f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of "
-                f"their spread from the base model's, and rounding explains at most {limit:g}; take a model of another family"
+                f"their spread from the base model's, and rounding explains at most {limit:g}; {_advice(handle)}"
             )
+
+
+def _advice(handle: Any) -> str:
+    if "sdpa" in handle.implementations and any(x.softcap for x in handle.layers):
+        return "load it with attn_implementation='eager', since 'sdpa' leaves its soft caps out"
+    return "take a model of another family"
 
 
 @torch.no_grad()

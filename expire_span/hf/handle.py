@@ -33,7 +33,7 @@ from .layouts import AttentionLayer, Layout, configs_of, find_layout
 from .learning import HybridLearningLayer, LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
 from .predictors import build_predictor, with_plain_states
-from .recurrent import RecurrentLayer
+from .recurrent import EmptyLayer, RecurrentLayer
 from .rotary import has_exact_angles, restore_angles, use_exact_angles
 from .slots import SlotCache
 from .texts import Beginning
@@ -127,7 +127,7 @@ class Retrofit:
         for n in range(self.layout.cache_layers):
             x = by_index.get(n)
             if x is None:
-                layers.append(RecurrentLayer(number_of_states=states[n]))
+                layers.append(RecurrentLayer(number_of_states=states[n]) if n in states else EmptyLayer())
                 continue
             learns = learning and x.window is None
             if n in states:
@@ -225,7 +225,7 @@ class Retrofit:
 
     def _attach(self) -> None:
         register()
-        self._before = [c._attn_implementation for c in self.configs]
+        self.implementations = [c._attn_implementation for c in self.configs]
         try:
             self._hooks.append(self.model.register_forward_pre_hook(self._check_call, with_kwargs=True))
             for layer in self.layers:
@@ -248,7 +248,7 @@ class Retrofit:
         self._angles = use_exact_angles(self.layout.rotary)
 
     def _restore(self) -> None:
-        for config, name in zip(self.configs, self._before):
+        for config, name in zip(self.configs, self.implementations):
             config._attn_implementation_internal = name
         restore_angles(self._angles)
         self._angles = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .probing import AttentionCall, Probe, probe
-from .recurrent import recurrent_layers
+from .recurrent import EmptyLayer, recurrent_layers
 
 SHORT, LONG = 24, 160
 """Tokens of the forward pass that is compared, unless the model has a sliding window; most of them with one."""
@@ -202,7 +202,7 @@ def _check_calls(seen: Probe, name: str) -> None:
 
 def _check_cache(seen: Probe, layers: list[AttentionLayer], recurrent: dict[int, int], name: str) -> None:
     known = {x.index for x in layers} | set(recurrent)
-    unknown = [n for n in range(len(seen.cache.layers)) if n not in known]
+    unknown = [n for n, x in enumerate(seen.cache.layers) if n not in known and not isinstance(x, EmptyLayer)]
     if unknown:
         kind = type(seen.cache.layers[unknown[0]]).__name__
         raise ValueError(

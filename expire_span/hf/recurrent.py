@@ -18,6 +18,10 @@ STATES = ("conv_states", "recurrent_states")
 _STARTED = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 
 
+EmptyLayer: Any = getattr(cache_utils, "DummyLayer", type(None))
+"""Holds the place of a layer that keeps nothing, since it reads another layer's keys or does not attend (from 5.23 on)."""
+
+
 def recurrent_layers(cache: Any) -> dict[int, int]:
     """The layers of transformers' cache that hold recurrent states, and the number of states of each."""
     if _Mixin is None:
