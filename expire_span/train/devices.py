@@ -16,7 +16,7 @@ from expire_span.launcher import follow_launcher
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.systems import find
 from expire_span.ops import resolve_impl
-from expire_span.settings.run import BackboneConfig, RunConfig, TrainConfig
+from expire_span.settings.run import BackboneConfig, RunConfig
 
 
 def check_device(device: str) -> torch.device:
@@ -64,8 +64,6 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         raise ValueError(
             "optimizer muon needs whole matrices, but FSDP shards them; use --train.optimizer adamw or DDP"
         )
-    if isinstance(config.train, TrainConfig) and config.train.averaging > 0:
-        raise ValueError(f"averaging keeps whole weights, but FSDP shards them, got {config.train.averaging}; use DDP")
     if config.model.positions == "relative":
         raise ValueError("positions relative shares one weight between layers, which FSDP cannot shard; use DDP")
 

@@ -70,6 +70,12 @@ def check_rows(train: TrainConfig, processes: int) -> None:
         )
 
 
+def check_averaging(train: TrainConfig, sharded: bool) -> None:
+    """Refuse averages of weights that no process holds whole."""
+    if train.averaging and sharded:
+        raise ValueError(f"averaging keeps whole weights, but FSDP shards them, got {train.averaging}; use DDP")
+
+
 class SupervisedLearner:
     """A decoder that learns a task's batches: everything that changes while a run is trained. See `loop.Learner`."""
 
@@ -86,6 +92,7 @@ class SupervisedLearner:
         self.impl, self.warmup = impl_of(config.model, self.accelerator.device), config.train.warmup
         check_rows(config.train, self.accelerator.num_processes)
         check_processes(config, self.accelerator)
+        check_averaging(config.train, self._sharded)
         self.context = build_context(config, self.accelerator)
         processes = self.accelerator.num_processes
         check_size(config, self.accelerator.device, processes, processes if self._sharded else 1)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 
 from expire_span import checkpoint
 from expire_span.runs import RunFolder
-from expire_span.train.devices import check_processes
 from expire_span.train.optimizers import build_optimizers, dip_decay
-from expire_span.train.supervised import SupervisedLearner, resume, train
+from expire_span.train.supervised import SupervisedLearner, check_averaging, resume, train
 from tests.tiny import noisy_config, tiny_config, write_text
 
 OPTIONS: dict[str, Any] = dict(steps=6, log_every=2, eval_every=3, checkpoint_every=3, keep_checkpoints=9)
@@ -86,10 +82,9 @@ def test_weight_decay_dips_in_the_middle_of_groups_that_have_it(tmp_path):
 
 
 def test_what_averaging_cannot_do_is_refused(tmp_path):
-    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2, device="cpu")
-    config = tiny_config(tmp_path)
-    check_processes(config, sharded)  # type: ignore[arg-type]
+    train = tiny_config(tmp_path, averaging=0.9).train
+    check_averaging(train, sharded=False)
     with pytest.raises(ValueError, match=r"averaging keeps whole weights, but FSDP shards them, got 0\.9; use DDP"):
-        check_processes(replace(config, train=replace(config.train, averaging=0.9)), sharded)  # type: ignore[arg-type]
+        check_averaging(train, sharded=True)
     with pytest.raises(ValueError, match=r"decay_dip must lie in \[0, 1\), got 1"):
         tiny_config(tmp_path, decay_dip=1.0)
