@@ -34,6 +34,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--presses", default=PRESSES, help="names, with commas")
     parser.add_argument("--budgets", default="0.5,0.25,0.125", help="shares of the context's memories, with commas")
     parser.add_argument("--prompts", type=int, default=10**9, help="only the first so many prompts of each task")
+    parser.add_argument("--tasks", default="", help="only these tasks, with commas")
     parser.add_argument("--python", type=Path, help="the interpreter of an environment that has kvpress")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     given = parser.parse_args(args)
@@ -47,7 +48,7 @@ def main(args: list[str] | None = None) -> int:
     job = {"model": str(plain_folder(settings["model"])), "dtype": settings["dtype"], "device": given.device}
     job |= {"presses": given.presses.split(","), "budgets": [float(x) for x in given.budgets.split(",")]}
     job |= {"prompts": str(prompts_path(given.out).resolve()), "rivals": str(rivals_path(given.out).resolve())}
-    job |= {"each": given.prompts}
+    job |= {"each": given.prompts, "tasks": [x for x in given.tasks.split(",") if x]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     command = [str(python), "-m", "benchmarks.kvpress_worker", json.dumps(job)]
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode

@@ -30,6 +30,7 @@ def main(job: dict[str, Any]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     versions = f"kvpress {_version()}, transformers {transformers.__version__}, torch {torch.__version__}"
     prompts = [x for x in read_lines(Path(job["prompts"])) if "context_tokens" in x and x["index"] < job["each"]]
+    prompts = [x for x in prompts if x["task"] in (job["tasks"] or [x["task"]])]
     rivals = Path(job["rivals"])
     known = {(x["method"], x["budget"], x["task"], x["index"]) for x in read_lines(rivals)}
     pairs = [(name, budget) for name in job["presses"] for budget in job["budgets"]]
