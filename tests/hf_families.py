@@ -48,6 +48,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _KINDS = ("full_attention", "sliding_attention")
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LISTS = ("layer_types", "layers_block_type")
+_GEMMA4 = dict(per_layer_config={n: {"head_dim": 16} for n in (1, 3)}, num_kv_shared_layers=0)
 PER_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1, 3]),
     "cohere_compass_text": dict(rope_parameters={x: dict(rope_type="default", rope_theta=1e4) for x in _KINDS}),
@@ -56,7 +57,8 @@ PER_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": dict(attn_logit_softcapping=1.0, query_pre_attn_scalar=1),  # scores of a tiny model are small
     "vaultgemma": dict(attn_logit_softcapping=1.0, query_pre_attn_scalar=1),
     "gemma3n_text": dict(intermediate_size=[48] * LAYERS, activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0]),
-    "gemma4_text": dict(per_layer_config={1: {"head_dim": 16}, 3: {"head_dim": 16}}, num_kv_shared_layers=0),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], attention_layers=["global", "local"] * 2),
     "granitemoehybrid": dict(layer_types=_HYBRID),
     "hrm_text": dict(num_layers_per_stack=1, H_cycles=2, L_cycles=1, L_bp_cycles=[1]),
@@ -68,7 +70,14 @@ PER_FAMILY: dict[str, dict[str, Any]] = {
     "ministral": dict(head_dim=8),
     "nemotron": dict(num_key_value_heads=2),
     "zamba": dict(attention_hidden_size=64, attention_head_dim=16, mamba_dt_rank=4, n_mamba_heads=2),
-    "zamba2": dict(attention_hidden_size=64, attention_head_dim=16, n_mamba_heads=4, mamba_headdim=16, mamba_ngroups=1),
+    "zamba2": dict(
+        hybrid_layer_ids=[1, 3],
+        attention_hidden_size=64,
+        attention_head_dim=16,
+        n_mamba_heads=4,
+        mamba_headdim=16,
+        mamba_ngroups=1,
+    ),
     "zaya": dict(num_experts_per_tok=1),
 }
 """Settings that keep a family's own layers in four of them, or that its sizes need to agree."""

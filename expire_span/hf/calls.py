@@ -78,6 +78,16 @@ def _follow(cache: ExpiringCache, places: Tensor, mask: Tensor) -> bool:
     return bool((first >= live.to(first.device)).all())
 
 
+def check_inputs(kwargs: dict[str, Any]) -> None:
+    """Refuse masks that would be misread, and pictures and sound: some models attend in both directions among their tokens."""
+    check_mask_values(kwargs.get("attention_mask"))
+    for name, x in kwargs.items():
+        if isinstance(x, Tensor) and x.is_floating_point() and name not in ("inputs_embeds", "attention_mask"):
+            raise ValueError(
+                f"a retrofitted model reads text only, got {name}; leave it out, or call detach() on the handle"
+            )
+
+
 def check_mask_values(mask: Any) -> None:
     """Refuse masks that are not 1 for tokens and 0 for padding; an additive one (0 and -inf) would be read inverted."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or torch.compiler.is_compiling():

@@ -25,7 +25,7 @@ from expire_span.settings.retrofit import RetrofitConfig
 from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, LayerReading, register
 from .cache import ExpiringCache, ExpiringLayer, HybridLayer
-from .calls import check_cache, check_mask_values, check_new_tokens, collects_attentions, expiring_cache, find_documents
+from .calls import check_cache, check_inputs, check_new_tokens, collects_attentions, expiring_cache, find_documents
 from .comparing import check_unchanged
 from .decoding import RetrofitModel
 from .generating import SteppingCache, in_slots, supply_caches, withdraw_caches
@@ -332,7 +332,7 @@ class Retrofit:
         new = next((x.shape[1] for x in given if x is not None), None)
         if new == 1 and in_slots(past, self):
             return
-        check_mask_values(kwargs.get("attention_mask"))
+        check_inputs(kwargs)
         if isinstance(past, ExpiringCache):
             past.check_whole()
             check_cache(self, past)

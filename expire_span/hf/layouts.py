@@ -146,7 +146,11 @@ def _check_parts(model: Any, config: Any) -> None:
     name, kind = type(model).__name__, config.model_type
     if not callable(getattr(model, "generate", None)) or model.get_output_embeddings() is None:
         raise ValueError(f"retrofit needs a causal language model with an output layer (...ForCausalLM), got {name}")
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    both = getattr(config, "use_bidirectional_attention", False) in (
+        True,
+        "all",
+    )  # "vision": among a picture's tokens only
+    if both or not getattr(config, "is_causal", True):
         raise ValueError(f"retrofit needs causal attention, but {name} ({kind}) attends in both directions")
     if getattr(config, "add_cross_attention", False):
         raise ValueError(f"retrofit needs a decoder-only model, but {name} ({kind}) has cross-attention")

@@ -99,3 +99,9 @@ def test_a_model_that_reads_chunks_inexactly_is_refused_as_such():
         ValueError, match=r"bamba. cannot read in chunks, as a retrofit does: without spans, through a cache"
     ):
         retrofit(tiny_model("bamba"))
+
+
+def test_pictures_are_refused():
+    handle = retrofit(tiny_model("llama"))
+    with pytest.raises(ValueError, match="reads text only, got pixel_values; leave it out"):
+        handle.model(torch.arange(4, 9)[None], pixel_values=torch.zeros(1, 3, 8, 8))
