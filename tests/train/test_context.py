@@ -199,7 +199,7 @@ def test_launched_processes_share_rows_and_resume_exactly(tmp_path, kind):
 
 def call(kind: str, *args: str) -> tuple[int, str]:
     process = spawn(*args, launcher=launcher(kind))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out + err
 
 
@@ -313,7 +313,7 @@ def test_numbers_that_do_not_divide_are_refused(tmp_path):
 def test_a_killed_process_ends_the_others_and_the_run_resumes_exactly(tmp_path, kind):
     """The short twin, test_a_killed_rank_ends_the_others_with_a_sentence in tests/ops/test_context.py, has no run."""
     options: dict[str, Any] = dict(
-        steps=300, log_every=1, eval_every=300, checkpoint_every=10, keep_checkpoints=2, block=16
+        steps=100, log_every=1, eval_every=100, checkpoint_every=10, keep_checkpoints=2, block=16
     )
     config = tiny_config(write_text(tmp_path), **options, context_parallel=2)
     start = ["train", "text_tiny", "--runs-dir", str(tmp_path), *as_options(config, text_tiny())]
