@@ -195,21 +195,19 @@ def expired(handle: Any, ids: Tensor, want: Tensor) -> float:
 
 def _streamed(stream: Any, ids: Tensor, want: Tensor) -> float:
     """The difference of a stream's logits: it reads half, then token by token; its second row has joined later."""
-    half = ids.shape[1] // 2
+    half, alone, late = ids.shape[1] // 2, 6, 14
     stream.read(list(ids[:, :half]))
     logits = [stream.logits]
-    for n in range(half, half + 12):
+    for n in range(half, half + alone):
         stream.feed(ids[:, n : n + 1])
         logits.append(stream.logits)
-    error = difference(torch.stack(logits, 1), want[:, half - 1 : half + 12])
-    stream.join(ids[1, : half + 20], row=1)
-    late = []
-    for n in range(8):
-        stream.feed(torch.stack([ids[0, half + 12 + n], ids[1, half + 20 + n]])[:, None])
-        late.append(stream.logits)
-    rows = torch.stack(late, 1)
-    first, second = (want[0, half + 12 : half + 20], want[1, half + 20 : half + 28])
-    return max(error, difference(rows[0], first), difference(rows[1], second))
+    error = difference(torch.stack(logits, 1), want[:, half - 1 : half + alone])
+    stream.join(ids[1, : half + late], row=1)
+    for n in range(half, half + 4):
+        stream.feed(torch.stack([ids[0, n + alone], ids[1, n + late]])[:, None])
+        wanted = torch.stack([want[0, n + alone], want[1, n + late]])
+        error = max(error, difference(stream.logits, wanted))
+    return error
 
 
 @dataclass(frozen=True)
