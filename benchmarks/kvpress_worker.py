@@ -26,7 +26,8 @@ OF_ANOTHER = {"AdaKV": "ExpectedAttention", "CriticalKV": "SnapKV", "CriticalAda
 def main(job: dict[str, Any]) -> None:
     device = "cuda" if job["device"] == "auto" and torch.cuda.is_available() else job["device"].replace("auto", "cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job["dtype"]]
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).to(device).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
+    model = model.to(device).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     versions = f"kvpress {_version()}, transformers {transformers.__version__}, torch {torch.__version__}"
     prompts = [x for x in read_lines(Path(job["prompts"])) if "context_tokens" in x and x["index"] < job["each"]]

@@ -113,6 +113,15 @@ def test_an_interval_is_of_the_mean_over_tasks() -> None:
     assert mean == -0.75 and -0.9 < low < -0.75 < high < -0.6
 
 
+def test_perplexities_are_of_the_same_documents() -> None:
+    from expire_span.lab.suites.summary import summarise
+
+    sizes = {"budget": 1.0, "task": "perplexity", "kept_bytes": 1, "peak_bytes": 1, "held_bytes": 1}
+    lines = [{**sizes, "method": m, "index": n, "score": n + 1.0} for m, n in (("none", 0), ("none", 1), ("snap", 0))]
+    full, snap = summarise(lines)
+    assert full.scores == snap.scores and snap.loss_difference == (0.0, 0.0, 0.0) and full.average is None
+
+
 @pytest.mark.parametrize("name", ["none", "expire"])
 def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
     """Questions of unequal length side by side; the full cache's answer is the one that transformers gives."""

@@ -46,7 +46,16 @@ class Row:
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
-    """A row for each method and budget, in the order in which they appear; the full cache first."""
+    """A row for each method and budget, in the order in which they appear; the full cache first.
+
+    Perplexities are of the documents that all of them have read.
+    """
+    read: dict[tuple[str, float], set[int]] = {}
+    for line in lines:
+        if line["task"] == PERPLEXITY:
+            read.setdefault((line["method"], line["budget"]), set()).add(line["index"])
+    shared = set.intersection(*read.values()) if read else set()
+    lines = [x for x in lines if x["task"] != PERPLEXITY or x["index"] in shared]
     groups: dict[tuple[str, float], list[Line]] = {}
     for line in lines:
         groups.setdefault((line["method"], line["budget"]), []).append(line)
