@@ -26,7 +26,7 @@ def handle(request):
 
 
 def generate(handle, ids, **options):
-    return handle.model.generate(ids, **dict(max_new_tokens=STEPS, do_sample=False, eos_token_id=None) | options)
+    return handle.model.generate(ids, **dict(max_new_tokens=16, do_sample=False, eos_token_id=None) | options)
 
 
 def padded(ids, by):
@@ -44,10 +44,10 @@ def test_generate_takes_a_cache_of_its_own_and_gives_the_same_tokens(handle, mon
     ids, stepped = tokens(3, 50), []
     step = SteppingCache.step
     monkeypatch.setattr(SteppingCache, "step", lambda self, x: stepped.append(1) or step(self, x))
-    found = generate(handle, ids, return_dict_in_generate=True)
+    found = generate(handle, ids, return_dict_in_generate=True, max_new_tokens=STEPS)
     assert isinstance(found.past_key_values, ExpiringCache)
     assert len(stepped) == (STEPS - 1 if handle.steps_in_slots else 0)
-    assert found.sequences.equal(wanted(handle, ids))
+    assert found.sequences.equal(wanted(handle, ids, max_new_tokens=STEPS))
     cache = found.past_key_values
     assert cache.seen == 50 + STEPS - 1 and max(int(x.max()) for x in cache.live()) < 60  # much of it was deleted
 
@@ -56,7 +56,7 @@ def test_the_tokens_are_those_of_a_stream(handle):
     ids = tokens(2, 30)
     stream = Stream(handle, rows=2, static_shapes=handle.steps_in_slots)
     stream.read(list(ids))
-    steps = [step.tokens for step in stream.generate(Sampling(temperature=0), max_tokens=STEPS)]
+    steps = [step.tokens for step in stream.generate(Sampling(temperature=0), max_tokens=16)]
     assert generate(handle, ids)[:, 30:].equal(torch.stack(steps, 1))
 
 
@@ -88,7 +88,7 @@ def test_beams_and_samples(handle, options):
 def test_a_loop_of_ones_own(handle):
     model, ids = handle.model, tokens(2, 30)
     out, found = model(ids, use_cache=True), []
-    for _ in range(STEPS):
+    for _ in range(16):
         token = out.logits[:, -1:].argmax(-1)
         found.append(token)
         out = model(token, past_key_values=out.past_key_values, use_cache=True)
@@ -138,7 +138,12 @@ def test_hidden_states_and_attentions_come_from_the_model_itself(handle):
     assert len(found.hidden_states) == 4 and found.sequences.equal(generate(handle, tokens(1, 20), max_new_tokens=4))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+SHORT = ("gemma3", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "family", [x if x in SHORT else pytest.param(x, marks=pytest.mark.long) for x in sorted(FAMILIES)]
+)
 def test_every_family(family):
     handle = forgetful(tiny(family), max_span=40, ramp=8)
     handle.steps_in_slots = True
