@@ -148,7 +148,7 @@ def test_rows_are_replaced_while_others_go_on():
 
 def test_tokens_of_a_running_step_are_dropped_when_their_row_is_replaced(monkeypatch):
     """On a GPU a step is launched before the tokens of the one before are read: the same order of calls, on any device."""
-    monkeypatch.setattr("expire_span.stream.stream._send_to_host", lambda tokens: Flight(tokens.clone()))
+    monkeypatch.setattr("expire_span.stream.stream.send_to_host", lambda tokens: Flight(tokens.clone()))
     decoder = build("spans per head")
     wanted, stream, late = Stream(decoder, 1), Stream(decoder, 2), Stream(decoder, 2)
     wanted.read([b"second"])
