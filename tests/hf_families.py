@@ -128,6 +128,9 @@ def tiny_model(kind: str, seed: int = 0, layers: int = LAYERS) -> Any:
     config = tiny_config(kind)
     if layers != LAYERS:
         config.num_hidden_layers = layers
+        for name in _LISTS:
+            if getattr(config, name, None):
+                setattr(config, name, getattr(config, name)[:layers])
     with torch.device("meta"):
         size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
     if size > LARGEST:
