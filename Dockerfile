@@ -10,10 +10,10 @@ COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY expire_span expire_span
 RUN pip install --quiet --constraint constraints.txt "expire-span[hf] @ file://$PWD"
 
-# Any user may keep sessions, runs and downloaded models below /work; mount a volume there to keep them.
-WORKDIR /work
+# Any user may keep sessions, runs and downloaded models below /data; mount a volume there to keep them.
+WORKDIR /data
 RUN mkdir -m 1777 home runs sessions
-ENV HOME=/work/home
+ENV HOME=/data/home
 USER 1000:1000
 
 # Without a model, the small one that comes with the package is served.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 from gymnasium import spaces
 
 from expire_span.models.systems.expire_span import ExpireSpanConfig
+from expire_span.runs import RunFolder
 from expire_span.settings.agent import AgentTrainConfig, EnvTask, PolicyConfig
 from expire_span.settings.run import AgentRunConfig
+from expire_span.train.actor_critic import AgentLearner, resume, train
 
 MIXER = ExpireSpanConfig(max_span=6, ramp=2, initial_span=0.5)
 
@@ -172,3 +176,23 @@ def tiny_agent(env: str = "Tiny/Echo-v0", task: dict[str, Any] | None = None, **
 
 def with_mixer(config: AgentRunConfig, mixer: Any) -> AgentRunConfig:
     return replace(config, model=replace(config.model, mixer=mixer))
+
+
+def train_whole_and_broken(config: AgentRunConfig, folder: Path, monkeypatch: Any) -> RunFolder:
+    """Train a run, and the same one broken at its third step and resumed: their files are equal. Returns the whole one."""
+    whole = train(config, folder / "whole", shown=False)
+    real = AgentLearner.step
+
+    def step(self: AgentLearner, index: int) -> int:
+        if index == 3:
+            raise KeyboardInterrupt
+        return real(self, index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AgentLearner, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, folder / "broken", shown=False)
+    broken = resume(RunFolder.open(folder / "broken"), shown=False)
+    for name in ("metrics.jsonl", "result.json"):
+        assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes(), name
+    return whole

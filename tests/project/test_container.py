@@ -115,4 +115,4 @@ def test_the_image_s_commands_work_in_an_empty_environment(tmp_path):
         finally:
             process.kill()
             process.wait()
-    assert list((tmp_path / "root/work/sessions").rglob("*.safetensors")), "ends of answers are kept"
+    assert list((tmp_path / "root/data/sessions").rglob("*.safetensors")), "ends of answers are kept"

@@ -25,7 +25,7 @@ from expire_span.train.replay import replay
 from expire_span.train.reward_scale import RewardScale
 from expire_span.train.spaces import ActionLayout, describe_observations, squash, words_of
 from tests.error_budget import reordered
-from tests.tiny_agents import Echo, Nest, tiny_agent
+from tests.tiny_agents import Echo, Nest, tiny_agent, train_whole_and_broken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = ("CartPole-v1", "Pendulum-v1", "Blackjack-v1", "FrozenLake-v1", "Taxi-v4", "MountainCarContinuous-v0")
@@ -199,21 +199,7 @@ def test_a_broken_run_goes_on_exactly(tmp_path, monkeypatch, env):
     options = dict(steps=4, eval_every=4, eval_episodes=4, test_episodes=4, scale_rewards=True)
     config = tiny_agent(env, {"previous_action": True, "previous_reward": True}, **options)
     config = replace(config, model=replace(config.model, normalise=True))
-    whole = train(config, tmp_path / "whole", shown=False)
-    real = AgentLearner.step
-
-    def step(self, index):
-        if index == 3:
-            raise KeyboardInterrupt
-        return real(self, index)
-
-    monkeypatch.setattr(AgentLearner, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "broken", shown=False)
-    monkeypatch.undo()
-    broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
-    for name in ("metrics.jsonl", "result.json"):
-        assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes()
+    train_whole_and_broken(config, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("env", ["Tiny/Nest-v0", "Tiny/Torque-v0"])

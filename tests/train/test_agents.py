@@ -13,16 +13,16 @@ pytest.importorskip("gymnasium")
 from expire_span.checkpoint import load_model, load_policy
 from expire_span.models.state import map_tensors
 from expire_span.models.systems import SYSTEMS, find
-from expire_span.runs import RunError, RunFolder, UserError
+from expire_span.runs import RunError, UserError
 from expire_span.settings.agent import EnvTask
 from expire_span.train import actor_critic
-from expire_span.train.actor_critic import TEST, VALID, AgentLearner, resume, train
+from expire_span.train.actor_critic import TEST, VALID, AgentLearner, train
 from expire_span.train.build_environments import build_environments
 from expire_span.train.controls import build_control
 from expire_span.train.replay import cut, replay
 from expire_span.train.rollout import advantages
 from tests.error_budget import DOUBLE, reordered
-from tests.tiny_agents import MIXER, tiny_agent, with_mixer
+from tests.tiny_agents import MIXER, tiny_agent, train_whole_and_broken, with_mixer
 
 CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
 EXACT = [kind for kind, system in SYSTEMS.items() if system.streaming.startswith("exact")]
@@ -205,21 +205,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     options["averaging"] = 0.5
     task = {"previous_action": True, "success_return": 0.5, "options": '{"max_length": 3}' if env == CORRIDOR else "{}"}
     config = tiny_agent(env, task, **options)
-    whole = train(config, tmp_path / "whole", shown=False)
-    real = AgentLearner.step
-
-    def step(self, index):
-        if index == 3:
-            raise KeyboardInterrupt
-        return real(self, index)
-
-    monkeypatch.setattr(AgentLearner, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "broken", shown=False)
-    monkeypatch.undo()
-    broken = resume(RunFolder.open(tmp_path / "broken"), shown=False)
-    for name in ("metrics.jsonl", "result.json"):
-        assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes()
+    whole = train_whole_and_broken(config, tmp_path, monkeypatch)
     lines = whole.read_metrics()
     assert "imitation_loss" in lines[0] and "policy_loss" in lines[2]
 
