@@ -3,12 +3,15 @@
 While a retrofit is attached, its model makes a `SteppingCache` wherever `generate`, a pipeline, or a call with `use_cache=True`
 gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, and where that is faster (on a
 GPU), its memories move into the slots of a stream's engine (stream/engines.py), so that a step is one replay of a CUDA graph.
-Whatever else is asked of the cache moves them back first.
+Whatever else is asked of the cache moves them back first. The handle keeps the last engine that is no longer used, so that the
+next answer with as many rows records nothing anew.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ class SteppingCache(ExpiringCache):
 
     engine: SlotEngine | None = None
     """Holds the memories of all layers while single tokens are decoded; the layers are then empty."""
+    _give_back: Any = None
     _layers: list[Any]
 
     @property
@@ -41,6 +45,11 @@ class SteppingCache(ExpiringCache):
     def layers(self, layers: list[Any]) -> None:
         self._layers = layers
 
+    @property
+    def is_compileable(self) -> bool:
+        """Asked by `generate` before every step: the answer must not move the memories out of their slots."""
+        return False
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._layers[layer_idx].seen if self.engine is not None else super().get_seq_length(layer_idx)
 
@@ -48,14 +57,16 @@ class SteppingCache(ExpiringCache):
         """Move all memories into slots. positions: of each row's next token in its own text, padding not counted, [B]."""
         layers, rows = self.expiring, len(positions)
         state = [{"memory": x.memory, "position": x.seen} for x in layers]
-        engine = SlotEngine(model, rows)
+        spare: SpareEngine = model.handle.spare_engine
+        engine, mark = spare.take(model, rows)
         none = torch.zeros(rows, model.vocab, device=model.device)
         engine.load(list(range(rows)), Prefilled(none, state))
         engine.clock.epochs.copy_(positions - engine.clock.column)
         engine.stepper.begin([], [{"position": int(positions.min())}])
         for x in layers:
             x.memory = None
-        self.engine = engine
+        self.engine, self._give_back = engine, weakref.finalize(self, spare.keep, engine, mark)
+        self._give_back.atexit = False
 
     def step(self, tokens: Tensor) -> Tensor:
         """Read one token of each row, [B], and return logits [B, V]."""
@@ -74,6 +85,40 @@ class SteppingCache(ExpiringCache):
         column, seen = engine.clock.column, self._layers[0].seen
         for x, memory in zip(self._layers, engine.stepper.memories):
             x.memory = memory.to_memory(column, seen - column)
+        self._give_back()
+
+
+class SpareEngine:
+    """The engine that the last answer has left, with its slots and its recorded graphs. A copy of the model has its own."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[SlotEngine, Any] | None = None
+
+    def __deepcopy__(self, memo: Any) -> SpareEngine:
+        return SpareEngine()
+
+    def keep(self, engine: SlotEngine, mark: Any) -> None:
+        """Runs whenever a cache is collected as garbage, so nothing here may use the device."""
+        self._kept = engine, mark
+
+    def drop(self) -> None:
+        self._kept = None
+
+    def take(self, model: Any, rows: int) -> tuple[SlotEngine, Any]:
+        """An engine whose rows are all to be loaded, and the mark to keep it with: the spare one if it has as many rows and the
+        model's weights are the same tensors with the same values, else a new one."""
+        mark, kept = _mark_of(model.handle), self._kept
+        self._kept = None
+        fits = kept is not None and kept[1] == mark and kept[0].rows == rows
+        if kept is None or not fits or (kept[0].tokens.is_inference() and not torch.is_inference_mode_enabled()):
+            return SlotEngine(model, rows), mark
+        return kept[0], mark
+
+
+def _mark_of(handle: Any) -> tuple[Any, ...]:
+    """Changes whenever a weight, a buffer or the factor of spans does."""
+    tensors = itertools.chain(handle.model.parameters(), handle.model.buffers(), handle.parameters())
+    return handle.dial, *((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors)
 
 
 def in_slots(cache: Any, handle: Any) -> bool:
@@ -94,6 +139,7 @@ def supply_caches(handle: Any) -> None:
 
 
 def withdraw_caches(handle: Any) -> None:
+    handle.spare_engine.drop()
     for name, own in handle._replaced.items():
         vars(handle.model).pop(name, None)
         if own is not None:  # accelerate had replaced it before

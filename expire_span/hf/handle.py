@@ -28,7 +28,7 @@ from .cache import ExpiringCache, ExpiringLayer, HybridLayer
 from .calls import check_cache, check_inputs, check_new_tokens, collects_attentions, expiring_cache, find_documents
 from .comparing import check_unchanged
 from .decoding import RetrofitModel
-from .generating import SteppingCache, in_slots, supply_caches, withdraw_caches
+from .generating import SpareEngine, SteppingCache, in_slots, supply_caches, withdraw_caches
 from .layouts import AttentionLayer, Layout, configs_of, find_layout
 from .learning import HybridLearningLayer, LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
@@ -111,6 +111,7 @@ class Retrofit:
         self._angles: list[Any] = []
         self.steps_in_slots: bool | None = None
         """Whether `generate` decodes over slots where the model can; None does so where that is faster, on a GPU."""
+        self.spare_engine = SpareEngine()
         self._replaced: dict[str, Any] = {}
         self._hooks: list[Any] = []
         self._paused = False

@@ -7,6 +7,7 @@ recorded CUDA graph. `PlainEngine` (plain_engine.py) is for models whose memorie
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -198,15 +199,30 @@ class SlotEngine(Engine):
             return
         if key not in self._graphs:
             self._graphs[key] = self._record(work, generator)
-        self._graphs[key].replay()
+        if self._graphs[key] is None:
+            work()
+        else:
+            self._graphs[key].replay()
 
     def _record(self, work: Callable[[], None], generator: torch.Generator | None) -> Any:
+        """The recorded graph, or None for a model whose work cannot be recorded, such as one that sorts tokens by their
+        experts on the host."""
         graph = torch.cuda.CUDAGraph()
         if generator is not None:
             graph.register_generator_state(generator)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with record_graph(graph, self._pool):
-            work()
+        try:
+            with record_graph(graph, self._pool):
+                work()
+        except RuntimeError as error:
+            if "capture" not in str(error):
+                raise
+            reason = str(error).split(". ")[0]
+            warnings.warn(
+                f"this model's step cannot be recorded as a CUDA graph and is launched each time: {reason}",
+                stacklevel=2,
+            )
+            return None
         return graph
 
     def _forget_graphs(self) -> None:

@@ -209,3 +209,49 @@ def test_a_replaced_forward_is_put_back():
     object.__setattr__(model, "forward", own)
     forgetful(model).detach()
     assert vars(model)["forward"] is own
+
+
+def engines_of(handle, monkeypatch):
+    """The engines that caches enter from now on, in order."""
+    found, enter = [], SteppingCache.enter_slots
+    monkeypatch.setattr(SteppingCache, "enter_slots", lambda self, *x: (enter(self, *x), found.append(self.engine))[0])
+    handle.steps_in_slots = True
+    return found
+
+
+def test_an_answer_uses_the_engine_that_the_last_one_left(monkeypatch):
+    handle = forgetful(tiny(), max_span=40, ramp=8, keep_first=2)
+    engines = engines_of(handle, monkeypatch)
+    for seed, length in (
+        (1, 60),
+        (2, 9),
+        (3, 30),
+    ):  # a later one is also shorter, and the slots hold more than it needs
+        ids = tokens(2, length, seed=seed)
+        assert generate(handle, ids, max_new_tokens=STEPS).equal(wanted(handle, ids, max_new_tokens=STEPS))
+    assert len(engines) == 3 and len({id(x) for x in engines}) == 1  # each answer moved into slots once
+    with torch.no_grad():
+        out = handle.model(ids, use_cache=True)
+        handle.model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+        assert generate(handle, ids).equal(wanted(handle, ids))  # while the first answer's cache is still in use
+    assert engines[-1] is not engines[-2] is out.past_key_values.engine
+
+
+@torch.no_grad()
+def test_no_engine_outlives_what_it_was_made_for(monkeypatch):
+    handle = forgetful(tiny(), max_span=40, ramp=8, keep_first=2)
+    engines, ids = engines_of(handle, monkeypatch), tokens(2, 30)
+    generate(handle, ids)
+    handle.dial = 0.3
+    assert generate(handle, ids).equal(wanted(handle, ids)) and engines[-1] is not engines[-2]
+    for x in handle.parameters():
+        x.mul_(-1)
+    assert generate(handle, ids).equal(wanted(handle, ids)) and engines[-1] is not engines[-2]
+    generate(handle, ids[:1])
+    assert engines[-1].rows == 1
+    copied = copy.deepcopy(handle.model)
+    copied._expire_span_handle.steps_in_slots = True
+    assert (
+        generate(copied._expire_span_handle, ids[:1]).equal(generate(handle, ids[:1]))
+        and engines[-2] is not engines[-1]
+    )
