@@ -21,8 +21,8 @@ CASES = {
     "learned reach": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**PER_HEAD, reach=REACH)),
     "spans below zero": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**PER_HEAD, min_span=-5.0)),
     "cap": DecoderConfig.modern(**SHAPE, mixer=ExpireSpanConfig(**SPANS, cap=9)),
-    "grouped heads with gates": DecoderConfig.modern(
-        **SHAPE, kv_heads=2, head_gates=True, mixer=ExpireSpanConfig(**PER_HEAD)
+    "grouped heads with gates, no own values": DecoderConfig.modern(
+        **SHAPE, kv_heads=2, head_gates=True, mixer=ExpireSpanConfig(**PER_HEAD, subtract_own=True)
     ),
     "paper preset": DecoderConfig.paper(
         **SHAPE,

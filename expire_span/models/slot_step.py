@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expire_span.models import systems
-from expire_span.models.kit.attention import AttentionMixer
+from expire_span.models.kit.attention import AttentionMixer, subtract_projection
 from expire_span.models.kit.expiring import ExpiringAttention
 from expire_span.models.kit.plain import are_plain
 from expire_span.models.kit.rotary import angles_of_turns, turns_per_token
@@ -200,6 +200,15 @@ class SlotStep:
             self.memory.slots.evict(self.clock.on_device + 1 if self.fused else self.clock.column + 1)
         return add_linear(states.x, y, self.out, self.folded)
 
+    def _without_own(self, y: Tensor, proj: Tensor) -> Tensor:
+        """y [B, Hq * D], with the option without each head's projection on the token's own value, which gates do not change."""
+        if not (isinstance(self.mixer, ExpiringAttention) and self.mixer.rules.subtract_own):
+            return y
+        inner = (self.heads + self.kv_heads) * self.head_dim
+        own = proj[:, inner : inner + self.kv_heads * self.head_dim].unflatten(1, (self.kv_heads, 1, self.head_dim))
+        heads = y.unflatten(1, (self.kv_heads, self.group, self.head_dim))
+        return subtract_projection(heads, own).flatten(1)
+
     def _fused_step(self, states: StepStates) -> Tensor:
         from expire_span.ops.triton.slots import Fields, triton_step
 
@@ -210,7 +219,7 @@ class SlotStep:
             hidden = self.norm(states.x)
             proj, eps = F.linear(hidden, self.weight), None
         r = self.rules
-        return triton_step(
+        y = triton_step(
             proj,
             hidden,
             self.form,
@@ -229,6 +238,7 @@ class SlotStep:
             normalizer_eps=r.normalizer_eps,
             gate_bias=self.gate_bias,
         )
+        return self._without_own(y, proj)
 
     def _plain_step(self, h: Tensor) -> Tensor:
         column, proj = self.clock.column, F.linear(h, self.weight)
@@ -264,7 +274,7 @@ class SlotStep:
         if not self.rules.include_self:
             y = y.nan_to_num_(0.0)  # softmax over no memories is NaN, and such a query's output is defined as zero
             self.memory.store(both[:, self.heads :], new_values, span, column)
-        return (y if gates is None else y * gates.unsqueeze(-1)).flatten(1)
+        return self._without_own((y if gates is None else y * gates.unsqueeze(-1)).flatten(1), proj)
 
     def _turn(self, both: Tensor, column: int) -> Tensor:
         cos, sin = (x[:, column].unsqueeze(1) for x in (self.clock.cos, self.clock.sin))  # [B, 1, D]

@@ -39,6 +39,9 @@ class TextTask:
     """Share of the bytes, after the training bytes, that is kept for validation."""
     test_share: float = 0.05
     """Share of the bytes, at the very end, that is kept for the test."""
+    shuffle: bool = False
+    """In each pass, cut the training text into blocks at another place and read them in random order, each without memory of
+    what came before it."""
 
     def __post_init__(self) -> None:
         _check_splits(self)

@@ -80,10 +80,12 @@ class Text:
             self._tokens[split] = self.codec.measure(self.split(split).tobytes(), self.config.path)
         return self._tokens[split]
 
-    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | EvalRows:
-        """Rows read the text in order, so the seed is not used."""
+    def stream(self, split: Split, *, batch: int, block: int, seed: int) -> TrainRows | ShuffledRows | EvalRows:
+        """Rows read the text in order, and use the seed only where blocks are shuffled."""
         data, sizes = self.tokens(split)
         self._check_length(split, len(data), batch, block)
+        if split == "train" and self.config.shuffle:
+            return ShuffledRows(data, sizes, batch=batch, block=block, seed=seed)
         return (TrainRows if split == "train" else EvalRows)(data, sizes, batch=batch, block=block)
 
     def _check_length(self, split: Split, have: int, batch: int, block: int) -> None:
@@ -176,6 +178,42 @@ class TrainRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_rows(len(state["starts"]), len(self.starts))
         self.starts, self.fresh = list(state["starts"]), list(state["fresh"])
+
+
+class ShuffledRows:
+    """Endless: each pass cuts the data into blocks from a random place in the first one on, and reads them in random order."""
+
+    def __init__(self, data: np.ndarray, sizes: np.ndarray | None = None, *, batch: int, block: int, seed: int) -> None:
+        self.data, self.sizes, self.block, self.rows, self.seed = data, sizes, block, batch, seed
+        self.load_state_dict({"number": 0, "read": 0})
+
+    def _begin(self, number: int) -> None:
+        """Draw the pass with this number, from 0."""
+        draw = np.random.default_rng([self.seed, number])
+        first = int(draw.integers(min(self.block, len(self.data) - self.block)))
+        self.number, self.read = number, 0
+        self.starts = draw.permutation(np.arange(first, len(self.data) - self.block, self.block)).tolist()
+
+    def __iter__(self) -> ShuffledRows:
+        return self
+
+    def __next__(self) -> Batch:
+        starts: list[int] = []
+        while len(starts) < self.rows:
+            if self.read == len(self.starts):
+                self._begin(self.number + 1)
+            taken = self.starts[self.read : self.read + self.rows - len(starts)]
+            self.read += len(taken)
+            starts += taken
+        ends = [start + self.block for start in starts]
+        return cut_rows(self.data, starts, ends, self.block, [True] * self.rows, self.sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begin(state["number"])
+        self.read = state["read"]
 
 
 class EvalRows:

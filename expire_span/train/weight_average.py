@@ -1,5 +1,8 @@
 """A running mean of a model's weights, which evaluations use instead of the newest weights."""
 
+# pyright: reportPrivateImportUsage=false
+# The foreach functions update many tensors in one launch.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,11 +28,11 @@ class WeightAverage:
         """Add the weights after an update to the mean."""
         if not self.share:
             return
-        for name, newest in model.state_dict().items():
-            if name not in self.weights or not newest.is_floating_point():
-                self.weights[name] = newest.clone()
-            else:
-                self.weights[name].lerp_(newest, 1 - self.share)
+        newest = model.state_dict()
+        means = {name for name in self.weights if newest[name].is_floating_point()}
+        self.weights |= {name: x.clone() for name, x in newest.items() if name not in means}
+        if means:
+            torch._foreach_lerp_([self.weights[n] for n in means], [newest[n] for n in means], 1 - self.share)
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:

@@ -41,10 +41,11 @@ MODEL = (
     "initial",
     "eps",
     "gates",
+    "subtract_own",
 )
 SIMPLE: dict[str, Any] = dict(
     seed=0, kind="full", preset="modern", per_head=False, learned=False, min_span=0.0, ramp=4, max_span=30,
-    include_self=True, initial=0, eps=0.0, gates=False, keep="kv", rows=1, acts=[],
+    include_self=True, initial=0, eps=0.0, gates=False, subtract_own=False, keep="kv", rows=1, acts=[],
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
         initial=rng.choice([0, 0, 0, 3]),
         eps=rng.choice([0.0, 0.0, 1e-8, 1e-3]),
         gates=rng.random() < 0.2,
+        subtract_own=rng.random() < 0.2,
         keep=rng.choice(["kv", "hidden"]),
         rows=rng.choice([1, 2, 3]),
         acts=[
@@ -82,6 +84,7 @@ def _build(seed: int, *values: Any) -> Decoder:
             span_per="kv_head" if case["per_head"] or case["learned"] else "layer",
             paper=PaperDetails(case["include_self"], False, case["initial"], case["eps"]),
             reach=HeadReach(case["learned"], own_heads=1 if case["learned"] else None),
+            subtract_own=case["subtract_own"],
         )  # fmt: skip
         config = replace(config, mixer=mixer, head_gates=case["gates"])
     torch.manual_seed(seed)

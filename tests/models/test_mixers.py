@@ -36,7 +36,9 @@ EXPIRE = {
         _expire("modern", span_per="kv_head", reach=HeadReach(True, 2, shortest_shared=-3.5), min_span=-1.5), kv_heads=4
     ),
     "modern, L1": _expire("modern", span_loss="l1"),
-    "modern, swiglu, head gates": replace(_expire("modern"), activation="swiglu", head_gates=True),
+    "modern, swiglu, head gates, no own values": replace(
+        _expire("modern", subtract_own=True), activation="swiglu", head_gates=True
+    ),
     "paper": _expire("paper"),
     "paper, pre-norm, zero vectors": replace(_expire("paper", initial_memories=8), norm="pre"),
 }

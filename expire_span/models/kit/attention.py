@@ -104,6 +104,12 @@ def share_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def subtract_projection(y: Tensor, v: Tensor) -> Tensor:
+    """y [.., D] without its projection on v [.., D]."""
+    direction = F.normalize(v.to(torch.promote_types(v.dtype, torch.float32)), dim=-1)
+    return y - ((y * direction).sum(-1, keepdim=True) * direction).to(y.dtype)
+
+
 def scaled_relative_scores(q: Tensor, age: Tensor, relative_keys: Tensor) -> Tensor:
     """The operator's scores of learned distances over sqrt(D), for attention that scales its scores before it adds them."""
     return relative_scores(q, age, relative_keys) * q.shape[-1] ** -0.5

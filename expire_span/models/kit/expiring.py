@@ -29,7 +29,7 @@ from expire_span.ops.slots import attend_slots
 from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
 from expire_span.store.steps import StepMemory
 
-from .attention import AttentionMixer
+from .attention import AttentionMixer, share_heads, subtract_projection
 from .precision import storage_dtype
 from .rotary import rotate
 
@@ -45,6 +45,7 @@ class ExpiryRules:
     impl: Any = "auto"
     causal: bool = True
     """False for encoders: a memory's age is its distance, and queries read later memories too."""
+    subtract_own: bool = False
 
 
 class ExpiringAttention(AttentionMixer):
@@ -243,6 +244,7 @@ class ExpiringAttention(AttentionMixer):
         y = self._attend_step(q, after if self.rules.include_self else memory, now)
         aux = self._report(after.span[..., : after.used], after.pos[:, : after.used], now, 1)
         aux.bytes_held = after.bytes_held
+        y = self.without_own(y, self.split_heads(values))
         return MixerOutput(self.join_heads(y, x), {**state, "memory": after}, aux)
 
     def _attend_step(self, q: Tensor, memory: StepMemory, now: int) -> Tensor:
@@ -288,13 +290,15 @@ class ExpiringAttention(AttentionMixer):
         """The same as `_read_kv`, without gathering a rectangle of all rows."""
         pos = torch.arange(start, start + x.shape[1], device=x.device)
         new = self._marked(x, marks)
-        memory = self._append(memory, pos, new, self.keys(x, pos), self.values(x))
+        values = self.values(x)
+        memory = self._append(memory, pos, new, self.keys(x, pos), values)
         k, v, span, k_pos = (memory.slots[name] for name in ("k", "v", "span", "pos"))
         rules: dict[str, Any] = dict(ramp=self.span_predictor.ramp, include_self=self.rules.include_self)
         rules |= dict(relative_keys=self.relative_keys, normalizer_eps=self.rules.normalizer_eps)
         y = attend_in_segments(self.queries(x, pos), k, v, span, pos, k_pos, memory.row_places(), **rules)
         aux = self._report_later(memory, new, start, len(pos))
-        return self._store_and_return(self.join_heads(y, x), memory, start + len(pos), aux)
+        y = self.join_heads(self.without_own(y, values), x)
+        return self._store_and_return(y, memory, start + len(pos), aux)
 
     def _store_and_return(self, y: Tensor, memory: ExpiringMemory, position: int, aux: MixerAux) -> MixerOutput:
         memory = memory.expire(position)
@@ -347,7 +351,11 @@ class ExpiringAttention(AttentionMixer):
             impl=self.rules.impl,
             check_values=False,
         )
-        return self.join_heads(y, x)
+        return self.join_heads(self.without_own(y, v[:, :, -x.shape[1] :]), x)
+
+    def without_own(self, y: Tensor, own: Tensor) -> Tensor:
+        """Heads' outputs [B, Hq, T, D], with the option without their projections on the tokens' own values [B, Hkv, T, D]."""
+        return subtract_projection(y, share_heads(own, y.shape[1])) if self.rules.subtract_own else y
 
     def _report(self, span: Tensor, k_pos: Tensor, start: int, count: int) -> MixerAux:
         """The report of a block of `count` queries from position `start` on, over memories with span [B, P, S] and k_pos."""

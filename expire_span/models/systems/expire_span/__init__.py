@@ -83,6 +83,8 @@ class ExpireSpanConfig:
     birth."""
     cap: int | None = None
     """Hard limit on stored memories per row: those with the fewest steps left are evicted, and counted. None: no limit."""
+    subtract_own: bool = False
+    """Subtract from each head's output its projection on the token's own value, so that heads tell what other tokens say."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
     reach: HeadReach = field(default_factory=HeadReach)

@@ -48,6 +48,7 @@ class ExpireSpan(ExpiringAttention):
             span_per: Literal["layer", "kv_head"] = "layer",
             span_loss: Literal["ramp", "l1"] = "ramp",
             cap: int | None = None,
+            subtract_own: bool = False,
             impl: Literal["auto", "reference", "chunked", "triton"] = "auto",
             reach: HeadReach = HeadReach(),  # noqa: B008 (it is frozen)
             paper: PaperDetails = PaperDetails(),  # noqa: B008
@@ -66,4 +67,6 @@ class ExpireSpan(ExpiringAttention):
 
     def build_rules(self) -> ExpiryRules:
         s, paper = self.settings, self.settings.paper
-        return ExpiryRules(s.cap, paper.include_self, paper.initial_memories, paper.normalizer_eps, s.impl)
+        return ExpiryRules(
+            s.cap, paper.include_self, paper.initial_memories, paper.normalizer_eps, s.impl, subtract_own=s.subtract_own
+        )
