@@ -6,6 +6,14 @@ in which it is read, and the time to the first token of the turns of a chat, wit
 The model has the shape of a small Llama (--layers, --dim) and random weights and spans, since time does not depend on what was
 learned; the requests differ in the length of their prompts. `one by one` is the same number of requests with one row, so that
 each waits for the one before.
+
+    python -m benchmarks.serve --model FOLDER --adapter DIR --prompt-tokens 4096 --beside --text docs/*.md --requests 1,8,64,256
+
+takes a model of transformers and prompts of equal length, cut from text. Without --adapter every memory lives for an eighth of
+the prompt's tokens. --beside also gives the same requests to transformers' continuous batching (`generate_batch`) with the full
+cache, and measures the decode steps of a bare `Stream`. `steady` is tokens per second from the moment at which all requests had
+their first token until the first of them ended; `first` includes the waiting for others. Times of tokens are those at which
+they were delivered, in both.
 """
 
 from __future__ import annotations
@@ -13,21 +21,24 @@ from __future__ import annotations
 import argparse
 import queue
 import time
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from expire_span.hf import RetrofitConfig, retrofit
+from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.sampling import Sampling
-from expire_span.serve import scheduler as scheduler_module
 from expire_span.serve.requests import Request
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions
 from expire_span.serve.text import TextModel
 
+from .hf_decode import KINDS
 from .record import save
+from .serve_load import spread
 
 VOCAB = 32_000
 
@@ -54,29 +65,100 @@ def build(layers: int, dim: int, device: str) -> Any:
     return handle
 
 
-def measure(handle: Any, requests: int, rows: int, tokens: int) -> dict[str, Any]:
-    """Seconds until all requests are answered, after one round that warms up and records."""
+def load(args: argparse.Namespace) -> Any:
+    kind = torch.bfloat16 if args.device == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=kind).to(args.device).eval()
+
+
+def open_folder(args: argparse.Namespace) -> Any:
+    """A retrofitted model of a folder; without an adapter, every memory lives for an eighth of the prompt."""
+    if args.adapter is not None:
+        return load_adapter(load(args), args.adapter)
+    handle = retrofit(load(args), RetrofitConfig(max_span=args.prompt_tokens // 4, ramp=32, keep_first=4))
+    with torch.no_grad():
+        for predictor in handle.predictors.values():
+            predictor.weight.zero_()
+            predictor.bias.zero_()  # half of the longest span
+    return handle
+
+
+def make_prompts(args: argparse.Namespace, requests: int, vocab: int) -> list[list[int]]:
+    """So many prompts: equal parts of a text, which begins again where it ends, or random tokens of unequal number."""
+    draws = [torch.Generator().manual_seed(n) for n in range(requests)]
+    size = args.prompt_tokens
+    if not args.text:
+        return [torch.randint(3, vocab, (size or 32 + 7 * n % 64,), generator=g).tolist() for n, g in enumerate(draws)]
+    tokens = AutoTokenizer.from_pretrained(args.model).encode("\n".join(x.read_text() for x in args.text))
+    tokens *= 2 + size // len(tokens)
+    step = min(size, max(1, (len(tokens) // 2) // requests))  # parts overlap where the text is too short for all
+    return [tokens[n * step : n * step + size] for n in range(requests)]
+
+
+def measure(handle: Any, prompts: list[list[int]], rows: int, tokens: int, temperature: float) -> dict[str, Any]:
+    """How long it takes until all requests are answered, after one round that warms up and records."""
     scheduler = Scheduler(TextModel(handle, _Numbers()), rows=rows)
-    for count in (80, tokens):
-        begin, done = time.perf_counter(), queue.Queue()
-        for n in range(requests):
-            prompt = torch.randint(3, VOCAB, (32 + 7 * n % 64,), generator=torch.Generator().manual_seed(n)).tolist()
-            scheduler.submit(Request(prompt, count, Sampling(temperature=0.8, seed=n), (), done.put))
-        ended = 0
-        while ended < requests:
-            piece = done.get(timeout=600)
-            if isinstance(piece, Exception):
-                raise piece
-            ended += piece is None
-        seconds = time.perf_counter() - begin
+    answer(scheduler, prompts[: max(32, len(prompts) // 8)], min(80, tokens), temperature)
+    result = {"rows": rows, **answer(scheduler, prompts, tokens, temperature)}
     scheduler.close()
-    return {"requests": requests, "rows": rows, "seconds": seconds, "tokens_per_second": requests * tokens / seconds}
+    return result
+
+
+def answer(scheduler: Scheduler, prompts: list[list[int]], tokens: int, temperature: float) -> dict[str, Any]:
+    """All requests at once, until all are answered."""
+    begin, done, times = time.perf_counter(), queue.Queue(), [[] for _ in prompts]
+
+    def take(n: int, piece: Any) -> None:
+        if isinstance(piece, str):
+            times[n].append(time.perf_counter())
+        else:
+            done.put(piece)
+
+    for n, prompt in enumerate(prompts):
+        scheduler.submit(Request(prompt, tokens, Sampling(temperature=temperature, seed=n), (), partial(take, n)))
+    for _ in prompts:
+        ended = done.get(timeout=600)
+        if ended is not None:
+            raise ended
+    return summary(begin, times)
+
+
+def measure_generate_batch(model: Any, prompts: list[list[int]], tokens: int, cache: dict[str, Any]) -> dict[str, Any]:
+    """The same requests by transformers' continuous batching, whose set-up and warm-up are not counted. cache: sizes of its
+    cache, where it shall not take all memory."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    how = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = ContinuousBatchingConfig(**cache) if cache else None
+    for part, count in ((prompts[:2], 8), (prompts, tokens)):
+        how.max_new_tokens = count
+        done = model.generate_batch(
+            inputs=part, generation_config=how, continuous_batching_config=sizes, record_timestamps=True
+        ).values()
+    assert all(x.error is None and len(x.generated_tokens) == tokens for x in done), "a request failed"
+    return summary(min(x.created_time for x in done), [x.timestamps for x in done])
+
+
+def measure_bare(handle: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Decode steps of a `Stream` with as many rows, with nothing around it."""
+    line = KINDS["expire, slots"](handle, torch.tensor(prompts, device=handle.model.device), 4096)
+    return {"requests": len(prompts), "tokens_per_second": len(prompts) / line["seconds"], **line}
+
+
+def summary(begin: float, times: list[list[float]]) -> dict[str, Any]:
+    """begin: when the requests were asked; times: when each token of each answer came."""
+    seconds, written = max(x[-1] for x in times) - begin, sum(map(len, times))
+    gaps = [b - a for own in times for a, b in pairwise(own)]
+    all_run, one_ends = max(x[0] for x in times), min(x[-1] for x in times)
+    inside = sum(all_run < x <= one_ends for own in times for x in own)
+    steady = inside / (one_ends - all_run) if inside > len(times) else None
+    counts = {"requests": len(times), "seconds": seconds, "tokens_per_second": written / seconds, "steady": steady}
+    return {**counts, "first": spread([x[0] - begin for x in times]), "between": spread(gaps)}
 
 
 def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
     """The longest time between two tokens of an answer while a prompt of so many tokens is read beside it."""
-    scheduler_module.SHARED_CHUNK = chunk
     scheduler, arrived, joined = Scheduler(TextModel(handle, _Numbers()), rows=2), [], queue.Queue()
+    scheduler.shared_chunk = chunk
     running = Request([5] * 40, 10**9, Sampling(), (), lambda piece: arrived.append(time.perf_counter()))
     scheduler.submit(running)
     while len(arrived) < 60:
@@ -123,6 +205,43 @@ def measure_chat(handle: Any, turns: int, sessions: bool) -> dict[str, Any]:
     }
 
 
+def measure_all(args: argparse.Namespace, handle: Any, requests: int, lines: list[dict[str, Any]]) -> None:
+    """So many requests in every way; each line is added and printed as soon as it is known."""
+    prompts = make_prompts(args, requests, min(VOCAB, handle.model.config.vocab_size))
+    ways: dict[str, Any] = {
+        name: partial(measure, handle, prompts, rows, args.tokens, args.temperature)
+        for name, rows in {"one by one": 1, "together": requests}.items()
+        if not (args.beside and name == "one by one")
+    }
+    if args.beside:
+        sizes: dict[str, Any] = dict(
+            zip(("num_blocks", "max_batch_tokens"), map(int, filter(None, args.beside_cache.split(","))))
+        )
+        ways["bare stream"] = partial(measure_bare, handle, prompts)
+        ways["generate_batch"] = partial(
+            measure_generate_batch, load(args), prompts, args.beside_tokens or args.tokens, sizes
+        )
+    for name, way in ways.items():
+        try:
+            lines.append({"how": name, **way()})
+        except (RuntimeError, ValueError, AssertionError) as error:  # the others are still measured
+            lines.append({"how": name, "requests": requests, "error": f"{type(error).__name__}: {error}"[:300]})
+        print(_show(lines[-1]), flush=True)
+        save("serve", {"settings": vars(args), "lines": lines}, args.out)
+
+
+def _show(line: dict[str, Any]) -> str:
+    head = f"{line['requests']:4d} requests {line['how']:14s}"
+    if "error" in line:
+        return f"{head} {line['error']}"
+    told = f"{head} {line['tokens_per_second']:10.0f} tokens/s"
+    if "first" in line:
+        first, between = line["first"], line["between"]
+        told += f", steady {line['steady'] or 0:.0f}, first token {first['median']:.2f} s (99th {first['p99']:.2f})"
+        told += f", between {1000 * between['median']:.1f} ms (99th {1000 * between['p99']:.1f})"
+    return told
+
+
 def _show_chat(line: dict[str, Any]) -> str:
     """The median time to the first token of the turns around the tenth and of the last ones."""
     kind, told = "with sessions" if line["sessions"] else "without", []
@@ -136,6 +255,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--dim", type=int, default=576)
+    parser.add_argument("--model", type=Path, help="folder of a model, in place of a random one")
+    parser.add_argument("--adapter", type=Path, help="adapter of that model")
+    parser.add_argument("--text", type=Path, nargs="+", help="files that prompts of --prompt-tokens are cut from")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="tokens of a prompt; 0 takes 32 to 95")
+    parser.add_argument("--beside", action="store_true", help="also measure generate_batch, and a bare stream")
+    parser.add_argument("--beside-tokens", type=int, help="tokens of an answer of generate_batch, where it is slow")
+    parser.add_argument("--beside-cache", default="", help="blocks and tokens in a batch of generate_batch, as 64,256")
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--requests", default="1,8,32", help="numbers of requests at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -144,12 +271,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=0, help="turns of a chat; 0 measures none")
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
-    handle, lines = build(args.layers, args.dim, args.device), []
-    for requests in map(int, args.requests.split(",")):
-        for name, rows in {"one by one": 1, "together": requests}.items():
-            lines.append({"how": name, **measure(handle, requests, rows, args.tokens)})
-            line = lines[-1]
-            print(f"{requests:4d} requests {name:10s} {line['tokens_per_second']:10.0f} tokens/s", flush=True)
+    handle = open_folder(args) if args.model else build(args.layers, args.dim, args.device)
+    lines: list[dict[str, Any]] = []
+    for requests in map(int, filter(None, args.requests.split(","))):
+        measure_all(args, handle, requests, lines)
     for chunk in map(int, filter(None, args.chunks.split(","))):
         lines.append({"how": "joining", **measure_pause(handle, args.prompt, chunk)})
         print(", ".join(f"{name} {x:.4g}" for name, x in lines[-1].items() if name != "how"), flush=True)

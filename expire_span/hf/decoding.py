@@ -20,7 +20,9 @@ from .layouts import AttentionLayer, text_config
 from .slots import SlotAttention, SlotCache, span_form
 
 CHUNK = 256
-"""Tokens per forward pass while reading."""
+"""Tokens of a row per forward pass while reading, on a CPU or where a cap evicts at the end of each pass."""
+GPU_CHUNK = 32_768
+"""Tokens of all rows together per forward pass on a GPU, where a pass of few tokens takes as long as one of thousands."""
 
 
 class RetrofitModel:
@@ -66,8 +68,9 @@ class RetrofitModel:
         for layer, part in zip(cache.expiring, state or ()):
             layer.memory, layer.seen = part["memory"], part["position"]
             cache.recurrent = part.get("recurrent", {})
-        chunks = tokens.to(self.device).split(CHUNK, dim=1)
-        for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(CHUNK, dim=1)):
+        size = CHUNK if self.capped or self.device.type != "cuda" else max(CHUNK, GPU_CHUNK // len(tokens))
+        chunks = tokens.to(self.device).split(size, dim=1)
+        for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(size, dim=1)):
             for layer in cache.expiring:
                 layer.marks = marked
             logits = self.handle.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]

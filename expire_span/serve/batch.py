@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expire_span.sampling import draw_rows
-from expire_span.stream import Stream
+from expire_span.stream import Prefilled, Stream
 from expire_span.stream.decoders import model_of
 from expire_span.stream.tokens import send_to_host
 
@@ -36,13 +36,14 @@ class Batch:
             self._stream = Stream(self.model, self.most if self._fixed else 1, static_shapes=True)
         return self._stream
 
-    def join(self, response: Response) -> None:
-        """Give a response whose prompt has been read a free row."""
-        assert response.prompt is not None
-        if all(self.stream.active):
-            self._resize(self.stream.rows + 1)
-        response.row, response.prompt = self.stream.join(response.prompt), None
-        self.responses.append(response)
+    def join(self, responses: list[Response], read: Prefilled) -> None:
+        """Give responses, whose prompts have been read, free rows."""
+        missing = len(responses) - self.stream.active.count(False)
+        if missing > 0:
+            self._resize(self.stream.rows + missing)
+        for response, row in zip(responses, self.stream.join_together(read)):
+            response.row, response.prompt = row, None
+            self.responses.append(response)
 
     def leave(self, response: Response) -> None:
         self.stream.leave(_row(response))
@@ -100,7 +101,7 @@ class Batch:
     def _resize(self, size: int) -> None:
         """Move the responses into the first rows of a stream with `size` rows, in their order; the others are idle."""
         kept = [_row(response) for response in self.responses]
-        self._stream = self.stream.fork(kept + kept[:1] * (size - len(kept)))
+        self._stream = self.stream.fork(kept + (kept or [0])[:1] * (size - len(kept)))
         for row, response in enumerate(self.responses):
             response.row = row
         for row in range(len(kept), size):

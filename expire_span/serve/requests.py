@@ -17,10 +17,11 @@ from .sessions import Snapshot
 from .text import TextModel
 from .turns import Prompt
 
-CHUNK = 256
-"""Tokens of a prompt that are read in one call while nothing else runs."""
-SHARED_CHUNK = 64
-"""Tokens of a prompt that are read between two decode steps, for which the running answers wait."""
+CHUNK, SHARED_CHUNK = 256, 64
+"""Tokens of prompts that are read in one call: while nothing else runs, and between two decode steps, for which the running
+answers wait."""
+GPU_CHUNK, GPU_SHARED_CHUNK = 32_768, 8_192
+"""The same on a GPU, where a call of few tokens takes as long as one of thousands."""
 
 
 class Chunk(NamedTuple):
@@ -71,7 +72,8 @@ class Response:
         """Whether it is known where to begin to read."""
         self.read = 0
         """Number of tokens of the prompt that have been read, or need not be."""
-        self._tokens = torch.tensor(request.prompt)
+        self.tokens = torch.tensor(request.prompt)
+        """Those of the prompt."""
         self._marks = None if request.chat.marks is None else torch.tensor(request.chat.marks)
         self.fed: list[int] = []
         """Tokens of the answer that the row has read."""
@@ -101,7 +103,16 @@ class Response:
         if point is None:
             return None
         part = slice(self.read, min(self.read + most, point))
-        return Chunk(self._tokens[part], None if self._marks is None else self._marks[part])
+        return Chunk(self.tokens[part], None if self._marks is None else self._marks[part])
+
+    def reads_plainly(self, size: int, most: int) -> bool:
+        """Whether its first chunk, of at most `most` tokens, has so many tokens and no marks."""
+        return self._marks is None and min(self.points[0], most) == size
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its prompt has been read to the end."""
+        return self.read == len(self.request.prompt)
 
     @property
     def points(self) -> list[int]:

@@ -17,10 +17,10 @@ from expire_span.checks import check_count
 from expire_span.models.marks import FREE
 from expire_span.stream import Prefilled
 from expire_span.stream.decoders import model_of
-from expire_span.stream.interface import trimmed
+from expire_span.stream.interface import row_of, trimmed
 
 from .batch import Batch
-from .requests import CHUNK, SHARED_CHUNK, Request, Response
+from .requests import CHUNK, GPU_CHUNK, GPU_SHARED_CHUNK, SHARED_CHUNK, Request, Response
 from .sessions import Sessions, Snapshot
 from .text import TextModel
 
@@ -54,6 +54,9 @@ class Scheduler:
         self._refusing = self._stopping = False
         self._active: list[Response] = []
         self._batch = Batch(text.model, rows)
+        on_gpu = self._batch.device.type == "cuda"
+        self.chunk, self.shared_chunk = (GPU_CHUNK, GPU_SHARED_CHUNK) if on_gpu else (CHUNK, SHARED_CHUNK)
+        """Tokens of prompts that are read in one call: while nothing else runs, and between two decode steps."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-scheduler")
         self._thread.start()
 
@@ -158,48 +161,94 @@ class Scheduler:
             return self._waiting.popleft() if self._waiting and not self._stopping else None
 
     def _take_turn(self) -> None:
-        """Read one chunk of one prompt, so that a long prompt holds up the others by no more, then generate a token for every
-        request whose prompt has been read."""
+        """Read one chunk of a prompt, so that a long prompt holds up the others by no more, then generate a token for every
+        request whose prompt has been read. Prompts that can be read together count as one."""
         for response in self._active:
             if response.request.cancelled:
                 self._finish(response)
+        most = self.shared_chunk if self._batch.responses else self.chunk
         for response in [x for x in self._active if x.waits][:1]:
-            self._try(response, lambda response=response: self._prefill(response))
+            self._try(response, lambda response=response: self._prefill(response, most))
         if self._batch.responses:
             self._decode()
 
-    def _prefill(self, response: Response) -> None:
-        """Read the next chunk of a prompt; after the last one, the response joins the batch."""
-        if not response.begun:
-            response.begin(self._find_beginning(response.request), self._batch.device)
-            self.counts["known"] += response.read
-        chunk = response.next_chunk(SHARED_CHUNK if self._batch.responses else CHUNK)
-        if chunk is not None:
-            response.prompt = self._batch.stream.prefill(chunk.tokens, response.prompt, chunk.marks)
-            response.read += len(chunk.tokens)
-            self.counts["read"] += len(chunk.tokens)
-            if response.read in response.points:
-                self._remember(response.request, response.request.prompt[: response.read], response.prompt)
-        if response.read == len(response.request.prompt):
-            self._batch.join(response)
+    def _prefill(self, first: Response, most: int) -> None:
+        """Read the next chunk of a prompt, and with it those of others that can be read in the same call; after its last chunk
+        a response joins the batch."""
+        self._begin(first)
+        chunk = first.next_chunk(most)
+        if chunk is None:
+            assert first.prompt is not None
+            return self._batch.join([first], first.prompt)
+        group = [first] if first.prompt is not None or chunk.marks is not None else self._read_alike(first, most)
+        read = self._read_together(group, len(chunk.tokens)) if len(group) > 1 else None
+        if read is None:
+            group, read = [first], self._batch.stream.prefill(chunk.tokens, first.prompt, chunk.marks)
+        for row, response in enumerate(group):
+            self._note_read(response, len(chunk.tokens), partial(row_of, read, row))
+        if all(x.is_read for x in group):
+            return self._batch.join(group, read)
+        for row, response in enumerate(group):
+            response.prompt = row_of(read, row)
+            if response.is_read:
+                self._batch.join([response], response.prompt)
+
+    def _begin(self, response: Response) -> None:
+        if response.begun:
+            return
+        found = self._find_beginning(response.request)
+        response.begin(found, self._batch.device)
+        self.counts["known"] += response.read
+        if self.sessions is not None:
+            self.sessions.counts["misses" if found is None else "hits"] += 1
+
+    def _read_alike(self, first: Response, most: int) -> list[Response]:
+        """Responses that read as many tokens as the first one, all from their beginning, at most so many tokens together. With
+        sessions, of those that read the same tokens one goes ahead, and the others find what it has read."""
+        group, size = [first], len(first.next_chunk(most).tokens)  # type: ignore[union-attr]
+        seen = {tuple(first.tokens[:size].tolist())}
+        for other in self._active:
+            if (len(group) + 1) * size > most:
+                break
+            if other.begun or not other.waits or other.request.cancelled or not other.reads_plainly(size, most):
+                continue
+            own = tuple(other.tokens[:size].tolist())
+            if self.sessions is not None and (own in seen or self._find_beginning(other.request) is not None):
+                continue
+            seen.add(own)
+            self._begin(other)
+            group.append(other)
+        return group
+
+    def _read_together(self, group: list[Response], size: int) -> Prefilled | None:
+        """The first tokens of all of these; None where that fails, so that each is tried alone."""
+        try:
+            return self._batch.stream.prefill_together([x.tokens[:size] for x in group])
+        except (ValueError, RuntimeError, MemoryError):
+            return None
+
+    def _note_read(self, response: Response, tokens: int, read: Callable[[], Prefilled]) -> None:
+        """Count the tokens of a chunk, and keep what was read where a later prompt may go on."""
+        response.read += tokens
+        self.counts["read"] += tokens
+        if response.read in response.points:
+            self._remember(response.request, response.request.prompt[: response.read], read)
 
     def _find_beginning(self, request: Request) -> Snapshot | None:
         """The longest beginning of the prompt that is known by now."""
         if self.sessions is None:
             return None
         found, begun = self.sessions.find(request.owner, request.prompt, request.chat.marks, load=False), request.begun
-        longest = max((x for x in (found, begun) if x is not None), key=lambda x: x.length, default=None)
-        self.sessions.counts["misses" if longest is None else "hits"] += 1
-        return longest
+        return max((x for x in (found, begun) if x is not None), key=lambda x: x.length, default=None)
 
-    def _remember(self, request: Request, tokens: list[int], read: Prefilled) -> None:
+    def _remember(self, request: Request, tokens: list[int], read: Callable[[], Prefilled]) -> None:
         """Keep what was read up to a point of the prompt."""
         if self.sessions is not None:
             marks, places = request.chat.marks, request.chat.told(len(tokens))
             marks = None if marks is None else marks[: len(tokens)]
             with suppress(RuntimeError, MemoryError):  # without room for it, it is read again next time
                 lasting = len(tokens) == max(request.chat.points, default=0)
-                self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read), places, lasting=lasting)
+                self.sessions.put(request.owner, tokens, marks, lambda: trimmed(read()), places, lasting=lasting)
 
     def _remember_answer(self, response: Response) -> None:
         """Keep what a row has read: the prompt and the answer, as far as it was fed."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expire_span.models.mixer import MixerAux
 from expire_span.models.slot_step import StreamPosition
-from expire_span.models.state import map_tensors
+from expire_span.models.state import map_tensors, select_rows
 from expire_span.store import ExpiringMemory, Store
 from expire_span.store.slot_memory import SlotMemory
 
@@ -38,6 +38,14 @@ def trimmed(read: Prefilled) -> Prefilled:
 
 def _trim(store: Store) -> Store:
     return store.trimmed() if isinstance(store, ExpiringMemory) else store.map_tensors(torch.Tensor.clone)
+
+
+def row_of(read: Prefilled, row: int) -> Prefilled:
+    """One of several prompts that were read together, as if it had been read alone."""
+    if len(read.logits) == 1:
+        return read
+    picked = torch.tensor([row], device=read.logits.device)
+    return Prefilled(read.logits[row : row + 1], select_rows(read.state, picked), reader=read.reader)
 
 
 class Stepper(Protocol):

@@ -136,6 +136,12 @@ class Stream:
         read = self._model.prefill(tokens.unsqueeze(0), state, None if marked is None else marked.unsqueeze(0))
         return replace(read, reader=self.model)
 
+    @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Prefilled:
+        """Read prompts of the same length in one call, for rows that will join; no row changes meanwhile."""
+        tokens = torch.stack([check_prompt(prompt, self._model.vocab, n) for n, prompt in enumerate(prompts)])
+        return replace(self._model.prefill(tokens), reader=self.model)
+
     def _check_marks(self, marks: Marks, tokens: int, row: int | None = None) -> Tensor | None:
         found = check_marks(marks, tokens, row)
         if found is not None:
@@ -161,6 +167,17 @@ class Stream:
         self._engine.load([row], self._own(prompt) if isinstance(prompt, Prefilled) else self.prefill(prompt))
         self._drop_flights(row)
         return row
+
+    @torch.inference_mode()
+    def join_together(self, read: Prefilled) -> list[int]:
+        """Let idle rows, the first ones, begin with prompts that were read together. Returns their numbers."""
+        rows = [row for row, active in enumerate(self._engine.active) if not active][: len(read.logits)]
+        if len(rows) < len(read.logits):
+            raise ValueError(f"{len(rows)} of {self.rows} rows are idle, got {len(read.logits)} prompts to join")
+        self._engine.load(rows, self._own(read))
+        for row in rows:
+            self._drop_flights(row)
+        return rows
 
     @torch.inference_mode()
     def snapshot(self, row: int) -> Prefilled:

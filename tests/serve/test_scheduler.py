@@ -13,6 +13,7 @@ from expire_span.sampling import Sampling, draw, draw_rows
 from expire_span.serve.batch import Batch
 from expire_span.serve.requests import Request
 from expire_span.serve.scheduler import Busy, Scheduler
+from expire_span.serve.sessions import Sessions
 from expire_span.serve.text import TextModel
 from expire_span.store.slots import FRESH
 from expire_span.stream import Stream
@@ -38,8 +39,8 @@ class Numbers:
 class Client:
     """Requests to one scheduler, and the pieces of their responses."""
 
-    def __init__(self, model, rows):
-        self.scheduler = Scheduler(TextModel(model, Numbers()), rows=rows)
+    def __init__(self, model, rows, sessions=None):
+        self.scheduler = Scheduler(TextModel(model, Numbers()), rows=rows, sessions=sessions)
 
     def ask(self, prompt, limit, sampling=SAMPLINGS[0]):
         pieces = queue.Queue()
@@ -99,6 +100,61 @@ def test_answers_do_not_depend_on_their_neighbours(model, overlaps, monkeypatch)
     leaving.cancelled = True
     for prompt, (_, limit), sampling, pieces in zip(prompts, sizes, SAMPLINGS, answers):
         assert text_of(pieces) == alone(handle, prompt, limit, sampling)
+    client.scheduler.close()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_session_knows_every_token_that_its_row_has_read(overlaps, monkeypatch):
+    """With steps that overlap also the last one, which was read before it was known that the answer ends there."""
+    monkeypatch.setattr(Batch, "overlaps", overlaps)
+    handle = MODELS["llama"]()
+    client = Client(handle, 2, Sessions(handle, 10**8))
+    prompt, beside = [5, 6, 7] * 9, client.ask([9, 8], 40)[1]
+    first = text_of(client.ask(prompt, 30)[1])
+    longer = prompt + [int(x) for x in first.split(",")[:-1]] + [11, 12]
+    request, pieces = client.ask(longer, 25)
+    assert text_of(pieces) == alone(handle, longer, 25, SAMPLINGS[0])
+    assert request.cached == len(prompt) + 30 - (not overlaps)
+    assert text_of(beside) == alone(handle, [9, 8], 40, SAMPLINGS[0])
+    client.scheduler.close()
+
+
+@pytest.mark.parametrize("with_sessions", [False, True])
+def test_prompts_of_equal_length_are_read_together(with_sessions):
+    """Here 32 tokens each and 256 in a call; of two that begin with the same tokens, the session of one serves the other."""
+    handle = forgetful(tiny(), max_span=40, ramp=4)
+    calls = []
+    handle.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(tuple(args[0].shape)), with_kwargs=True)
+    client = Client(handle, 6, Sessions(handle, 10**8) if with_sessions else None)
+    draws = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(1, 90, (n,), generator=draws).tolist() for n in (32, 32, 32, 20, 32)]
+    prompts.append(prompts[1])
+    pieces, limits = [queue.Queue() for _ in prompts], (8, 9, 1, 12, 30, 9)
+    requests = [
+        Request(p, limit, s, (), own.put)
+        for p, limit, s, own in zip(prompts, limits, (*SAMPLINGS, SAMPLINGS[1]), pieces)
+    ]
+    client.scheduler.submit(*requests)
+    answers = [text_of(x) for x in pieces]
+    assert [rows for rows, tokens in calls if tokens == 32] == ([4] if with_sessions else [5])
+    assert client.scheduler.counts["read"] == 20 + 32 * (4 if with_sessions else 5)
+    assert [x.cached for x in requests] == [0] * 5 + [32 * with_sessions]
+    for prompt, limit, request, answer in zip(prompts, limits, requests, answers):
+        assert answer == alone(handle, prompt, limit, request.sampling)
+    client.scheduler.close()
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone():
+    """A token beyond the vocabulary, in the middle of prompts that would be read in one call."""
+    handle = forgetful(tiny(), max_span=40, ramp=4)
+    client = Client(handle, rows=3)
+    pieces = [queue.Queue() for _ in range(3)]
+    prompts = [[5] * 20, [10**6] * 20, [6] * 20]
+    client.scheduler.submit(*(Request(p, 9, SAMPLINGS[0], (), own.put) for p, own in zip(prompts, pieces)))
+    with pytest.raises(ValueError, match="tokens must lie in 0"):
+        text_of(pieces[1])
+    for n in (0, 2):
+        assert text_of(pieces[n]) == alone(handle, prompts[n], 9, SAMPLINGS[0])
     client.scheduler.close()
 
 
