@@ -159,6 +159,9 @@ class AgentTrainConfig(LearningConfig):
     """Weight of the value's squared error."""
     scale_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return, so that their unit does not matter."""
+    weigh_credit: bool = False
+    """Weight the two parts of an advantage, the reward of the step itself and all that is later, by how much of each is seen to
+    depend on the action. Where actions change nothing later, as answers to questions do, the later part is noise."""
     imitate: int = 0
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: float = 0.5
