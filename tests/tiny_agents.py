@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from expire_span.models.systems.expire_span import ExpireSpanConfig
@@ -17,6 +18,7 @@ from expire_span.settings.agent import AgentTrainConfig, EnvTask, PolicyConfig
 from expire_span.settings.run import AgentRunConfig
 from expire_span.train.actor_critic import AgentLearner, resume, train
 
+CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
 MIXER = ExpireSpanConfig(max_span=6, ramp=2, initial_span=0.5)
 
 
@@ -196,3 +198,20 @@ def train_whole_and_broken(config: AgentRunConfig, folder: Path, monkeypatch: An
     for name in ("metrics.jsonl", "result.json"):
         assert (broken.path / name).read_bytes() == (whole.path / name).read_bytes(), name
     return whole
+
+
+def play_twice(config: AgentRunConfig) -> AgentLearner:
+    """A learner that has played two windows, so that it is in the middle of episodes and has memories of earlier steps.
+
+    Its spans differ, so that some memories die within a window and some after it.
+    """
+    torch.manual_seed(1)
+    learner = AgentLearner(config)
+    with torch.no_grad():
+        for block in learner.trained.layers():
+            rule = getattr(block.mixer, "span_predictor", None)
+            if rule is not None and hasattr(rule, "weight"):
+                rule.weight.normal_(std=0.5)
+        learner.trained.action_head.weight.normal_(std=0.2)
+    learner.player.play(11, gamma=0.9, gae_lambda=0.8)
+    return learner

@@ -36,6 +36,11 @@ class Choices:
     def entropy(self) -> Tensor:
         return torch.stack([-(part.exp() * part).sum(-1) for part in self.parts]).sum(0)
 
+    def score(self, actions: Tensor) -> Tensor:
+        """The gradient of the log probability of actions [.., K] in the logits: [.., sum(sizes)]."""
+        given = zip(self.parts, actions.unbind(-1))
+        return torch.cat([torch.zeros_like(p).scatter(-1, a.unsqueeze(-1), 1) - p.exp() for p, a in given], -1)
+
 
 def _draw(log_probs: Tensor) -> Tensor:
     """The first value whose cumulative probability exceeds a uniform draw: one random number for each choice."""
@@ -71,6 +76,10 @@ class Numbers:
         away = (actions - self.mean) * (-self.log_std).exp()
         return -(0.5 * away.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
+    def score(self, actions: Tensor) -> Tensor:
+        """The gradient of the log density of the numbers [.., K] in the means: [.., K]."""
+        return (actions - self.mean) * (-2 * self.log_std).exp()
+
     def entropy(self) -> Tensor:
         """That of the normal numbers plus, for squashed ones, the mean of log d tanh(u) / du, by Gauss-Hermite quadrature."""
         places, weights = np.polynomial.hermite_e.hermegauss(NODES)
@@ -100,6 +109,10 @@ class Both:
 
     def entropy(self) -> Tensor:
         return self.choices.entropy() + self.numbers.entropy()
+
+    def score(self, actions: Tensor) -> Tensor:
+        chosen, given = actions[..., : self.count].long(), actions[..., self.count :]
+        return torch.cat([self.choices.score(chosen), self.numbers.score(given)], -1)
 
 
 ActionDistribution = Choices | Numbers | Both

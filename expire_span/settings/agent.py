@@ -53,6 +53,12 @@ class EnvTask:
     training says why: popgym's are shown, as in its own baselines, others not."""
     previous_reward: bool = False
     """Show the agent the reward of its last step, as bandits and other tasks of learning within an episode need."""
+    clock: bool = False
+    """Show the agent how many steps its episode has lasted, as sines and cosines: what is still to come, and so the value of a
+    state, often depends on it, and memories can be addressed by when they were made."""
+    joint_actions: int = 1
+    """Where an action is several choices with at most this many combinations, make them as one choice among all combinations,
+    so that one may depend on another. 1 makes them independently of each other."""
     text_words: int = 32
     """Most words of a text in an observation, such as MiniGrid's mission."""
     patience: float = 300.0
@@ -67,6 +73,7 @@ class EnvTask:
         require(
             isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
         )
+        require(self.joint_actions >= 1, f"task.joint_actions must be at least 1, got {self.joint_actions}")
         require(self.text_words >= 1, f"task.text_words must be at least 1, got {self.text_words}")
         require(self.patience > 0, f"task.patience must be greater than 0 seconds, got {self.patience}")
 
@@ -152,6 +159,9 @@ class AgentTrainConfig(LearningConfig):
     """Weight of the value's squared error."""
     scale_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return, so that their unit does not matter."""
+    weigh_credit: bool = False
+    """Weight the two parts of an advantage, the reward of the step itself and all that is later, by how much of each is seen to
+    depend on the action. Where actions change nothing later, as answers to questions do, the later part is noise."""
     imitate: int = 0
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: float = 0.5

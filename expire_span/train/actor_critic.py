@@ -37,6 +37,7 @@ from . import randomness
 from .agent_evaluation import AgentResult, evaluate_agent
 from .budget import BudgetController
 from .build_environments import build_environments, decide_inputs
+from .credit import CreditWeights
 from .devices import build_accelerator, check_processes, impl_of
 from .evaluate import memory_bytes
 from .loop import Fault
@@ -137,7 +138,8 @@ class AgentLearner:
             torch.manual_seed(config.seed + self.accelerator.process_index)
         envs.begin(split_seed(config.seed, 0))
         scale = RewardScale(count, device, self._add_up) if config.train.scale_rewards else None
-        self.player = Player(self.trained, envs, task, scale)
+        credit = CreditWeights(device, self._add_up) if config.train.weigh_credit else None
+        self.player = Player(self.trained, envs, task, scale, credit)
         kinds = [find(mixer.kind).learns_spans for mixer in model.mixers]
         self.budgeted = [n for n, learns in enumerate(kinds) if learns] or list(range(model.layers))
         self.budget = self._build_budget()
@@ -182,6 +184,8 @@ class AgentLearner:
         self.trained.encoder.note(played.window.observation)
         self.average.update(self.trained)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
+        if self.player.credit is not None:
+            means["later_credit"] = self.player.credit.later
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
         self.played += c.window * c.envs

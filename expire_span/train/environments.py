@@ -7,6 +7,7 @@ number of the episode): so a run that continues after an interruption sees the s
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,11 @@ PREVIOUS_NUMBERS = "previous_numbers"
 """Name of the field that holds the last action's continuous numbers, squashed; 0 where there is none yet."""
 PREVIOUS_REWARD = "previous_reward"
 """Name of the field that holds the reward of the last step, where the task shows it; 0 where there is none yet."""
+
+CLOCK = "episode_steps"
+"""Name of the field that tells how many steps the episode has lasted, where the task shows it."""
+PERIODS = tuple(4 << n for n in range(10))
+"""Periods of the clock's sines and cosines, in steps."""
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Environments(ABC):
     def __init__(self, task: EnvTask, count: int, device: torch.device) -> None:
         self.task, self.count, self.device = task, count, device
         self.reward = torch.zeros(count, device=device)  # of the last step
+        self.steps = torch.zeros(count, dtype=torch.long, device=device)  # that each row's episode has lasted
 
     @property
     def width(self) -> int:
@@ -77,6 +84,8 @@ class Environments(ABC):
             more.append(ObservationField(PREVIOUS_NUMBERS, "numbers", (len(self.continuous),)))
         if self.task.previous_reward:
             more.append(ObservationField(PREVIOUS_REWARD, "numbers", ()))
+        if self.task.clock:
+            more.append(ObservationField(CLOCK, "numbers", (2 * len(PERIODS),)))
         self.fields = (*self.fields, *more)
 
     def keep_fields(self, fields: tuple[ObservationField, ...]) -> None:
@@ -91,15 +100,17 @@ class Environments(ABC):
     def begin(self, seed: int) -> None:
         """Begin the first episode in every row, with this seed."""
         self._begin_all(seed)
+        self.steps = torch.zeros_like(self.steps)
         self.observation = self._show(self._observe(), None, None)
 
     def step(self, actions: Tensor) -> EnvironmentStep:
         """Take the actions [B, K]; rows whose episode ends begin the next one."""
         reward, terminated, truncated, success = self._advance(actions)
-        ended, self.reward = terminated | truncated, reward
+        ended, self.reward, self.steps = terminated | truncated, reward, self.steps + 1
         final = self._show(self._observe(), actions, None) if bool(truncated.any()) else None
         if bool(ended.any()):
             self._begin_rows(ended)
+            self.steps = self.steps.masked_fill(ended, 0)
         self.observation = self._show(self._observe(), actions, ended)
         return EnvironmentStep(reward, terminated, truncated, success, final)
 
@@ -122,6 +133,8 @@ class Environments(ABC):
             shown |= {PREVIOUS_NUMBERS: torch.stack(numbers, 1)} if numbers else {}
         if self.task.previous_reward:
             shown[PREVIOUS_REWARD] = keep(self.reward.float(), self.reward.float() * 0)
+        if self.task.clock:
+            shown[CLOCK] = _read_clock(self.steps)
         return shown
 
     @abstractmethod
@@ -151,6 +164,12 @@ class Environments(ABC):
 
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)
         """Release resources outside this process."""
+
+
+def _read_clock(steps: Tensor) -> Tensor:
+    """Numbers of steps [B] as sines and cosines [B, 2 * periods]; the same number is the same place of every period."""
+    angle = 2 * math.pi * (steps.unsqueeze(-1) % steps.new_tensor(PERIODS)) / steps.new_tensor(PERIODS)
+    return torch.cat([angle.sin(), angle.cos()], -1)
 
 
 def _squash(x: Tensor, bounded: bool) -> Tensor:

@@ -38,12 +38,13 @@ class GridWorlds(Environments):
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.as_tensor(x).clone() for name, x in self.engine.snapshot().items()}
-        return {"arrays": arrays, "observation": self.observation}
+        return {"arrays": arrays, "observation": self.observation, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         move = (lambda x: x.cpu().numpy().copy()) if self.engine.arrays.is_numpy else (lambda x: x.to(self.device))
         self.engine.restore({name: move(x) for name, x in state["arrays"].items()})
         self.observation = {name: x.to(self.device) for name, x in state["observation"].items()}
+        self.steps = state["steps"].to(self.device) if "steps" in state else self.steps
 
     def _begin_all(self, seed: int) -> None:
         self.engine.reset(seed, environments=self.numbers)

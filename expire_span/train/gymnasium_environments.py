@@ -28,7 +28,7 @@ class GymnasiumEnvironments(Environments):
         super().__init__(task, count, device)
         self.first = first
         self.vector, space = _make_vector(task, count)
-        self.layout = ActionLayout.of(self.vector.single_action_space, task.env)
+        self.layout = ActionLayout.of(self.vector.single_action_space, task.env, task.joint_actions)
         self.actions, self.continuous = self.layout.choices, self.layout.bounded
         self.fields = describe_observations(space, words=task.text_words)
         self.episodes = np.zeros(count, np.int64)
@@ -86,6 +86,7 @@ class GymnasiumEnvironments(Environments):
         nothing = [0] * self.width
         last = torch.tensor([h[-1] if h else nothing for h in history], device=self.device)
         begun = torch.tensor([not h for h in history], device=self.device)
+        self.steps = torch.tensor([len(h) for h in history], device=self.device)
         self.observation = self._show(self._observe(), last, begun)
 
     def _replay(self, actions: list[list[float] | None]) -> None:

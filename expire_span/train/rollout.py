@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from expire_span.models.state import bytes_of
 from expire_span.settings.agent import EnvTask
 from expire_span.store import NEVER, SteadyMemory, trim_states
 
+from .credit import CreditWeights, HeadWatch
 from .environments import Environments, EnvironmentStep
 from .replay import Window
 from .reward_scale import RewardScale
@@ -53,9 +54,17 @@ class Played:
 class Player:
     """A policy in its environments, with its memories and running returns; each window continues where the last one ended."""
 
-    def __init__(self, policy: Policy, envs: Environments, task: EnvTask, scale: RewardScale | None = None) -> None:
-        """scale: the unit of rewards in what is learned from; None leaves them as they are."""
-        self.policy, self.envs, self.task, self.scale = policy, envs, task, scale
+    def __init__(
+        self,
+        policy: Policy,
+        envs: Environments,
+        task: EnvTask,
+        scale: RewardScale | None = None,
+        credit: CreditWeights | None = None,
+    ) -> None:
+        """scale: the unit of rewards in what is learned from; None leaves them as they are. credit: weights of the parts of
+        advantages; None leaves them as they are."""
+        self.policy, self.envs, self.task, self.scale, self.credit = policy, envs, task, scale, credit
         device = envs.device
         self.state: list[Any] = policy.initial_state(envs.count, "hidden")
         self.begins = torch.ones(envs.count, dtype=torch.bool, device=device)
@@ -71,10 +80,13 @@ class Player:
         self.policy.eval()
         start, episodes, seen = trim_states(self.state), EpisodeSums(), _Columns()
         self.state = self.policy.begin_steps(start, length + 1)  # the value of the last observation is asked too
+        watch = HeadWatch(self.policy.action_head) if self.credit is not None else None
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
             actions, held = out.choices.sample()[:, 0], out.aux
+            if watch is not None:
+                seen.add(features=watch.read[:, 0], score=out.choices.score(actions.unsqueeze(1))[:, 0])
             log_prob = out.choices.log_prob(actions.unsqueeze(1))[:, 0]
             if expert_rows is not None:
                 expert = self._ask_expert()
@@ -91,6 +103,11 @@ class Player:
         if self.scale is not None:
             self.scale.update(seen.stacked("reward"), seen.stacked("ended"), gamma)
         window = seen.window(start, last, gamma, gae_lambda, self.scale)
+        if self.credit is not None and watch is not None:
+            watch.close()
+            reward = seen.stacked("reward") * (self.scale.factor if self.scale is not None else 1.0)
+            parts = seen.stacked("features"), seen.stacked("score")
+            window = replace(window, advantage=self.credit.weigh(reward, window.advantage, *parts))
         return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), bytes_of(self.state))
 
     def _go_on(self, state: list[Any], ended: Tensor) -> None:
@@ -131,6 +148,7 @@ class Player:
             "returns": self.returns,
             "steps": self.steps,
             **({"scale": self.scale.state_dict()} if self.scale is not None else {}),
+            **({"credit": self.credit.state_dict()} if self.credit is not None else {}),
             "envs": self.envs.state_dict(),
         }
 
@@ -140,6 +158,8 @@ class Player:
         self.begins, self.returns, self.steps = (move(saved[n]) for n in ("begins", "returns", "steps"))
         if self.scale is not None:
             self.scale.load_state_dict(saved["scale"], move)
+        if self.credit is not None:
+            self.credit.load_state_dict(saved["credit"], move)
 
 
 @dataclass
@@ -158,7 +178,11 @@ class _Columns:
     def window(
         self, start: list[Any], last: Tensor, gamma: float, gae_lambda: float, scale: RewardScale | None
     ) -> Window:
-        c = {name: torch.stack(x) for name, x in self.columns.items() if name not in ("observation", "live")}
+        c = {
+            name: torch.stack(x)
+            for name, x in self.columns.items()
+            if name not in ("observation", "live", "features", "score")
+        }
         reward = c["reward"] if scale is None else scale.scaled(c["reward"])
         reward = reward + gamma * c["beyond"]
         names = self.columns["observation"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -125,15 +126,26 @@ class ActionPart:
 class ActionLayout:
     """How a policy's action [K], choices first, then numbers, is laid out in a Gymnasium action space."""
 
-    choices: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Number of values of each choice of the space."""
     bounded: tuple[bool, ...]
     """For each continuous number, whether its range is bounded."""
     parts: tuple[ActionPart, ...]
     space: Any
+    joint: bool = False
+    """Whether a policy makes all choices as one, among their combinations."""
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Number of values of each choice that a policy makes."""
+        return (math.prod(self.sizes),) if self.joint else self.sizes
 
     @classmethod
-    def of(cls, space: Any, env: str) -> ActionLayout:
-        """The layout of an action space; one that no policy can act in is refused."""
+    def of(cls, space: Any, env: str, most_joint: int = 1) -> ActionLayout:
+        """The layout of an action space; one that no policy can act in is refused.
+
+        most_joint: choices with at most this many combinations are made as one.
+        """
         leaves = list(_leaves(space))
         sizes = [_choices_of(leaf, env) for _, leaf in leaves]
         numbers = [() if s is not None else _bounds_of(leaf) for s, (_, leaf) in zip(sizes, leaves)]
@@ -145,10 +157,14 @@ class ActionLayout:
             first, second = (first, second + count) if chosen is None else (first + count, second)
             parts.append(_part(path, leaf, tuple(range(begin, begin + count)), bounded))
         kinds = tuple(n for s in sizes for n in s or ()), tuple(b for given in numbers for b in given)
-        return cls(*kinds, tuple(parts), space)
+        joint = len(kinds[0]) > 1 and math.prod(kinds[0]) <= most_joint
+        return cls(*kinds, tuple(parts), space, joint)
 
     def give(self, actions: np.ndarray) -> Any:
         """A policy's actions [B, K] as the vector environment takes them."""
+        if self.joint:
+            apart = np.unravel_index(actions[:, 0].astype(np.int64), self.sizes)
+            actions = np.concatenate([np.stack(apart, 1), actions[:, 1:]], 1)
         values = {part.path: _value(part, actions[:, list(part.places)]) for part in self.parts}
         return _nest(self.space, values)
 
@@ -157,8 +173,11 @@ class ActionLayout:
         part = self.parts[0]
         given = np.asarray(actions)
         given = given.reshape(len(given), -1) - (part.low if len(self.parts) == 1 else 0)
-        wrong = given.shape[1] != len(self.choices) or bool(((given < 0) | (given >= np.array(self.choices))).any())
-        return None if wrong else given.astype(np.int64)
+        wrong = given.shape[1] != len(self.sizes) or bool(((given < 0) | (given >= np.array(self.sizes))).any())
+        if wrong:
+            return None
+        chosen = given.astype(np.int64)
+        return np.ravel_multi_index(tuple(chosen.T), self.sizes)[:, None] if self.joint else chosen
 
 
 def _leaves(space: Any, path: tuple[Any, ...] = ()) -> Any:

@@ -10,7 +10,6 @@ from expire_span.tasks.gridworlds.arrays import Arrays, below, chance, ranks
 from expire_span.tasks.gridworlds.engine import BALL, BOX, DOOR, DOWN, RIGHT, UP
 from expire_span.tasks.gridworlds.levels import LEVELS, build_engine, level_config
 from expire_span.tasks.gridworlds.render import render_ansi, render_rgb, save_gif
-from expire_span.tasks.gridworlds.sentences import HELD_OUT, OBJECTS, PAIRS, VERBS, read_sentence
 from expire_span.tasks.hashing import mix, mix_signed
 
 ALL = [(name, level) for name, levels in LEVELS.items() for level in levels]
@@ -244,57 +243,6 @@ def test_second_cue_decides_where_there_is_one():
     assert np.array_equal(seen & (engine.length < 13), engine.recued & (engine.length < 13))
 
 
-# Endless T-Maze
-
-
-def test_a_tmaze_goes_on_with_a_new_cue_after_every_turn():
-    """Rewards of right and wrong turns and of steps, the new corridor's cue in view, and success only without a wrong turn."""
-    engine = build_engine(TMazeTask(min_length=4, max_length=4, mazes=3), 64)
-    engine.reset(seed=1)
-    wrong = np.zeros(64, bool)
-    wrong[::2] = True
-    for maze in range(3):
-        cues = engine.cues[:, maze]
-        image = engine.observe()["image"]
-        assert (image[:, 1, 2, 0] == BALL).all() and np.array_equal(image[:, 1, 2, 1], cues)
-        for _ in range(3):
-            assert (engine.step(np.full(64, RIGHT)).reward == np.float32(-0.01)).all()
-        assert not (engine.observe()["image"][:, :, :, 0] == BALL).any()  # out of sight three cells on
-        missed = wrong & (maze == 1)
-        turned = engine.step(np.where(missed, UP + 1 - cues, UP + cues))
-        assert np.array_equal(turned.reward, np.where(missed, -1, 1))
-        assert np.array_equal(turned.terminated, np.full(64, maze == 2)) and not turned.truncated.any()
-        assert (engine.position == 0).all()
-    assert np.array_equal(engine.success, ~wrong)
-    assert abs(engine.cues.mean() - 0.5) < 5 * 0.5 / np.sqrt(engine.cues.size)
-
-
-def test_turns_that_do_nothing_and_the_limit_of_a_tmaze():
-    engine = build_engine(TMazeTask(min_length=5, max_length=5, mazes=2), 3)
-    for _ in range(2 * (2 * 5 + 10)):
-        assert not engine.over.any() and (engine.position == 0).all()
-        out = engine.step(np.full(3, UP))
-    assert out.truncated.all() and not engine.success.any()
-
-
-def test_a_cue_of_a_tmaze_is_needed_until_its_own_turn():
-    engine = build_engine(TMazeTask(min_length=4, max_length=9, mazes=4), 50)
-    engine.reset(seed=3)
-    promised, turned = {}, {}
-    while not engine.over.all():
-        info, actions = engine.info(), engine.optimal_action()
-        for row in np.flatnonzero(~engine.over):
-            maze, step = int(engine.maze[row]), int(engine.steps[row])
-            if actions[row] >= UP:
-                turned[row, maze] = step
-            if info["fact"][row] >= 0:
-                assert info["fact"][row] == maze
-                promised.setdefault((row, maze), []).append(int(info["needed_until"][row]))
-        engine.step(actions)
-    assert promised.keys() == turned.keys() and len(turned) == 200
-    assert all(set(steps) == {turned[key]} for key, steps in promised.items())
-
-
 # needed_until, against what the expert really does
 
 
@@ -341,55 +289,6 @@ def test_needed_until_of_instructions():
         if change:
             assert until[0] == engine.changed_at[row, m]
         assert until[-1] == (engine.whole_route[row] - 1 if change == 1 else done[row, m])
-
-
-# Instruction
-
-
-def test_sentences_tell_what_the_engine_wants():
-    engine = build_engine(InstructionTask(instructions=3, talk=40, cancel_prob=0.3, replace_prob=0.3), 50)
-    engine.reset(seed=1)
-    orders: list[dict[str, str]] = [{} for _ in range(50)]
-    for _ in range(40):
-        for row, ids in enumerate(engine.observe()["text"]):
-            words = read_sentence(ids).split()
-            if words[0] == "when":
-                orders[row][words[4]] = f"{words[5]} the {words[7]}"
-            elif words[:2] == ["never", "mind"]:
-                del orders[row][words[3]]
-            elif words[-1] == "instead":
-                orders[row][words[2]] = f"{words[3]} the {words[5]}"
-        engine.step(np.zeros(50, int))
-    for row in range(50):
-        wanted = "; ".join(f"{act} at the {place}" for place, act in orders[row].items())
-        assert sorted(engine.describe_hidden(row)[7:].split("; ")) == sorted(wanted.split("; "))
-    assert read_sentence(engine.observe()["text"][0]) == "go now"
-
-
-def test_acts_before_the_end_of_the_talk_and_wrong_ones_cost():
-    engine = build_engine(InstructionTask(instructions=1, talk=4), 1)
-    engine.reset(seed=0)
-    place = engine.place.copy()
-    assert np.allclose(engine.step([5]).reward, -0.2)
-    for _ in range(3):
-        assert engine.step([1]).reward[0] == 0 and np.array_equal(engine.place, place)
-    while engine.optimal_action()[0] < 4:
-        engine.step(engine.optimal_action())
-    right = int(engine.optimal_action()[0])
-    assert np.allclose(engine.step([4 + (right - 3) % 24]).reward, -0.2)
-    assert read_sentence(engine.observe()["text"][0]) == "that was wrong"
-    out = engine.step([right])
-    assert out.reward[0] == 1 and out.terminated[0] and engine.success[0]
-
-
-def test_held_out_pairs_never_occur_in_training():
-    seen = build_engine(InstructionTask(instructions=6, talk=20), 300)
-    new = build_engine(InstructionTask(instructions=6, talk=20, pairs="held_out"), 300)
-    held = {verb * len(OBJECTS) + thing for verb, thing in HELD_OUT}
-    assert not held & set(np.unique(seen.said[..., 2]).tolist())
-    assert set(np.unique(new.said[:, :6, 2]).tolist()) == held
-    rest = [p for p in PAIRS if p not in HELD_OUT]
-    assert {p[0] for p in rest} == set(range(len(VERBS))) and {p[1] for p in rest} == set(range(len(OBJECTS)))
 
 
 # Refusals

@@ -10,21 +10,18 @@ import torch
 
 pytest.importorskip("gymnasium")
 
-from expire_span.checkpoint import load_model, load_policy
-from expire_span.models.state import map_tensors
+from expire_span.checkpoint import load_policy
 from expire_span.models.systems import SYSTEMS, find
-from expire_span.runs import RunError, UserError
+from expire_span.runs import UserError
 from expire_span.settings.agent import EnvTask
 from expire_span.train import actor_critic
-from expire_span.train.actor_critic import TEST, VALID, AgentLearner, train
+from expire_span.train.actor_critic import AgentLearner, train
 from expire_span.train.build_environments import build_environments
-from expire_span.train.controls import build_control
 from expire_span.train.replay import cut, replay
 from expire_span.train.rollout import advantages
 from tests.error_budget import DOUBLE, reordered
-from tests.tiny_agents import MIXER, tiny_agent, train_whole_and_broken, with_mixer
+from tests.tiny_agents import CORRIDOR, MIXER, play_twice, tiny_agent, train_whole_and_broken, with_mixer
 
-CORRIDOR = "ExpireSpan/Corridor-Easy-v0"
 EXACT = [kind for kind, system in SYSTEMS.items() if system.streaming.startswith("exact")]
 
 
@@ -32,22 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # What is replayed equals what was played
-
-
-def play_twice(config) -> AgentLearner:
-    """A learner that has played two windows, so that it is in the middle of episodes and has memories of earlier steps."""
-    torch.manual_seed(1)
-    learner = AgentLearner(config)
-    with torch.no_grad():
-        for (
-            block
-        ) in learner.trained.layers():  # spans that differ, so that some memories die within a window and some after it
-            rule = getattr(block.mixer, "span_predictor", None)
-            if rule is not None and hasattr(rule, "weight"):
-                rule.weight.normal_(std=0.5)
-        learner.trained.action_head.weight.normal_(std=0.2)
-    learner.player.play(11, gamma=0.9, gae_lambda=0.8)
-    return learner
 
 
 @pytest.mark.parametrize("kind, env", [(kind, "Tiny/Echo-v0") for kind in EXACT] + [("expire_span", CORRIDOR)])
@@ -203,11 +184,15 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     budget = replace(tiny_agent().train.budget, live=3.0, gain=0.2, start_loss=0.9)
     options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
     options["averaging"] = 0.5
-    task = {"previous_action": True, "success_return": 0.5, "options": '{"max_length": 3}' if env == CORRIDOR else "{}"}
+    monkeypatch.setattr("expire_span.train.credit.FIRST", 1)
+    options["weigh_credit"] = True
+    task = {"previous_action": True, "success_return": 0.5, "clock": True, "joint_actions": 6}
+    task["options"] = '{"max_length": 3}' if env == CORRIDOR else '{"multi": true}'
     config = tiny_agent(env, task, **options)
     whole = train_whole_and_broken(config, tmp_path, monkeypatch)
     lines = whole.read_metrics()
     assert "imitation_loss" in lines[0] and "policy_loss" in lines[2]
+    assert any(line.get("later_credit", 1.0) != 1.0 for line in lines)
 
 
 def test_environments_go_on_where_they_stood():
@@ -297,165 +282,3 @@ def test_multidiscrete_actions_and_every_epoch_of_minibatches(tmp_path):
     run = train(config, tmp_path / "run", shown=False)
     assert run.config.model.actions == (3, 2)
     assert run.read_result()["score_name"] == "return"
-
-
-# Refusals
-
-
-def refuse(match: str, env: str, **task) -> None:
-    with pytest.raises(ValueError, match=match):
-        AgentLearner(tiny_agent(env, task))
-
-
-def test_bad_environments_are_refused():
-    refuse(
-        "unknown environment 'ExpireSpan/Coridor-Easy-v0'; did you mean ExpireSpan/Corridor-Easy-v0",
-        "ExpireSpan/Coridor-Easy-v0",
-    )
-    refuse("environment 'Nothing-v0' cannot be made", "Nothing-v0")
-    refuse("cannot be imported", "no_such_module:Thing-v0")
-    refuse("name one with --task.env", "")
-    refuse("do not fit ExpireSpan/Corridor-Easy-v0", CORRIDOR, options='{"colour": 3}')
-    refuse("do not fit Tiny/Echo-v0", "Tiny/Echo-v0", options='{"colour": 3}')
-    refuse("colours must lie in 2..5", CORRIDOR, options='{"colours": 9}')
-    with pytest.raises(ValueError, match="must be a JSON table of arguments, got '\\[1\\]'"):
-        EnvTask(options="[1]")
-
-
-@pytest.mark.parametrize(
-    ("env", "options"), [(CORRIDOR, '{"max_length": 3}'), ("Tiny/Echo-v0", "{}"), ("Tiny/Echo-v0", '{"multi": true}')]
-)
-def test_the_expert_acts_in_its_rows_and_is_recorded_in_all(env, options):
-    """Its action is one of the environment's space, which may begin at another number than 0 or have several choices."""
-    learner = AgentLearner(tiny_agent(env, {"options": options}))
-    rows = learner.player.envs.count
-    played = learner.player.play(12, gamma=0.9, gae_lambda=0.8, expert_rows=rows // 2)
-    same = (played.window.actions == played.window.expert).all(-1)  # [T, B]
-    assert bool(same[:, : rows // 2].all()) and not bool(same[:, rows // 2 :].all())
-    learner = AgentLearner(tiny_agent(env, {"options": options}, imitate=2))
-    learner.step(0)
-    assert learner.metrics()["imitation_loss"] > 0
-
-
-def test_an_expert_outside_of_the_action_space():
-    learner = AgentLearner(tiny_agent(imitate=1))
-    learner.player.envs.infos["optimal_action"] += 3  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"optimal_action of environment Tiny/Echo-v0 must be an action of Discrete\(3"):
-        learner.step(0)
-
-
-def test_no_two_splits_share_their_episodes():
-    seeds = [actor_critic.split_seed(seed, split) for seed in range(20) for split in (0, VALID, TEST)]
-    assert len(set(seeds)) == 60
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("make", r"Tiny/Broken-v0 failed in its making with KeyError: 'nothing there' \(tiny_agents.py, line \d+\)"),
-        ("empty", r"observation value must hold at least one number, got the shape \(0,\)"),
-        ("reset", r"Tiny/Broken-v0 failed in reset with RuntimeError: no reset today \(tiny_agents.py, line \d+\)"),
-        ("step", r"Tiny/Broken-v0 failed in step with SystemExit: 3 \(tiny_agents.py, line \d+\)"),
-        ("nan", "the observation clock of environment Tiny/Broken-v0 must be finite, got nan"),
-        ("shape", r"the observation clock of environment Tiny/Broken-v0 must have the shape \(2,\) .*, got \(1,\)"),
-        ("parts", r"the observation value of .* must have the parts \['clock', 'number'\] .*, got \['number'\]"),
-        ("kind", "the observation value of environment Tiny/Broken-v0 must have a dict, got ndarray"),
-        ("hang", "environment Tiny/Broken-v0 has not answered for 0.5 s in step; .* expire-span resume continues"),
-        ("range", "the observation number of environment Tiny/Broken-v0 must lie in 1..4, got 9"),
-        ("reward", "the reward of environment Tiny/Broken-v0 must be finite, got inf"),
-        ("success", "Tiny/Broken-v0 failed in its report of success with ValueError: could not convert"),
-        ("never", "no episode of Tiny/Broken-v0 has ended after 50 steps .*max_episode_steps"),
-    ],
-)
-def test_what_environments_do_wrong_is_one_sentence(monkeypatch, wrong, words):
-    monkeypatch.setattr("expire_span.train.agent_evaluation.MOST_STEPS", 50)
-    patience = 0.5 if wrong == "hang" else 300.0
-    config = tiny_agent("Tiny/Broken-v0", {"options": json.dumps({"wrong": wrong}), "patience": patience}, steps=1)
-    with pytest.raises((UserError, RunError), match=words):
-        learner = AgentLearner(config)
-        learner.step(0)
-        learner.evaluate()
-
-
-def test_imitation_needs_an_expert():
-    config = tiny_agent("CartPole-v1", imitate=1)
-    with pytest.raises(ValueError, match="imitation needs an expert, and CartPole-v1 has none"):
-        AgentLearner(config).step(0)
-
-
-def test_an_agents_run_is_not_read_as_text(tmp_path):
-    run = train(tiny_agent(steps=1), tmp_path / "run", shown=False)
-    with pytest.raises(UserError, match="is an agent's, which reads no tokens"):
-        load_model(run)
-
-
-# Hybrids
-
-
-HYBRID = "gru+expire_span"
-
-
-def hybrid(**train) -> object:
-    config = tiny_agent(**train)
-    return replace(config, model=replace(config.model, layers=1).with_mixer(HYBRID))
-
-
-def test_a_hybrid_by_its_name():
-    """A layer of each in turn; what the recipe has keeps its settings, and one kind undoes a hybrid."""
-    model = replace(tiny_agent().model, layers=1)
-    made = model.with_mixer(HYBRID)
-    assert [m.kind for m in made.mixers] == ["gru", "expire_span"] and made.mixer == MIXER
-    assert [m.kind for m in model.with_mixer("2xlstm+expire_span").mixers] == ["lstm", "lstm", "expire_span"]
-    assert made.with_mixer("expire_span") == replace(model, layers=2)
-    assert replace(model, layers=5).with_mixer(HYBRID).layers == 5
-    for wrong, words in (("gru+full+lstm", "a hybrid is of two"), ("2xgru", "of two"), ("0xgru+full", "at least one")):
-        with pytest.raises(ValueError, match=words):
-            model.with_mixer(wrong)
-    with pytest.raises(ValueError, match="unknown mixer 'grou'"):
-        model.with_mixer("grou+expire_span")
-
-
-def test_a_hybrids_replay_equals_its_rollout():
-    learner = play_twice(hybrid(window=16))
-    window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
-    out = replay(learner.trained, window)
-    for name in ("log_prob", "value"):
-        played = getattr(window, name).flatten()[out.index]
-        assert (getattr(out, name) - played).abs().max() < 1e-5, name
-
-
-def test_the_budget_of_a_hybrid_counts_the_layers_that_learn_spans():
-    """The recurrent layer always holds one vector, which no span loss can shorten."""
-    learner = AgentLearner(hybrid(budget=replace(tiny_agent().train.budget, live=3.0)))
-    assert learner.budgeted == [1]
-    seen = []
-    learner.budget.update = lambda live, loss: seen.append(float(live))
-    learner.step(0)
-    assert seen == [float(learner.rows[-1]["live"][1])]
-    assert AgentLearner(tiny_agent(budget=replace(tiny_agent().train.budget, live=3.0))).budgeted == [0, 1]
-
-
-def show_state(state) -> str:
-    """All tensors of a layer's state, to be compared."""
-    found = []
-    map_tensors(state, lambda x: found.append(x.tolist()) or x)
-    return repr(found)
-
-
-def test_forgetting_one_kind_of_a_hybrids_layers():
-    """forget_expiring empties the second layer alone, and forget_recurrent the first."""
-    learner = play_twice(hybrid(window=16))
-    state, steps = learner.player.state, torch.zeros(4).long()
-    empty = learner.trained.reset_rows(state, torch.ones(4, dtype=torch.bool))
-
-    wanted = {"forget": (True, True), "forget_expiring": (False, True), "forget_recurrent": (True, False)}
-    for name, emptied in wanted.items():
-        control = build_control(name, learner.trained, learner.config.task, 4, torch.device("cpu"), 0)
-        changed = control.change(state, steps, {})
-        for part, before, none, gone in zip(changed, state, empty, emptied):
-            assert show_state(part) == show_state(none) if gone else part is before
-            assert show_state(none) != show_state(before)
-    with pytest.raises(ValueError, match="forget_recurrent needs recurrent layers, and this agent has none"):
-        build_control(
-            "forget_recurrent", AgentLearner(tiny_agent()).trained, learner.config.task, 4, torch.device("cpu"), 0
-        )

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("gymnasium")
 
 from expire_span.train import replay as module
-from tests.tiny_agents import tiny_agent
-from tests.train.test_agents import play_twice
+from tests.tiny_agents import play_twice, tiny_agent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
