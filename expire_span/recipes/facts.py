@@ -50,7 +50,9 @@ FACTS: dict[str, RecipeFacts] = {
     "instruction": RecipeFacts(GPU, "10 min", "84.1% of acts after 1,647 of 6,000 steps, batches of 16"),
     "instruction_paper": RecipeFacts(GPU, "10 min", "99.97% of acts, nothing expired"),
     "collision_tiny": RecipeFacts(CPU, "5 min", "52.5% error (chance 75%); 224 / 130 / 88 alive"),
-    "collision": RecipeFacts(GPU, "15 min", "23.2% error, 29.9% with spans up to 32,768, as the paper describes the game"),
+    "collision": RecipeFacts(
+        GPU, "15 min", "23.2% error, 29.9% with spans up to 32,768, as the paper describes the game"
+    ),
     "collision_mixed": RecipeFacts(GPU, "1 min", "42.3% error, as the paper describes the game, 902 alive"),
     "collision_lessons": RecipeFacts(GPU, "11 min", "37.9% error, as the paper describes the game"),
     "collision_paper": RecipeFacts("8 GPUs", "a day", NOT_RUN),

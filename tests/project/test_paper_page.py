@@ -22,4 +22,7 @@ def test_the_published_collision_errors_never_stand_without_their_doubt():
     for page in (PAGE, PAGE.parents[1] / "README.md"):
         for line in page.read_text().splitlines():
             if "52.2 / 36.7 / 26.7" in line:
-                assert "as described" in line and ("see below" in line or "of one of the two" in line), (page.name, line)
+                assert "as described" in line and ("see below" in line or "of one of the two" in line), (
+                    page.name,
+                    line,
+                )
