@@ -58,6 +58,8 @@ class Snapshot:
     optimizer: dict[str, Any] = field(default_factory=dict)
     weights_only: bool = False
     """Whether it holds weights only: the start of a run from given weights."""
+    read_workers: Callable[[], list[Any]] = list
+    """Reads what every process saved as its `worker`, where a run goes on with another number of processes."""
 
     @classmethod
     def of_weights(cls, model: dict[str, Tensor], step: int = 0) -> Snapshot:
@@ -129,7 +131,13 @@ def _read_snapshot(folder: Path, rank: int, device: torch.device | str) -> Snaps
     memory = folder / _memory_name(rank)
     worker = _read_tree(memory, device) if memory.exists() else None
     optimizer = _read_tree(folder / "optimizer.safetensors", "cpu")
-    return Snapshot(step, state, worker, model, optimizer)
+    return Snapshot(step, state, worker, model, optimizer, read_workers=lambda: _read_workers(folder, device))
+
+
+def _read_workers(folder: Path, device: torch.device | str) -> list[Any]:
+    """What every process saved as its own, in their order."""
+    count = len(list(folder.glob("memory*.safetensors")))
+    return [_read_tree(folder / _memory_name(rank), device) for rank in range(count)]
 
 
 @contextlib.contextmanager

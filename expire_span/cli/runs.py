@@ -67,6 +67,9 @@ class Resume(OnRun):
 
     allow_changed_data: bool = False
     """Continue even if the data has changed since the run began."""
+    context_parallel: int | None = None
+    """Number of processes that share each row from now on, where the run goes on with another number of processes; None
+    leaves it as the run was begun."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,15 @@ def run_resume(args: list[str]) -> int:
         more = kind.trained_on.format(path=run.path)
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume{more}")
     check_data_is_there(run, "put it back, or go to the folder that the training began in")
-    return _finish(kind.load("trainer").resume(run, allow_changed_data=command.allow_changed_data))
+    options: dict[str, Any] = {"allow_changed_data": command.allow_changed_data}
+    if command.context_parallel is not None:
+        if not hasattr(run.config.train, "context_parallel"):
+            what = kind.called.format(task=run.config.task)
+            raise UserError(
+                f"--context-parallel does nothing here: run {run.path} is {what}, whose rows are not shared"
+            )
+        options["context_parallel"] = command.context_parallel
+    return _finish(kind.load("trainer").resume(run, **options))
 
 
 def _check_fits_run(command: Eval, run: RunFolder) -> None:

@@ -53,12 +53,12 @@ def chunked_attention(
     no_keys = q.new_zeros(0, q.shape[-1]) if relative_keys is None else relative_keys
     no_sinks = q.new_zeros(0) if sinks is None else sinks
     fuses = relative_keys is None and normalizer_eps == 0 and softcap == 0 and sinks is None
-    chunk = chunk or _choose_chunk(q, span, ramp, fuses=fuses)
+    chunk = chunk or choose_chunk(q, span, ramp, fuses=fuses)
     options = (ramp, causal, include_self, scale, normalizer_eps, softcap, chunk)
     return _forward_op(q, k, v, span, q_pos, k_pos, *(documents or (None, None)), no_keys, no_sinks, *options)[0]
 
 
-def _choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
+def choose_chunk(q: Tensor, span: Tensor, ramp: float, *, fuses: bool) -> int:
     """Queries per chunk. Long chunks need the CPU's fused kernel (fuses), which does not store their scores."""
     if q.device.type != "cpu" or not span.numel() or torch.compiler.is_compiling():
         return _CHUNK
@@ -82,14 +82,19 @@ class _Chunk:
     age: Tensor | None  # [N, 1, 1, C, n], where positions are relative
     slope: Tensor | None = None  # [N, K, G, C, n], derivative of the soft cap, where there is one
     of_sink: Tensor | None = None  # [N, K, G, C, 1], weight of the sink, where there is one
+    log_total: Tensor | None = None  # [N, K, G, C], logarithm of the normaliser, where it was asked for
 
 
-def _attend(p: Problem, live: LiveList) -> _Chunk:
-    """Attention weights of one chunk over its live list."""
+def attend_chunk(p: Problem, live: LiveList, *, logs: Tensor | None = None, keep_log: bool = False) -> _Chunk:
+    """Attention weights of one chunk over its live list.
+
+    logs [N, K, G, T]: logarithms of the normalisers, where queries see other memories beside those of `p`; keep_log: compute
+    that of these memories alone. Both need an eps of 0.
+    """
     group = p.q.shape[2]
     q = live.queries(p.q) * p.scale
     k, v = (live.take_states(x) for x in (p.k, p.v))  # [N, K, n, D]
-    mask, age = _mask(p, live)
+    mask, age = mask_of_chunk(p, live)
     if not p.finite:
         k, v = without_unseen(k, v, F.pad(mask[:, 0], (live.full, 0), value=1.0))
     scores = (q @ k.mT).unflatten(2, (group, live.size))  # [N, K, G, C, n]
@@ -101,11 +106,14 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
         slope, scores = 1 - squashed.square(), squashed * p.softcap
     if p.eps == 0:
         scores[..., live.full :] += fused.log_of_mask(mask)
-        if p.sinks.numel():
-            sinks = p.sinks.repeat_interleave(len(scores) // len(p.sinks), 0)
-            weight, of_sink = softmax_with_sinks(scores, sinks)
-            return _Chunk(q, k, v, weight, mask, None, None, age, slope, of_sink)
-        return _Chunk(q, k, v, _softmax(scores, live, mask), mask, None, None, age, slope)
+        sinks = p.sinks.repeat_interleave(len(scores) // len(p.sinks), 0) if p.sinks.numel() else None
+        if logs is not None:
+            total = live.queries(logs).unflatten(2, (group, -1)).unsqueeze(-1)
+            of_sink = None if sinks is None else torch.exp(sinks - total)
+            return _Chunk(q, k, v, scores.sub_(total).exp_(), mask, None, None, age, slope, of_sink)
+        log_total = _log_of_total(scores, sinks) if keep_log else None
+        weight, of_sink = (_softmax(scores, live, mask), None) if sinks is None else softmax_with_sinks(scores, sinks)
+        return _Chunk(q, k, v, weight, mask, None, None, age, slope, of_sink, log_total)
     scores[..., live.full :].masked_fill_(mask == 0, -torch.inf)
     softmax = _softmax(scores, live, mask)
     weight = softmax.clone()
@@ -114,7 +122,16 @@ def _attend(p: Problem, live: LiveList) -> _Chunk:
     return _Chunk(q, k, v, weight / total, mask, softmax, total, age, slope)
 
 
-def _mask(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
+def _log_of_total(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The logarithm of the normaliser of each query, [N, K, G, C]; minus infinity where nothing lives."""
+    if not scores.shape[-1]:
+        log = scores.new_full(scores.shape[:-1], -torch.inf)
+    else:
+        log = torch.logsumexp(scores, -1)
+    return log if sinks is None else torch.logaddexp(log, sinks.squeeze(-1).expand_as(log))
+
+
+def mask_of_chunk(p: Problem, live: LiveList) -> tuple[Tensor, Tensor | None]:
     """The mask [N, 1, 1, C, n - full] of the entries that need one, and, with relative keys, the ages of all entries."""
     k_pos, span = live.take(p.k_pos), live.take(p.span)
     q_pos = live.of_queries(p.q_pos).unsqueeze(2)
@@ -188,17 +205,17 @@ def _forward_op(
         return y, logs
     for live in p.lists():
         if p.fuses_chunks:
-            mask, _ = _mask(p, live)
-            part = fused.forward(*_chunk_inputs(p, live), fused.log_mask(mask, live, p.q.shape[2]), p.scale)
+            mask, _ = mask_of_chunk(p, live)
+            part = fused.forward(*chunk_inputs(p, live), fused.log_mask(mask, live, p.q.shape[2]), p.scale)
             live.put(log_rows, part.log_total)
             live.put(rows, part.y)
         else:
-            c = _attend(p, live)
+            c = attend_chunk(p, live)
             live.put(rows, c.weight.flatten(2, 3) @ c.v)
     return y, logs
 
 
-def _chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_inputs(p: Problem, live: LiveList) -> tuple[Tensor, Tensor, Tensor]:
     """q [N, K, G*C, D], k and v [N, K, n, D] of a chunk."""
     return live.queries(p.q), live.take_states(p.k), live.take_states(p.v)
 
@@ -243,20 +260,20 @@ def _backward_op(
     if p.fuses and p.never_expires:
         whole = fused.backward_whole(dys, p.q, p.k, p.v, fused.Forward(ys, logs), p.scale)
         none = torch.zeros_like(p.span), torch.zeros_like(p.relative_keys), torch.zeros_like(p.sinks)
-        return _as_given(q, k, v, span, relative_keys, sinks, *whole, *none)
+        return as_given(q, k, v, span, relative_keys, sinks, *whole, *none)
     dq = torch.zeros_like(p.q)
     dk, dv = torch.zeros_like(p.k), torch.zeros_like(p.v)
     dspan = torch.zeros_like(p.span, memory_format=torch.contiguous_format)  # spans may come transposed
     drel, dsinks = torch.zeros_like(p.relative_keys), torch.zeros_like(p.sinks, memory_format=torch.contiguous_format)
     for live in p.lists():
         if p.fuses_chunks:
-            _fused_backward(p, live, dys, ys, logs, (dq, dk, dv, dspan))
+            fused_backward(p, live, dys, ys, logs, (dq, dk, dv, dspan))
         else:
-            _chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel, dsinks))
-    return _as_given(q, k, v, span, relative_keys, sinks, dq, dk, dv, dspan, drel, dsinks)
+            chunk_backward(p, live, dys, ys, (dq, dk, dv, dspan, drel, dsinks))
+    return as_given(q, k, v, span, relative_keys, sinks, dq, dk, dv, dspan, drel, dsinks)
 
 
-def _as_given(
+def as_given(
     q, k, v, span, relative_keys, sinks, dq, dk, dv, dspan, drel, dsinks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in the shapes and dtypes of the operator's inputs."""
@@ -269,12 +286,12 @@ def _as_given(
     return dq, dk, dv, dspan, drel, dsinks
 
 
-def _fused_backward(
+def fused_backward(
     p: Problem, live: LiveList, dys: Tensor, ys: Tensor, logs: Tensor, grads: tuple[Tensor, ...]
 ) -> None:
     dq, dk, dv, dspan = grads
-    mask, _ = _mask(p, live)
-    q, k, v = _chunk_inputs(p, live)
+    mask, _ = mask_of_chunk(p, live)
+    q, k, v = chunk_inputs(p, live)
     done = fused.Forward(live.queries(ys), live.queries(logs))
     log_mask = fused.log_mask(mask, live, p.q.shape[2])
     dy = live.queries(dys)
@@ -287,10 +304,12 @@ def _fused_backward(
         live.add(dspan, F.pad(fade / p.ramp, (live.full, 0)).to(dspan.dtype))
 
 
-def _chunk_backward(p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...]) -> None:
+def chunk_backward(
+    p: Problem, live: LiveList, dys: Tensor, ys: Tensor, grads: tuple[Tensor, ...], logs: Tensor | None = None
+) -> None:
     dq, dk, dv, dspan, drel, dsinks = grads
     group = p.q.shape[2]
-    c = _attend(p, live)
+    c = attend_chunk(p, live, logs=logs)
     dy, y = live.queries(dys), live.queries(ys)  # [N*R, K, G*C, D]
     delta = (dy * y).sum(-1, keepdim=True).unflatten(2, (group, -1))
     live.add_states(dv, c.weight.flatten(2, 3).mT @ dy)

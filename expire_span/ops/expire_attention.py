@@ -95,7 +95,7 @@ def _attend_in_context(
 ) -> Tensor:
     """The same for one part of a sequence, whose queries also see living memories of the other parts."""
     call = context.prepare(lambda: _check(context, q, k, v, span, q_pos, k_pos, **given))
-    return _run(call if call.q.numel() == 0 else context.widen(call))
+    return _run(call) if call.q.numel() == 0 else context.attend(call, _run)
 
 
 def _check(

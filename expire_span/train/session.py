@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,27 @@ def train(
     return begin(learner, learner.config, path, recipe=recipe, origin=origin, shown=shown)
 
 
-def resume(run: RunFolder, *, allow_changed_data: bool = False, shown: bool = True, **given: Any) -> RunFolder:
-    """Continue an interrupted run from its newest intact checkpoint."""
-    build = partial(run.config.kind.load("learner"), **given)
+def resume(
+    run: RunFolder,
+    *,
+    allow_changed_data: bool = False,
+    context_parallel: int | None = None,
+    shown: bool = True,
+    **given: Any,
+) -> RunFolder:
+    """Continue an interrupted run from its newest intact checkpoint.
+
+    context_parallel: number of processes that share each row from now on; None leaves it as the run was begun.
+    """
+    build = partial(_build_sharing, context_parallel=context_parallel, **given)
     return go_on(build, run, allow_changed_data=allow_changed_data, shown=shown)
+
+
+def _build_sharing(config: RunConfig, *, context_parallel: int | None, **given: Any) -> Learner:
+    """A run's learner, where the number of processes that share each row may have changed."""
+    if context_parallel is not None:
+        config = replace(config, train=replace(config.train, context_parallel=context_parallel))
+    return config.kind.load("learner")(config, **given)
 
 
 def begin(

@@ -103,3 +103,14 @@ class StepMetrics:
         self.counts = list(state["counts"])
         self.units = list(state.get("units", self.counts))  # older checkpoints counted positions only
         self._table = None
+
+
+def divide_measurements(saved: list[dict[str, Any]], processes: int, layers: int) -> dict[str, Any]:
+    """What each of `processes` holds in place of those that saved these `state_dict`s: sums are divided evenly, means kept."""
+    if saved[0]["rows"] is None:
+        return saved[0]
+    table = torch.stack([state["rows"].double() for state in saved])  # [processes, steps, numbers]
+    whole = table.mean(0)
+    of_sums = [HEAD.index("nll"), HEAD.index("correct"), *range(len(HEAD) + 2 * layers, whole.shape[1])]
+    whole[:, of_sums] = table[..., of_sums].sum(0) / processes
+    return {**saved[0], "rows": whole.to(saved[0]["rows"].dtype)}

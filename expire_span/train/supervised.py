@@ -43,6 +43,7 @@ from .evaluate import Result, evaluate_stream, memory_bytes
 from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, dip_decay, rate_factor, set_rates, weights_ahead
+from .regroup import Layout, regroup
 from .scorer import Scorer, rows_of, start_of
 from .session import resume, train
 from .step import Pass, TrainStep
@@ -273,7 +274,8 @@ class SupervisedLearner:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizers, options=options)
         state = {
-            "processes": self.accelerator.num_processes,
+            "processes": self._layout.processes,
+            "context_parallel": self._layout.sharing,
             "stream": self.stream.state_dict(),
             "budget": self.budget.state_dict() if self.budget is not None else None,
             "random": randomness.host_state(),
@@ -288,10 +290,8 @@ class SupervisedLearner:
     def load(self, snapshot: Snapshot) -> None:
         """Restore weights, optimizers, memories, place in the data and random generators, or only weights, where a run starts
         from given weights."""
-        if not snapshot.weights_only:
-            self._check_processes(snapshot.state["processes"])
         options = StateDictOptions(full_state_dict=True)
-        newest = (snapshot.worker or {}).get("newest", snapshot.model)
+        newest = self._newest_of(snapshot)
         weights: dict[str, Any] = {_PREFIX + name: x for name, x in newest.items()}
         if snapshot.weights_only:
             set_model_state_dict(self.model, weights, options=options)
@@ -309,12 +309,37 @@ class SupervisedLearner:
         device = self.accelerator.device
         if newest is not snapshot.model:
             self.average.weights = move(snapshot.model, device)
-        self.states = [move(state, device) for state in snapshot.worker["states"]]
-        self.step_metrics.load_state_dict(move(snapshot.worker["window"], device))
         randomness.load_host_state(snapshot.state["random"])
-        randomness.load_torch_state(snapshot.worker["random"])
+        worker = self._worker_of(snapshot)
+        self.states = [move(state, device) for state in worker["states"]]
+        self.step_metrics.load_state_dict(move(worker["window"], device))
 
-    def _check_processes(self, saved: int) -> None:
-        here = self.accelerator.num_processes
-        if saved != here:
-            raise UserError(f"this run was trained by {saved} processes, got {here}; launch it with {saved}")
+    def _newest_of(self, snapshot: Snapshot) -> dict[str, Tensor]:
+        """The weights from which training goes on; where evaluations use averages, each process has saved the newest."""
+        worker = snapshot.worker
+        if worker is None and not snapshot.weights_only:  # there are more processes than were
+            worker = snapshot.read_workers()[0]
+        return (worker or {}).get("newest", snapshot.model)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.accelerator.num_processes, self.train_config.context_parallel)
+
+    def _worker_of(self, snapshot: Snapshot) -> dict[str, Any]:
+        """What this process held when the checkpoint was written, its random numbers set to go on as then; or, where there were
+        other processes, its part of what all of them held, and random numbers that go on from theirs."""
+        saved, here = snapshot.state["processes"], self._layout
+        old = Layout(saved, snapshot.state.get("context_parallel", here.sharing))
+        if "context_parallel" not in snapshot.state and saved != here.processes:
+            raise UserError(
+                f"this checkpoint was written by {saved} processes of an earlier version, which did not say how they shared "
+                f"rows, got {here.processes} processes; launch it with {saved}"
+            )
+        if old == here:
+            randomness.load_torch_state(snapshot.worker["random"])
+            return snapshot.worker
+        layers, place = self.config.model.layers, self.accelerator.process_index
+        worker = regroup(snapshot.read_workers(), old, here, place, layers)
+        randomness.load_torch_state(worker["random"])
+        seed_shards(int(torch.randint(2**31, ())), self.context)
+        return worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from expire_span.errors import explain
 from expire_span.ops import expire_attention
-from expire_span.ops.context import ContextGroup, context_parallel
+from expire_span.ops.context import ContextGroup, context_parallel, overlap
+from expire_span.ops.context.exchange import Link
 from tests.error_budget import assert_all_within_budget
-from tests.operator_cases import GRADS, Case
+from tests.operator_cases import LEAVES, Case
 from tests.ranks import Ranks
 
 RAMP = 7.0
@@ -49,7 +51,7 @@ def on_rank(group: Any, case: Case, dtype: torch.dtype, seed: int, impl: str) ->
             options["documents"] = context.shard(options["documents"], -1)
         y = expire_attention(**own, ramp=RAMP, impl=impl, **options)
         direction = torch.randn(whole["q"].shape, generator=torch.Generator().manual_seed(seed + 1)).to(y)
-        names = [n for n in (*GRADS, "relative_keys") if n in own]
+        names = [n for n in LEAVES if n in own]
         grads = torch.autograd.grad(y, [own[n] for n in names], context.shard(direction, 2))
         return {"y": y.detach()} | {f"d{n}": x for n, x in zip(names, grads)}
 
@@ -59,7 +61,11 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
     def join(name: str) -> Tensor:
         values = [part[name] for part in parts]
-        return sum(values[1:], values[0]) if name == "drelative_keys" else torch.cat(values, CUT.get(name[1:], 2))
+        return (
+            sum(values[1:], values[0])
+            if name in ("drelative_keys", "dsinks")
+            else torch.cat(values, CUT.get(name[1:], 2))
+        )
 
     return {name: join(name) for name in parts[0]}
 
@@ -83,6 +89,9 @@ def cases(draw: Any) -> tuple[Case, int]:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     count = size * draw(st.integers(1, 40))
     options: dict[str, Any] = {"causal": draw(st.booleans()), "include_self": draw(st.booleans())}
+    more = draw(st.sampled_from(["no", "sinks", "softcap", "normalizer_eps"]))
+    if more in ("softcap", "normalizer_eps"):
+        options[more] = draw(st.sampled_from([0.1, 2.0]))
     packed = draw(st.sampled_from(["no", "ids", "cu_seqlens"]))
     cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
     bounds = [0, *cuts, count]
@@ -99,6 +108,7 @@ def cases(draw: Any) -> tuple[Case, int]:
         spans=draw(st.sampled_from(["mixed", "short", "alive", "expired", "scattered", "edges"])),
         gaps=draw(st.booleans()),
         relative=draw(st.sampled_from([0, 0, 5])),
+        sinks=more == "sinks",
         options=options,
         span_rows=draw(st.integers(0, kv_heads)),
     )
@@ -123,6 +133,50 @@ def test_shards_equal_the_whole(ranks, drawn, seed, dtype):
 @given(drawn=cases(), seed=st.integers(0, 10**6), impl=st.sampled_from(["chunked", "reference"]))
 def test_many_more_random_cases(ranks, drawn, seed, impl):
     check(ranks, *drawn, seed=seed, impl=impl)
+
+
+# The exchange lies behind the attention to a rank's own memories
+
+
+class Late:
+    """A transfer whose rows leave only once they are waited for: the slowest transport there is."""
+
+    def __init__(self, events: list[str], begin: Any) -> None:
+        self.events, self.begin = events, begin
+        events.append("begin")
+
+    def wait(self) -> Any:
+        self.events.append("wait")
+        return self.begin().wait()
+
+
+def over_a_slow_transport(group: Any, case: Case) -> tuple[list[str], dict[str, Tensor]]:
+    """What happened, in order, and this rank's part of the output and of every gradient."""
+    events: list[str] = []
+    begin, attend = Link.begin, overlap.attend_to_part
+
+    def attend_and_note(call: Any) -> Any:
+        events.append("attend")
+        part = attend(call)
+        return replace(part, backward=lambda *given: events.append("differentiate") or part.backward(*given))
+
+    try:
+        Link.begin = lambda *given: Late(events, lambda: begin(*given))  # type: ignore[method-assign, assignment, return-value]
+        overlap.attend_to_part = attend_and_note  # type: ignore[assignment]
+        return events, on_rank(group, case, torch.float64, 0, "auto")
+    finally:
+        Link.begin, overlap.attend_to_part = begin, attend  # type: ignore[method-assign]
+
+
+def test_memories_travel_while_a_rank_attends_to_its_own(ranks):
+    """Of three ranks, the first gets no memories, and the last sends none but gets gradients ready first."""
+    case = Case(queries=60, spans="mixed")
+    found = ranks.call(over_a_slow_transport, 3, case)
+    first = ["begin", "attend", "wait", "begin", "differentiate", "wait"]
+    later = ["begin", "attend", "wait", "attend", "differentiate", "begin", "differentiate", "wait"]
+    assert [events for events, _ in found] == [first, later, later]
+    exact = whole(case, "reference", torch.float64, 0)
+    assert_all_within_budget(joined([part for _, part in found]), exact, whole(case, "reference", torch.float32, 0))
 
 
 # What is sent

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from expire_span.models.decoder import Decoder
-from expire_span.models.state import detach
+from expire_span.models.state import detach, fork
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach, PaperDetails
 from expire_span.ops.context import ContextGroup, backward_in_pieces, context_parallel
 from expire_span.recipes import text_tiny
 from expire_span.runs import RunFolder
 from expire_span.settings.run import DecoderConfig
 from expire_span.train.context import check_one_config, check_parts
+from expire_span.train.regroup import Layout, regroup
 from expire_span.train.step_metrics import StepMetrics
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import DOUBLE
@@ -116,6 +117,41 @@ def test_processes_that_share_rows_learn_what_one_learns(ranks, layer, carry, si
         assert found == pytest.approx(losses, abs=1e-6)
         for name, x in weights.items():
             torch.testing.assert_close(learned[name], x, rtol=1e-6, atol=1e-6)
+
+
+def go_on(group: Any, weights: dict[str, Tensor], states: list[Any], steps: list[int]) -> tuple[list[float], Any, Any]:
+    """Losses of some steps, from the given weights and this process's state on; the weights and the state afterwards."""
+    context = ContextGroup(group)
+    decoder, state, losses = build("spans of each head, learned reach"), states[context.rank], []
+    decoder.load_state_dict(weights)
+    for step in steps:
+        block = blocks(step + 1)[-1]
+        with context_parallel(context):
+            x, y = context.shard(block[:, :-1]), context.shard(block[:, 1:])
+            nll, loss, state = loss_of(decoder, x, y, state, "hidden", context.size)
+            (loss / context.size).backward()
+        state = detach(state)
+        for x in [nll := nll.detach(), *(p.grad for p in decoder.parameters())]:
+            dist.all_reduce(x, group=group)
+        losses.append(float(nll))
+        with torch.no_grad():
+            for p in decoder.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+                p.grad = None
+    return losses, {name: p.detach() for name, p in decoder.named_parameters()}, state
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1)])
+def test_losses_go_on_as_those_of_one_process(ranks, old, new):
+    """In float64; the memories that the first processes left cross to other ones."""
+    start = {name: p.detach() for name, p in build("spans of each head, learned reach").named_parameters()}
+    want, *_ = ranks.call(go_on, 1, start, [None], [0, 1, 2, 3, 4, 5])[0]
+    first = ranks.call(go_on, old, start, [None] * old, [0, 1, 2])
+    window = {"rows": None, "counts": [], "units": []}
+    workers = [{"states": [fork(state)], "window": window, "random": {}} for _, _, state in first]
+    states = [regroup(workers, Layout(old, old), Layout(new, new), n, 2)["states"][0] for n in range(new)]
+    second = ranks.call(go_on, new, first[0][1], states, [3, 4, 5])
+    assert first[0][0] + second[0][0] == pytest.approx(want, abs=1e-6)
 
 
 def test_relative_positions_and_the_paper_preset(ranks):

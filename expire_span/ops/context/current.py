@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from expire_span.ops.call import Call
 
@@ -26,8 +27,9 @@ class Context(Protocol):
         """Check this part's arguments by `build`, and, where others wait for this part, tell them of an error."""
         ...
 
-    def widen(self, call: Call) -> Call:
-        """The call with all memories that its queries can see, those of other parts included."""
+    def attend(self, call: Call, run: Callable[[Call], Tensor]) -> Tensor:
+        """The output of the call over all memories that its queries can see, those of other parts included. run: computes a
+        call over the memories that it holds."""
         ...
 
 

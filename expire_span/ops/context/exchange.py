@@ -49,19 +49,64 @@ class Link:
     size: int
     traffic: Traffic
 
-    def swap(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Send x [sum(send), bytes] (uint8), send[r] rows to rank r; return the rows that come."""
-        out = x.new_empty(sum(receive), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group=self.group)
-        return out
+    def begin(self, parts: list[Tensor], send: list[int], receive: list[int]) -> Transfer:
+        """Begin to send the rows of all parts [sum(send), c], send[r] of them to rank r, while others send theirs here."""
+        packed = _pack(parts)
+        out = packed.new_empty(sum(receive), packed.shape[1])
+        work = dist.all_to_all_single(out, packed, receive, send, group=self.group, async_op=True)
+        return Transfer(work, packed, out, parts)
 
-    def bytes_of(self, x: Tensor, send: list[int]) -> int:
-        """Bytes of the rows of x that go to other ranks."""
-        return (sum(send) - send[self.rank]) * x.shape[1] * x.element_size()
+    def bytes_of(self, parts: list[Tensor], send: list[int]) -> int:
+        """Bytes of the rows of all parts that go to other ranks."""
+        return (sum(send) - send[self.rank]) * sum(x.shape[1] * x.element_size() for x in parts)
 
 
-def exchange(link: Link, own: Memories, seen: Tensor) -> Picked:
-    """Send this rank's memories to those that see them, seen [N, B, R, S] (bool), and return what others sent here."""
+@dataclass(frozen=True)
+class Transfer:
+    """Rows on their way in both directions."""
+
+    work: Any
+    packed: Tensor
+    """What is sent; held until it has been."""
+    out: Tensor
+    like: list[Tensor]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The rows that came, in parts like those that were sent."""
+        self.work.wait()
+        return _unpack(self.out, self.like)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Which of this rank's memories travel, and how many come from each rank; all ranks have agreed on that."""
+
+    link: Link
+    picked: Picked
+    send: list[int]
+    receive: list[int]
+    row: Tensor
+    """The row to which each memory that comes belongs."""
+
+    def travel(self) -> Picked:
+        """The memories that come, waited for; their gradients travel back."""
+        p = self.picked
+        states, span, places = _Travel.apply(self, p.states, p.span, p.places)  # type: ignore[misc]
+        return Picked(states, span, places, self.row)
+
+    def begin(self, states: Tensor, span: Tensor, places: Tensor) -> Transfer:
+        parts = [states, span, places]
+        self.link.traffic.memories += self.link.bytes_of(parts, self.send)
+        return self.link.begin(parts, self.send, self.receive)
+
+    def begin_back(self, states: Tensor, span: Tensor) -> Transfer:
+        """Begin to send the gradients of the memories that came; those of the ones that were sent come back."""
+        self.link.traffic.gradients += self.link.bytes_of([states, span], self.receive)
+        return self.link.begin([states, span], self.receive, self.send)
+
+
+def plan_exchange(link: Link, own: Memories, seen: Tensor) -> Exchange:
+    """Tell all ranks how many of this rank's memories they will get: those that they see, seen [N, B, R, S] (bool)."""
     where = seen.nonzero()
     counts = seen.sum(-1).flatten(1)  # [N, B * R]
     incoming = torch.empty_like(counts)
@@ -70,33 +115,24 @@ def exchange(link: Link, own: Memories, seen: Tensor) -> Picked:
     send, receive = (x.sum(1).tolist() for x in (counts, incoming))
     for rank, sent in enumerate(send):
         link.traffic.pairs[rank] = link.traffic.pairs.get(rank, 0) + sent
-    picked = own.pick(where[:, 1:])
-    states, span, places = _Travel.apply(link, send, receive, picked.states, picked.span, picked.places)  # type: ignore[misc]
     rows = torch.arange(counts.shape[1], device=counts.device).repeat(link.size)
-    return Picked(states, span, places, rows.repeat_interleave(incoming.flatten()))
+    return Exchange(link, own.pick(where[:, 1:]), send, receive, rows.repeat_interleave(incoming.flatten()))
 
 
 class _Travel(torch.autograd.Function):
     """Memories go to the ranks that see them; their gradients come back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, link: Link, send: list[int], receive: list[int], states: Tensor, span: Tensor, places: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.link, ctx.send, ctx.receive = link, send, receive
-        packed = _pack([states, span, places])
-        link.traffic.memories += link.bytes_of(packed, send)
-        parts = _unpack(link.swap(packed, send, receive), [states, span, places])
+    def forward(ctx: Any, exchange: Exchange, states: Tensor, span: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        parts = exchange.begin(states, span, places).wait()
         ctx.mark_non_differentiable(parts[2])
         return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, states: Tensor, span: Tensor, _: Any) -> tuple[Any, ...]:
-        packed = _pack([states, span])
-        ctx.link.traffic.gradients += ctx.link.bytes_of(packed, ctx.receive)
-        of_states, of_span = _unpack(ctx.link.swap(packed, ctx.receive, ctx.send), [states, span])
-        return None, None, None, of_states, of_span, None
+        return None, *ctx.exchange.begin_back(states, span).wait(), None
 
 
 def _pack(parts: list[Tensor]) -> Tensor:

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expire_span.ops.call import Call
+from expire_span.ops.parts import can_read_parts
 
 from .current import within
-from .exchange import Link, Traffic, exchange
+from .exchange import Link, Traffic, plan_exchange
+from .overlap import attend_meanwhile
 from .survivors import Memories, Queries, merge
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -92,11 +94,15 @@ class ContextGroup:
             pair = f"got {shown(values[0])} on rank 0 and {shown(values[other])} on rank {other}"
             raise ValueError(f"the ranks of a context group must agree on the {name}, {pair}; make them equal")
 
-    def widen(self, call: Call) -> Call:
+    def attend(self, call: Call, run: Callable[[Call], Tensor]) -> Tensor:
+        """Memories travel while the queries attend to those of this rank, where the implementation can join both."""
         own = Memories.of(call)
         seen = [own.seen_by(queries, call.ramp, call.causal) for queries in self._gather_queries(call)]
         seen[self.rank] = torch.zeros_like(seen[self.rank])  # its own memories need not travel
-        return merge(exchange(self.link, own, torch.stack(seen)), own).into(call)
+        exchange = plan_exchange(self.link, own, torch.stack(seen))
+        if can_read_parts(call):
+            return attend_meanwhile(exchange, own, call)
+        return run(merge(exchange.travel(), own).into(call))
 
     def _gather_queries(self, call: Call) -> list[Queries]:
         """The positions and documents of every rank's queries."""

@@ -122,7 +122,10 @@ class Pieces:
         with within(self), torch.set_grad_enabled(learning):
             yield
 
-    def widen(self, call: Call) -> Call:
+    def attend(self, call: Call, run: Callable[[Call], Tensor]) -> Tensor:
+        return run(self._widen(call))
+
+    def _widen(self, call: Call) -> Call:
         own, number = Memories.of(call), self.calls
         self.calls += 1
         if self.learning and self.index < self.size - 1:

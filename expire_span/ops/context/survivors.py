@@ -95,10 +95,10 @@ class Picked:
 
 def merge(picked: Picked, own: Memories) -> Memories:
     """Memories of other parts and a part's own, in order of position; shorter rows begin with empty slots."""
-    return _in_order(_join(_lay_out(picked, own), own))
+    return _in_order(_join(lay_out_picked(picked, own), own))
 
 
-def _lay_out(picked: Picked, like: Memories) -> Memories:
+def lay_out_picked(picked: Picked, like: Memories) -> Memories:
     """Picked memories as rectangles, each row in order of position, with empty slots in front."""
     (batch, rows, heads), dim = like.k.shape[:3], like.k.shape[-1]
     order = picked.places[:, 0].argsort(stable=True)

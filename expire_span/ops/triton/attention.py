@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from expire_span.ops.call import Call
+
 from .backward import Backward
 from .forward import LOG2E, empty_rows, relative_table, run_forward
 from .layout import Plan, num_heads, num_slots, num_words
@@ -51,6 +53,37 @@ def triton_attention(
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
+    given = (q, k, v, span, q_pos, k_pos, ramp, include_self, scale, relative_keys, normalizer_eps, softcap, sinks)
+    return _apply(*_prepare(*given, documents, deterministic))
+
+
+def attend_with_normalizer(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], tuple]]:
+    """y, lse (see forward.py), and a function of (dy, y, lse) that gives the gradients of q, k, v, span, relative keys and
+    sinks, where y and lse are those of these memories or of more. Nothing is recorded for autograd."""
+    given = (call.q, call.k, call.v, call.span, call.q_pos, call.k_pos, call.ramp, call.include_self, call.scale)
+    more = (call.relative_keys, call.normalizer_eps, call.softcap, call.sinks, call.ids, call.deterministic)
+    inputs = _prepare(*given, *more)
+    y, lse, *plan = _attention(*inputs)
+    q, span, relative_keys, sinks = inputs[0], inputs[3], inputs[8], inputs[9]
+    _, include_self, scale, eps, softcap, deterministic = inputs[10:]
+    options = (call.k.shape[2], include_self, call.ramp, scale, eps, softcap, call.ids is not None, deterministic)
+
+    def run(dy: Tensor, y: Tensor, lse: Tensor) -> tuple:
+        rows = empty_rows(*y.shape, dtype=q.dtype, device=q.device).copy_(y)
+        grads = _attention_backward(dy, q, relative_keys, sinks, rows, lse.contiguous(), *plan, *options)
+        dq, dk, dv, dspan, *rest = grads
+        sign = 1.0 if call.scale > 0 else -1.0 if call.scale < 0 else 0.0  # see _positive_scale
+        return dq * sign, dk, dv, _sum_shared(dspan, span.shape), *rest
+
+    return y, lse, run
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, span: Tensor, q_pos: Tensor, k_pos: Tensor, ramp: float, include_self: bool, scale: float,
+    relative_keys: MaybeTensor, normalizer_eps: float, softcap: float, sinks: MaybeTensor,
+    documents: tuple[Tensor, Tensor] | None, deterministic: bool,
+) -> tuple:  # fmt: skip
+    """The arguments of the op."""
     q, scale = _positive_scale(q, scale)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     q_pos = q_pos if q_pos.stride(-1) == 1 else q_pos.contiguous()
@@ -59,9 +92,8 @@ def triton_attention(
     has_relative = relative_keys is not None and relative_keys.shape[0] > 0
     relative_keys = relative_keys.to(q.dtype) if has_relative else None
     options = (ramp, include_self, scale, normalizer_eps, softcap, deterministic)
-    return _apply(
-        q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, None if sinks is None else sinks.float(), *options
-    )
+    sinks = None if sinks is None else sinks.float()
+    return q, k, v, span, q_pos, k_pos, q_doc, k_doc, relative_keys, sinks, *options
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
