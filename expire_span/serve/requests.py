@@ -72,9 +72,6 @@ class Response:
         """Whether it is known where to begin to read."""
         self.read = 0
         """Number of tokens of the prompt that have been read, or need not be."""
-        self.tokens = torch.tensor(request.prompt)
-        """Those of the prompt."""
-        self._marks = None if request.chat.marks is None else torch.tensor(request.chat.marks)
         self.fed: list[int] = []
         """Tokens of the answer that the row has read."""
         self.generator = torch.Generator(device).manual_seed(request.sampling.seed)
@@ -103,11 +100,12 @@ class Response:
         if point is None:
             return None
         part = slice(self.read, min(self.read + most, point))
-        return Chunk(self.tokens[part], None if self._marks is None else self._marks[part])
+        marks = self.request.chat.marks
+        return Chunk(torch.tensor(self.request.prompt[part]), None if marks is None else torch.tensor(marks[part]))
 
     def reads_plainly(self, size: int, most: int) -> bool:
         """Whether its first chunk, of at most `most` tokens, has so many tokens and no marks."""
-        return self._marks is None and min(self.points[0], most) == size
+        return self.request.chat.marks is None and min(self.points[0], most) == size
 
     @property
     def is_read(self) -> bool:

@@ -206,13 +206,13 @@ class Scheduler:
         """Responses that read as many tokens as the first one, all from their beginning, at most so many tokens together. With
         sessions, of those that read the same tokens one goes ahead, and the others find what it has read."""
         group, size = [first], len(first.next_chunk(most).tokens)  # type: ignore[union-attr]
-        seen = {tuple(first.tokens[:size].tolist())}
+        seen = {tuple(first.request.prompt[:size])}
         for other in self._active:
             if (len(group) + 1) * size > most:
                 break
             if other.begun or not other.waits or other.request.cancelled or not other.reads_plainly(size, most):
                 continue
-            own = tuple(other.tokens[:size].tolist())
+            own = tuple(other.request.prompt[:size])
             if self.sessions is not None and (own in seen or self._find_beginning(other.request) is not None):
                 continue
             seen.add(own)
@@ -223,7 +223,7 @@ class Scheduler:
     def _read_together(self, group: list[Response], size: int) -> Prefilled | None:
         """The first tokens of all of these; None where that fails, so that each is tried alone."""
         try:
-            return self._batch.stream.prefill_together([x.tokens[:size] for x in group])
+            return self._batch.stream.prefill_together([x.request.prompt[:size] for x in group])
         except (ValueError, RuntimeError, MemoryError):
             return None
 

@@ -14,6 +14,8 @@ from expire_span.stream.decoders import model_of
 from expire_span.tasks.contract import Codec
 from expire_span.tasks.registry import text_codec
 
+from .encoding import ChatEncoder
+
 START = "\n"
 """Stands for an empty prompt of a run's model, which must read a token before it can predict one."""
 
@@ -36,6 +38,11 @@ class TextModel:
     """Tokens that stand before every text; None leaves that to the tokenizer."""
     turn_tokens: Callable[..., list[int]] | None = None
     """The tokens of the next turn of a chat whose earlier turns are in memory; with first=True, of the first one."""
+
+    @cached_property
+    def chats(self) -> ChatEncoder:
+        """What encodes the texts of chats."""
+        return ChatEncoder(self.tokenizer)
 
     @cached_property
     def vocab(self) -> int:

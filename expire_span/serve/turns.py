@@ -6,7 +6,6 @@ every message; the tokens that share a character with it are its tokens.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,11 @@ from expire_span.checks import as_whole, require, show
 from expire_span.errors import UserError
 from expire_span.models.marks import FREE, KEEP, LATEST
 
+from .encoding import Encoded, count_shared
 from .text import TextModel
+
+MARK = "\u241e"
+"""Stands around the words that show where a message's content goes."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Prompt:
         return (self.marks or []).count(KEEP)
 
 
-def read_chat(text: TextModel, messages: list[dict[str, Any]]) -> Prompt:
-    """The messages as the model's template writes them; `keep` and `expires` of a message are taken out before."""
+def read_chat(text: TextModel, messages: list[dict[str, Any]], owner: str = "") -> Prompt:
+    """The messages as the model's template writes them; `keep` and `expires` of a message are taken out before. owner: whose
+    earlier chats may make it faster."""
     assert text.chat_tokens is not None
     wishes = [_lifetime(said, n) for n, said in enumerate(messages)]
     plain = [{name: x for name, x in said.items() if name not in ("keep", "expires")} for said in messages]
@@ -64,39 +68,18 @@ def read_chat(text: TextModel, messages: list[dict[str, Any]]) -> Prompt:
         require(not marked, "this model's tokenizer does not tell where a message stands; leave out keep and expires")
         return Prompt(text.chat_tokens(plain))
     whole = text.chat_text(plain)
-    encoded = text.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    tokens, offsets = _Offsets.of(encoded), encoded["offset_mapping"]
+    spots = text.chats.encode(owner, whole)
+    tokens = spots.tokens.tolist()
     found = _find_contents(text, plain, whole)
     require(
         found is not None or not marked,
         "this model's chat template does not show where a message stands; leave out keep and expires",
     )
-    spots = _Offsets(offsets)
     places = tuple(
         Place(said["role"], *spots.tokens_of(*where), *wish) for said, where, wish in zip(plain, found or [], wishes)
     )
     marks = _mark(places, len(tokens)) if marked else None
     return Prompt(tokens, marks, _points(text, plain, whole, tokens, spots, found), places)
-
-
-class _Offsets:
-    """The characters of every token."""
-
-    def __init__(self, offsets: list[tuple[int, int]]) -> None:
-        self.begins, self.ends = [a for a, _ in offsets], [b for _, b in offsets]
-
-    @staticmethod
-    def of(encoded: Any) -> list[int]:
-        return list(encoded["input_ids"])
-
-    def tokens_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The tokens that share a character with begin..end - 1."""
-        first = bisect_right(self.ends, begin)
-        return first, max(first, bisect_left(self.begins, end))
-
-    def before(self, place: int) -> int:
-        """Number of tokens that end at a character or before it."""
-        return bisect_right(self.ends, place)
 
 
 def _lifetime(said: dict[str, Any], index: int) -> tuple[bool, int | None]:
@@ -126,24 +109,25 @@ def _mark(places: tuple[Place, ...], tokens: int) -> list[int]:
 def _find_contents(text: TextModel, plain: list[dict[str, Any]], whole: str) -> list[tuple[int, int]] | None:
     """Where each message's content stands in the text, (begin, end) in characters; None where the template does not show it."""
     assert text.chat_text is not None
-    words = [f"\u241e{n}\u241e" for n in range(len(plain))]
+    words = [f"{MARK}{n}{MARK}" for n in range(len(plain))]
     try:
         rest = text.chat_text([{**said, "content": word} for said, word in zip(plain, words)])
     except UserError:
         return None
-    found, at = [], 0
+    found, at, read = [], 0, 0  # how far the chat's own text and the one with other words have been followed
     for word, said in zip(words, plain):
-        between, seen, rest = rest.partition(word)
-        if not seen or not whole.startswith(between, at):
+        place = rest.find(word, read)
+        between = rest[read:place]
+        if place < 0 or not whole.startswith(between, at):
             return None
-        at += len(between)
+        at, read = at + len(between), place + len(word)
         content = said["content"]
         fitting = next((x for x in (content, content.strip()) if whole.startswith(x, at)), None)
-        if fitting is None or word in rest:
+        if fitting is None:
             return None
         found.append((at, at + len(fitting)))
         at += len(fitting)
-    return found if whole[at:] == rest else None
+    return found if whole[at:] == rest[read:] and rest.count(MARK) == 2 * len(words) else None
 
 
 def _points(
@@ -151,7 +135,7 @@ def _points(
     plain: list[dict[str, Any]],
     whole: str,
     tokens: list[int],
-    spots: _Offsets,
+    spots: Encoded,
     found: list[tuple[int, int]] | None,
 ) -> tuple[int, ...]:
     """Numbers of tokens with which later chats may begin: up to the first message after the system's, and as far as the
@@ -164,7 +148,7 @@ def _points(
     try:
         assert text.chat_text is not None
         again = text.chat_text(later)
-        places.append(next((n for n, (a, b) in enumerate(zip(whole, again)) if a != b), min(len(whole), len(again))))
+        places.append(count_shared(whole, again))
     except UserError:
         places.append(0)  # a template that refuses such a chat
     special = {*text.tokenizer.all_special_ids, *text.tokenizer.get_added_vocab().values()}
