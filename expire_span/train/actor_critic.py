@@ -189,7 +189,8 @@ class AgentLearner:
         self.average.update(self.trained)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         if self.player.credit is not None:
-            means["later_credit"] = self.player.credit.later
+            shares = dict(zip(("signal_now", "signal_later"), self.player.credit.shares))
+            means |= {"later_credit": self.player.credit.later, **shares}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
         self.played += c.window * c.envs
