@@ -36,11 +36,16 @@ class ObservationEncoder(nn.Module):
     """Maps each field to a vector of width C, adds them up, and applies a non-linearity and a linear map: [B, T, C]."""
 
     def __init__(
-        self, fields: Sequence[ObservationField], dim: int, cell_dim: int = 16, normalise: bool = False
+        self,
+        fields: Sequence[ObservationField],
+        dim: int,
+        cell_dim: int = 16,
+        normalise: bool = False,
+        wide: bool = False,
     ) -> None:
         super().__init__()
         self.names = [field.name for field in fields]
-        self.parts = nn.ModuleList(_build_part(field, dim, cell_dim, normalise) for field in fields)
+        self.parts = nn.ModuleList(_build_part(field, dim, cell_dim, normalise, wide) for field in fields)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, observation: Observation) -> Tensor:
@@ -54,7 +59,7 @@ class ObservationEncoder(nn.Module):
                 part.note(observation[name])
 
 
-def _build_part(field: ObservationField, dim: int, cell_dim: int, normalise: bool) -> nn.Module:
+def _build_part(field: ObservationField, dim: int, cell_dim: int, normalise: bool, wide: bool) -> nn.Module:
     if field.form == "grid":
         return GridPart(field, dim, cell_dim)
     if field.form == "text":
@@ -63,7 +68,7 @@ def _build_part(field: ObservationField, dim: int, cell_dim: int, normalise: boo
         return ImagePart(field, dim)
     if field.form == "numbers":
         return NormalisedPart(field, dim) if normalise else NumbersPart(field, dim)
-    return ChoicesPart(field, dim, cell_dim)
+    return ChoicesPart(field, dim, cell_dim, wide)
 
 
 class NumbersPart(nn.Module):
@@ -168,7 +173,7 @@ class ChoicesPart(nn.Module):
 
     offsets: Tensor
 
-    def __init__(self, field: ObservationField, dim: int, cell_dim: int) -> None:
+    def __init__(self, field: ObservationField, dim: int, cell_dim: int, wide: bool = False) -> None:
         super().__init__()
         # Python numbers instead of tensors, since comparisons build policies on the meta device to count their parameters.
         sizes, lows = field.sizes, field.lows or (0,) * len(field.sizes)
@@ -176,8 +181,9 @@ class ChoicesPart(nn.Module):
         self.depth, total = len(field.shape), max(sizes) if field.form == "words" else sum(sizes)
         offsets = torch.tensor([first - low for first, low in zip(firsts, lows)])
         self.register_buffer("offsets", offsets, persistent=False)
-        self.embed = nn.Embedding(total, cell_dim)
-        self.map = nn.Linear(len(sizes) * cell_dim, dim)
+        width = dim if wide and max(sizes) > cell_dim else cell_dim
+        self.embed = nn.Embedding(total, width)
+        self.map = nn.Linear(len(sizes) * width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.map(self.embed(_flatten(x.long(), self.depth) + self.offsets).flatten(-2))

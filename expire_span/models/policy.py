@@ -45,7 +45,9 @@ class Policy(nn.Module):
             given = f"got {len(config.observation)} fields and {acts} choices"
             raise ValueError(f"a policy needs to know its observation and its actions, {given}")
         self.config = config
-        self.encoder = ObservationEncoder(config.observation, config.dim, config.cell_dim, config.normalise)
+        self.encoder = ObservationEncoder(
+            config.observation, config.dim, config.cell_dim, config.normalise, config.wide_choices
+        )
         self.backbone = Backbone(config)
         self.action_head = nn.Linear(config.dim, sum(config.actions) + len(config.continuous))
         self.value_head = nn.Linear(config.dim, 1)

@@ -100,6 +100,9 @@ class PolicyConfig(BackboneConfig):
     """For each continuous number of an action, whether its range is bounded; filled in from the environment."""
     cell_dim: int = 16
     """Width of the embedding of a grid's cell, or of a word."""
+    wide_choices: bool = False
+    """Give choices among more than `cell_dim` values an embedding as wide as the model, so that a mean of memories tells which
+    of them it holds."""
     normalise: bool = False
     """Shift and scale the numbers of observations by their running mean and standard deviation."""
 
@@ -155,6 +158,8 @@ class AgentTrainConfig(LearningConfig):
     would undo what was learned if it were scaled up. Environments with small rewards need a smaller value."""
     entropy: float = 0.01
     """Weight of the entropy bonus, which keeps the agent exploring."""
+    anneal_entropy: bool = False
+    """Lower that weight with the learning rate, so that the agent explores at first and does what it knows at the end."""
     value_weight: float = 0.5
     """Weight of the value's squared error."""
     scale_rewards: bool = False

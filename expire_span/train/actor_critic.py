@@ -76,6 +76,8 @@ class Improver(nn.Module):
     def __init__(self, policy: Policy, config: AgentRunConfig) -> None:
         super().__init__()
         self.policy, self.config = policy, config.train
+        self.entropy = config.train.entropy
+        """Weight of the entropy bonus now."""
 
     def forward(self, window: Window, rows: list[int] | None, span_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of these rows of a window (None: all rows), and its parts by name for the metrics."""
@@ -91,7 +93,7 @@ class Improver(nn.Module):
         else:
             aim, more = self._surrogate(out.log_prob - of(window.log_prob), of(window.advantage))
             parts |= {"policy_loss": aim, **more}
-        loss = aim + self.config.value_weight * error - self.config.entropy * parts["entropy"] + span_weight * price
+        loss = aim + self.config.value_weight * error - self.entropy * parts["entropy"] + span_weight * price
         return loss, {name: x.detach() for name, x in {"loss": loss, **parts}.items()}
 
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,6 +179,8 @@ class AgentLearner:
         played = self.player.play(c.window, gamma=c.gamma, gae_lambda=c.gae_lambda, expert_rows=expert_rows)
         self.rate = rate_factor(index, c)
         set_rates(self.optimizers, self.rate)
+        if c.anneal_entropy:
+            self.accelerator.unwrap_model(self.model).entropy = c.entropy * self.rate
         weight = self.budget.weight if self.budget is not None else torch.tensor(c.span_weight)
         weight = weight.to(self.accelerator.device)
         self.trained.train()
@@ -185,7 +189,8 @@ class AgentLearner:
         self.average.update(self.trained)
         means = {name: torch.stack([p[name] for p in pieces]).mean() for name in pieces[0]}
         if self.player.credit is not None:
-            means["later_credit"] = self.player.credit.later
+            shares = dict(zip(("signal_now", "signal_later"), self.player.credit.shares))
+            means |= {"later_credit": self.player.credit.later, **shares}
         self.rows.append({**means, "span_weight": weight, "live": played.live, "bytes": played.bytes_held})
         self.episodes.add(played.episodes)
         self.played += c.window * c.envs

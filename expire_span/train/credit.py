@@ -2,11 +2,14 @@
 
 An advantage is the sum of two parts: what the action's own step gave beyond what was expected there, and everything later.
 Where an action changes nothing later, as an answer to a question, the later part is noise, and often several times larger than
-the first. So each part is weighted by the fraction of its policy gradient that is signal. With the gradient g_b of every
-environment b, taken at the head of the actions alone, and S = sum_b g_b,
+the first. So the later part is weighted by how much of its policy gradient is signal, compared with the first part. With the
+gradient g_b of every environment b, taken at the head of the actions alone, and S = sum_b g_b, for each part
 
     signal = |S|^2 - sum_b |g_b|^2   (the products of different environments, whose noise is independent)
-    weight = signal / |S|^2          (averaged over updates, relative to the larger of both, at least `LEAST`)
+    share = signal / |S|^2           (of sums over past updates)
+    weight of the later part = share of the later part / share of the first, between `LEAST` and 1
+
+The first part keeps its weight: where rewards come late it is zero, and the weights do not matter.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ MEMORY = 0.95
 FIRST = 10
 """Updates in which both parts weigh the same, since the running means are not yet reliable."""
 LEAST = 0.2
-"""Smallest weight of a part, so that effects that cannot be measured yet still count."""
+"""Smallest weight of the later part, so that effects that cannot be measured yet still count."""
+NOTABLE = 0.1
+"""A share below this may be chance, and is not what the other one is compared with."""
 RIDGE = 1e-3
 """Ridge of the regression of rewards, relative to the mean square of a feature."""
 
 
 class CreditWeights:
-    """The weights of the advantages' two parts: the reward of the step itself, and what is later."""
+    """The weight of what is later in advantages, next to the reward of the step itself."""
 
     def __init__(self, device: torch.device, merge: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """merge: adds sums up over the processes that share the environments."""
@@ -36,7 +41,7 @@ class CreditWeights:
         self.sums = torch.zeros(2, 2, device=device)  # signal and size of each part, running
 
     def weigh(self, reward: Tensor, advantage: Tensor, features: Tensor, score: Tensor) -> Tensor:
-        """The advantages [T, B] with both parts weighted.
+        """The advantages [T, B] with their later part weighted.
 
         features [T, B, C]: what the head of the actions read. score [T, B, A]: the gradient of the log-probability of the
         actions taken, in terms of what that head gave.
@@ -44,7 +49,7 @@ class CreditWeights:
         now = reward - expected(reward, features)
         parts = torch.stack([now, advantage - now])
         self._note(parts - parts.mean((1, 2), keepdim=True), features, score)
-        return (self.weights[:, None, None] * parts).sum(0)
+        return parts[0] + self.later * parts[1]
 
     def _note(self, parts: Tensor, features: Tensor, score: Tensor) -> None:
         """Take a window's parts [2, T, B] into the running means."""
@@ -56,19 +61,18 @@ class CreditWeights:
         self.sums = MEMORY * self.sums + (1 - MEMORY) * new
 
     @property
-    def weights(self) -> Tensor:
-        """The weight of the reward of the step itself, and of what is later."""
+    def shares(self) -> Tensor:
+        """The share of signal in the gradients of both parts [2], at least 0."""
         signal, size = self.sums
-        share = signal.clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
-        if self.updates < FIRST or not bool((share > 0).any()):
-            return torch.ones_like(share)
-        return (share / share.max()).clamp_min(LEAST)
+        return signal.clamp_min(0) / size.clamp_min(torch.finfo(size.dtype).tiny)
 
     @property
     def later(self) -> Tensor:
-        """The weight of what is later, in units of that of the step itself."""
-        now, later = self.weights
-        return later / now
+        """The weight of the later part."""
+        now, later = self.shares
+        if self.updates < FIRST:
+            return torch.ones_like(later)
+        return (later / now.clamp_min(NOTABLE)).clamp(LEAST, 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": self.sums, "updates": self.updates}

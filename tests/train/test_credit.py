@@ -23,35 +23,35 @@ def play(kind: str, seed: int, rows: int = 32, steps: int = 32) -> tuple[Tensor,
     return now + 3, now + later, features, score
 
 
-@pytest.mark.parametrize("kind", ["now", "later"])
-def test_the_part_that_depends_on_the_action_weighs_more(kind):
+def test_what_is_later_weighs_as_much_as_it_depends_on_the_action():
+    for kind, wanted in (("now", LEAST), ("later", 1.0)):
+        credit = CreditWeights(torch.device("cpu"))
+        for seed in range(FIRST + 5):
+            credit.weigh(*play(kind, seed))
+        assert float(credit.later) == pytest.approx(wanted)
+        one, other = credit.shares if kind == "now" else credit.shares.flip(0)
+        assert one > 0.9 and other < 0.4
+
+
+def test_parts_of_equal_use_weigh_alike():
+    """Both parts hold the right action: weights near 1. Until the weight is known, advantages stay as they are."""
     credit = CreditWeights(torch.device("cpu"))
     for seed in range(FIRST + 5):
-        credit.weigh(*play(kind, seed))
-    wanted = [1.0, LEAST] if kind == "now" else [LEAST, 1.0]
-    assert credit.weights.tolist() == pytest.approx(wanted)
-    assert float(credit.later) == pytest.approx(LEAST if kind == "now" else 1 / LEAST)
-
-
-def test_parts_of_equal_use_are_weighed_alike_and_add_up():
-    """Both parts hold the right action: weights near 1 each. Until the weights are known, advantages stay as they are."""
-    credit = CreditWeights(torch.device("cpu"))
-    for seed in range(FIRST + 30):
         reward, _, features, score = play("now", seed)
         noise = torch.randn(reward.shape, generator=torch.Generator().manual_seed(seed + 1000))
         advantage = 2 * (reward - 3) + noise
         weighed = credit.weigh(reward + noise, advantage, features, score)
         if seed < FIRST - 1:
             torch.testing.assert_close(weighed, advantage)
-    assert credit.weights.min() > 0.8
+    assert credit.later > 0.8
 
 
-def test_nothing_but_noise_leaves_no_error():
+def test_no_rewards_leave_no_error():
     credit = CreditWeights(torch.device("cpu"))
     zero = torch.zeros(5, 3)
     for _ in range(FIRST + 2):
         assert not credit.weigh(zero, zero, torch.zeros(5, 3, 4), torch.zeros(5, 3, 2)).any()
-    assert credit.weights.tolist() == [1.0, 1.0]
+    assert float(credit.later) == pytest.approx(LEAST)
 
 
 def test_expected_rewards_are_a_linear_function_of_the_features():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,10 +15,15 @@ from tests.tiny_agents import play_twice, tiny_agent
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_window_at_once_equals_its_fragments():
-    learner = play_twice(tiny_agent(window=16))
+@pytest.mark.parametrize("mixer", ["expire_span", "gru", "gru+expire_span"])
+def test_a_window_at_once_equals_its_fragments(mixer):
+    config = tiny_agent(window=16)
+    learner = play_twice(replace(config, model=config.model.with_mixer(mixer)))
     window = learner.player.play(16, gamma=0.9, gae_lambda=0.8).window
     policy = learner.trained.double().train()
+    window.state = [
+        {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in part.items()} for part in window.state
+    ]
     assert int(window.begins.sum()) > window.rows
     found = []
     for read in (module._read_whole, module._read_fragments):

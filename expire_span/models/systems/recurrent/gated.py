@@ -24,10 +24,12 @@ class GatedCell(nn.Module):
         self.candidate = nn.Linear(hidden, hidden, bias=False)
 
     @torch.compiler.disable  # the compiler would unroll the loop over time: minutes for a hundred steps
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last."""
+    def forward(self, x: Tensor, h: Tensor, goes_on: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last. goes_on [B, T]: 0 where a step does not
+        follow from the one before."""
         hidden, steps = h.shape[-1], []
-        for step in self.input(x).unbind(1):
+        for time, step in enumerate(self.input(x).unbind(1)):
+            h = h if goes_on is None else h * goes_on[:, time : time + 1]
             z, r = torch.sigmoid(step[:, : 2 * hidden] + self.gates(h)).chunk(2, -1)
             c = torch.tanh(step[:, 2 * hidden :] + self.candidate(r * h))
             h = (1 - z) * h + z * c
@@ -41,6 +43,14 @@ class GRU(Recurrent):
     def build_cell(self, dim: int) -> nn.Module:
         return GatedCell(dim, self.hidden)
 
+    @property
+    def reads_episodes(self) -> bool:
+        return True
+
     def run(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        y, h = self.rnn(x, state["h"])
-        return y, {"h": h}
+        episodes = state.get("episodes")
+        if episodes is None:
+            y, h = self.rnn(x, state["h"])
+            return y, {"h": h}
+        goes_on = episodes.diff(dim=1, prepend=torch.zeros_like(episodes[:, :1])) == 0
+        return self.rnn(x, state["h"], goes_on.to(x.dtype))[0], {"h": state["h"]}
