@@ -94,7 +94,7 @@ def run_evaluate_cache(args: list[str]) -> int:
         check_context(model, command.context)
         handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
         documents, questions = _material(command, handle, tokenizer)
-        how: Any = {"chunk": command.chunk, "progress": _print_row, "note": beat.note}
+        how: Any = {"chunk": command.chunk, "progress": _print_row, "note": beat.note, "adapter": command.adapter}
         rows = evaluate(handle, documents, questions, methods, budgets, **how)
     compare_with_expire(rows)
     command.out.parent.mkdir(parents=True, exist_ok=True)

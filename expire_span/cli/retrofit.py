@@ -31,7 +31,7 @@ class RetrofitCommand:
         default_factory=lambda: RetrofitConfig(keep_first=4)
     )
     learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: DistillConfig(budget=0.125, calibrate=8)
+        default_factory=lambda: DistillConfig(budget=0.125, calibrate=8, mixture="auto")
     )
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model; the predictors are always float32."""

@@ -14,7 +14,7 @@ from .parsing import warn
 
 Command = Any
 """The options of evaluate-cache; its module imports this one."""
-VERSION = 1
+VERSION = 2
 """Counts changes of the prompts: records of another version are refused."""
 
 
@@ -112,7 +112,8 @@ def _make_suite(command: Command, model: Any, frame: Any) -> tuple[Any, dict[str
                 )
     device = next(model.parameters()).device
     documents = [torch.tensor(x, device=device) for x in passages]
-    return Suite(samples, documents, context, command.chunk, command.rows), _settings(command, context, material, frame)
+    suite = Suite(samples, documents, context, command.chunk, command.rows, command.adapter)
+    return suite, _settings(command, context, material, frame)
 
 
 def _settings(command: Command, context: int, material: str, frame: Any) -> dict[str, Any]:
@@ -127,5 +128,5 @@ def _settings(command: Command, context: int, material: str, frame: Any) -> dict
 
 def _hash_folder(folder: Path | None) -> str | None:
     """A hash of an adapter's weights; None without an adapter."""
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    files = sorted(folder.rglob("*.safetensors")) if folder is not None else []
     return None if folder is None else "-".join(hash_file(x)[:16] for x in files)

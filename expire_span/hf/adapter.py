@@ -60,6 +60,31 @@ def _place_of(model: Any) -> str:
     return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
+def budget_folder(share: float) -> str:
+    """The subfolder of an adapter that holds what was trained at a further budget."""
+    return f"budget-{share:g}"
+
+
+def find_budget(folder: Path, budget: float) -> Path:
+    """The folder of what an adapter learned at a further budget; refused if it was not trained at it."""
+    found = folder / budget_folder(budget)
+    if not (found / "adapter.json").is_file():
+        known = sorted(path.name.removeprefix("budget-") for path in folder.glob("budget-*") if path.is_dir())
+        told = f"its further budgets are {', '.join(known)}" if known else "it has no further budgets"
+        raise UserError(
+            f"adapter {folder} was not trained at a further budget of {budget:g}, {told}; train it with --more-budgets"
+        )
+    return found
+
+
+def use_budget(handle: Any, folder: Path | None, budget: float) -> None:
+    """Go on with what an adapter learned at this budget, if that is one of its further ones, else with its first."""
+    if folder is not None:
+        further = folder / budget_folder(budget)
+        chosen = further if (further / "adapter.json").is_file() else folder
+        handle.load_learned(read_weights(chosen, read_head(chosen)))
+
+
 def read_head(folder: Path) -> dict[str, Any]:
     path = folder / "adapter.json"
     if not path.is_file():

@@ -4,7 +4,8 @@ For every key/value head, with one price for all of them,
 
     minimise  mean over memories i of  lost_i(e_i) + price x min(e_i, rest_i),     e_i = L sigmoid(w . h_i + b)
 
-lost_i(e) is the attention that queries later than age e pay to memory i, rest_i the number of tokens that come after it. The
+lost_i(e) is the attention that queries later than age e pay to memory i (each counts by the weight of what is predicted there),
+rest_i the number of tokens that come after it. The
 price is chosen so that as many memories live at the end of a context as the budget allows; so heads and tokens that get
 attention get the memory. The base model runs once for each context; the rest is a small optimisation problem for each layer. It
 does not see how much a head's attention matters to the output: distillation learns that.
@@ -63,18 +64,20 @@ def ages_of(context: int) -> Tensor:
 
 
 @torch.no_grad()
-def observe(handle: Retrofit, contexts: Iterable[Tensor]) -> dict[int, Observation]:
-    """Run the base model over contexts [1, n] of one length; an observation for each layer that learns."""
+def observe(handle: Retrofit, contexts: Iterable[tuple[Tensor, Tensor]]) -> dict[int, Observation]:
+    """Run the base model over contexts of one length, each with the weights of its queries, both [1, n]; an observation for
+    each layer that learns."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {x.index: [] for x in handle.layers if x.window is None}
     count = 0
+    queries: dict[str, Tensor] = {}
 
     def hand_over(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        return args, {**kwargs, "observing": (found.get(module.layer_idx), hidden, handle)}
+        return args, {**kwargs, "observing": (found.get(module.layer_idx), hidden, queries["weights"], handle)}
 
     modules = [x.module for x in handle.layers]
     with handle.paused() as model, observed(NAME, _attend, modules, handle.configs, hand_over):
-        for ids in contexts:
+        for ids, queries["weights"] in contexts:
             count = ids.shape[1]
             model(ids, use_cache=False, logits_to_keep=1)
     return {index: _join(parts, count, handle.config.keep_first) for index, parts in found.items()}
@@ -89,16 +92,19 @@ def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observa
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, observing: Any, **kwargs: Any) -> Any:
-    parts, hidden, handle = observing
+    parts, hidden, weights, handle = observing
     if parts is not None:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         ages = ages_of(query.shape[2]).to(query.device)
-        parts.append((hidden, lost_attention(query, key, scale, ages + handle.config.ramp / 2)))
+        parts.append((hidden, lost_attention(query, key, scale, ages + handle.config.ramp / 2, weights)))
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
-def lost_attention(query: Tensor, key: Tensor, scale: float, ages: Tensor) -> Tensor:
-    """Attention that memories get from queries later than each age [A]: q [B, Hq, T, D], k [B, Hkv, T, D] -> [B, Hkv, T, A]."""
+def lost_attention(query: Tensor, key: Tensor, scale: float, ages: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Attention that memories get from queries later than each age [A]: q [B, Hq, T, D], k [B, Hkv, T, D] -> [B, Hkv, T, A].
+
+    weights: by which each query counts, [B, T]; None counts all alike.
+    """
     batch, heads, count = key.shape[:3]
     bins = -(-count // BIN)
     paid = torch.zeros(batch, heads, bins, count, device=key.device)
@@ -107,9 +113,11 @@ def lost_attention(query: Tensor, key: Tensor, scale: float, ages: Tensor) -> Te
         end = start + part.shape[3]
         scores = part @ key[:, :, None, :end].float().mT * scale
         late = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
-        weights = scores.masked_fill_(late, -torch.inf).softmax(-1).sum(2)  # [B, Hkv, c, S]
-        weights = F.pad(weights, (0, 0, 0, -weights.shape[2] % BIN)).unflatten(2, (-1, BIN)).sum(3)
-        paid[:, :, start // BIN : start // BIN + weights.shape[2], :end] = weights
+        shares = scores.masked_fill_(late, -torch.inf).softmax(-1).sum(2)  # [B, Hkv, c, S]
+        if weights is not None:
+            shares = shares * weights[:, None, start:end, None]
+        shares = F.pad(shares, (0, 0, 0, -shares.shape[2] % BIN)).unflatten(2, (-1, BIN)).sum(3)
+        paid[:, :, start // BIN : start // BIN + shares.shape[2], :end] = shares
     later = F.pad(paid.flip(2).cumsum(2).flip(2), (0, 0, 0, 1)).transpose(2, 3)  # [B, Hkv, T, bins + 1]
     place = ((torch.arange(count, device=key.device).unsqueeze(1) + ages + 1) / BIN).clamp_max(bins)  # [T, A]
     low = place.floor()

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from .adapter import use_budget
 from .cache import ExpiringCache
 from .handle import Retrofit
 from .rivals import LEAST_CAPACITY, EvictingCache, evicting
@@ -180,10 +182,12 @@ def evaluate(
     rows: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
     note: Callable[[str], None] = lambda told: None,
+    adapter: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Results for each method and budget, one dictionary each; documents [n] of equal length are read `rows` at a time.
 
-    progress: called with each result as it is finished; note: called with what is measured next.
+    progress: called with each result as it is finished; note: called with what is measured next. adapter: its folder, whose
+    further budgets are used where they are asked for.
     """
     check_methods(methods)
     check_budgets(handle, methods, budgets, len(documents[0]))
@@ -193,6 +197,8 @@ def evaluate(
     for name in methods:
         for share in budgets if name != "none" else [1.0]:
             note(f"measuring {name} at a budget of {share:g}")
+            if name == "expire":
+                use_budget(handle, adapter, share)
             line = _evaluate_one(handle, batches, asked, name, share, chunk)
             lines.append(line)
             if progress is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from expire_span.checks import check_count, show
 from expire_span.settings.retrofit import RetrofitConfig
 
-from .adapter import base_hash, check_base, load_into, read_head, read_weights, save_adapter
+from .adapter import base_hash, check_base, find_budget, load_into, read_head, read_weights, save_adapter
 from .attention import KEPT, NAME, LayerReading, register
 from .cache import ExpiringCache, ExpiringLayer, HybridLayer
 from .calls import check_cache, check_inputs, check_new_tokens, collects_attentions, expiring_cache, find_documents
@@ -67,11 +67,17 @@ def retrofit(model: nn.Module, config: RetrofitConfig | None = None, *, own_cach
     return handle
 
 
-def load_adapter(model: nn.Module, folder: str | Path, *, own_cache: bool = True) -> Retrofit:
-    """Retrofit a model with the predictors and settings of an adapter folder. If this raises, the model is unchanged."""
-    head = read_head(Path(folder))
-    check_base(model, head, Path(folder))
-    read_weights(Path(folder), head)  # before memory is taken for LoRA weights of the rank that the head gives
+def load_adapter(
+    model: nn.Module, folder: str | Path, *, own_cache: bool = True, budget: float | None = None
+) -> Retrofit:
+    """Retrofit a model with the predictors and settings of an adapter folder. If this raises, the model is unchanged.
+
+    budget: one of the adapter's further budgets; None takes its first.
+    """
+    folder = Path(folder) if budget is None else find_budget(Path(folder), budget)
+    head = read_head(folder)
+    check_base(model, head, folder)
+    read_weights(folder, head)  # before memory is taken for LoRA weights of the rank that the head gives
     handle = retrofit(model, RetrofitConfig(**head["config"]), own_cache=own_cache)
     try:
         if head.get("lora_rank"):

@@ -54,6 +54,30 @@ class RetrofitConfig:
         )
 
 
+LESSONS = ("text", "code", "lookups", "repeats", "chat")
+"""What a training context can be made of; see train/mixture.py."""
+CHAT_MIXTURE = {"text": 0.35, "code": 0.1, "lookups": 0.3, "repeats": 0.15, "chat": 0.1}
+"""The mixture `auto` of a model with a chat template; other models learn from text alone."""
+
+
+def parse_mixture(written: str) -> dict[str, float] | None:
+    """The shares of a mixture such as text=0.6,lookups=0.4, which add up to 1; None for auto."""
+    if written == "auto":
+        return None
+    shares: dict[str, float] = {}
+    for word in written.split(","):
+        name, sign, number = word.strip().partition("=")
+        known = f"mixture must be auto or shares such as text=0.6,lookups=0.4 of {', '.join(LESSONS)}, got {written!r}"
+        require(name in LESSONS and name not in shares, known)
+        try:
+            shares[name] = float(number) if sign else 1.0
+        except ValueError:
+            raise ValueError(known) from None
+        require(0 < shares[name] < float("inf"), f"the share of {name} in mixture must be above 0, got {number}")
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()}
+
+
 @documented
 @dataclass(frozen=True)
 @checked
@@ -66,12 +90,20 @@ class DistillConfig:
     """The same as a number of memories per head."""
     budget_bytes: int | None = None
     """The same in bytes of keys, values, spans and positions per row, over all layers that learn."""
+    more_budgets: str = ""
+    """Further budgets as fractions, separated by commas, such as 0.5,0.25: each gets predictors of its own, which are trained
+    in turn with the others and lie in the same adapter folder, as its subfolders budget-0.5 and budget-0.25."""
     context: int = 4096
     """Tokens of a training context; the budget is met at its end."""
     block: int = 1024
     """Tokens per forward pass: the gradient horizon. The memory is carried from block to block."""
     batch: int = 4
     """Contexts per optimizer step."""
+    mixture: str = "text"
+    """What training contexts are made of, as shares such as text=0.6,lookups=0.4: text (--data), code (sources of installed
+    Python packages), lookups (facts in many formats, asked for at the end), repeats (passages to be repeated at the end), chat
+    (the model's own answers under a system prompt). auto takes all of them if the model has a chat template, else text alone;
+    chat only on a GPU."""
     steps: int = 400
     """Optimizer steps."""
     seconds: float | None = None
@@ -128,24 +160,41 @@ class DistillConfig:
         at_least(self, 1, *counts, "budget_bytes")
         above_zero(self, "budget_tokens", "seconds", "lr", "bias_lr", "lora_lr", "gain", "initial_weight", "clip")
         at_least(self, 0, "calibrate", "lora_rank")
+        parse_mixture(self.mixture)
+        for share in self.further:
+            require(
+                0 < share <= 1 and share != self.budget and self.further.count(share) == 1,
+                f"more_budgets must be different shares in (0, 1] beside budget {self.budget}, got {self.more_budgets!r}",
+            )
         for name in ("anneal", "decay", "budget_from"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
         require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
+
+    @property
+    def further(self) -> tuple[float, ...]:
+        """The further budgets."""
+        try:
+            return tuple(float(word) for word in self.more_budgets.split(",") if word.strip())
+        except ValueError:
+            raise ValueError(f"more_budgets must be numbers separated by commas, got {self.more_budgets!r}") from None
 
     def check_budget(self, ramp: int, keep_first: int) -> None:
         """Refuse what can be seen to be impossible before the model is known, whose sizes a budget in bytes needs."""
         if self.budget_bytes is None:
             self.target(ramp, 1, keep_first)
+        for share in self.further:
+            self.target(ramp, 1, keep_first, share)
         require(
             ramp < self.context,
             f"a ramp must be shorter than the context, or nothing is ever deleted in training, got ramp {ramp} and context "
             f"{self.context}; give a shorter ramp or a longer context",
         )
 
-    def target(self, ramp: int, bytes_per_token: int, keep_first: int = 0) -> float:
-        """The budget as living memories per head at the end of a context."""
-        if self.budget is not None:
-            live = self.budget * self.context
+    def target(self, ramp: int, bytes_per_token: int, keep_first: int = 0, share: float | None = None) -> float:
+        """The budget, or a further one that is given as a share, as living memories per head at the end of a context."""
+        share = self.budget if share is None else share
+        if share is not None:
+            live = share * self.context
         else:
             live = self.budget_tokens if self.budget_tokens is not None else (self.budget_bytes or 0) / bytes_per_token
         require(

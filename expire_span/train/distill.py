@@ -43,24 +43,31 @@ def distill(
     *,
     seed: int = 0,
     shown: bool = False,
+    tokenizer: Any = None,
 ) -> RunFolder:
-    """Train a retrofitted model's span predictors on documents (tensors of tokens [n]), in a new run folder."""
+    """Train a retrofitted model's span predictors on documents (tensors of tokens [n]), in a new run folder.
+
+    tokenizer: the model's; mixtures of more than text need it.
+    """
     task = RetrofitTask(model=getattr(handle.model, "name_or_path", "") or "")
-    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder)
+    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, tokenizer)
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit", shown=shown))
 
 
-def distill_on(handle: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False) -> RunFolder:
-    """Continue an interrupted run of `distill`, given the same model and documents."""
-    learner = DistillLearner(handle, documents, run.config, run.path)
+def distill_on(
+    handle: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False, tokenizer: Any = None
+) -> RunFolder:
+    """Continue an interrupted run of `distill`, given the same model, documents and tokenizer."""
+    learner = DistillLearner(handle, documents, run.config, run.path, tokenizer)
     return _run(learner, lambda: session.go_on(lambda _: learner, run, shown=shown))
 
 
 def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, folder: Path, *, seed: int) -> RunFolder:
     """A new run of the command line, which names the model and the text."""
     with Heartbeat("retrofit") as beat:
-        handle, documents = _open(task, expiry, config, beat)
-        learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, beat)
+        handle, documents, tokenizer = _open(task, expiry, config, beat)
+        described = describe_run(handle, task, config, seed)
+        learner = DistillLearner(handle, documents, described, folder, tokenizer, beat)
         return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
@@ -70,12 +77,12 @@ def resume(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
     if not config.task.data:
         raise UserError(f"run {run.path} was made from Python and does not name its text; go on with distill_on")
     with Heartbeat("retrofit") as beat:
-        handle, documents = _open(config.task, config.model.expiry, config.train, beat)
+        handle, documents, tokenizer = _open(config.task, config.model.expiry, config.train, beat)
         if base_hash(handle.model) != config.model.hash:
             raise UserError(
                 f"the model {config.task.model} has changed since run {run.path} began; put the first one back"
             )
-        learner = DistillLearner(handle, documents, config, run.path, beat)
+        learner = DistillLearner(handle, documents, config, run.path, tokenizer, beat)
         return _run(learner, lambda: session.go_on(lambda _: learner, run, allow_changed_data=allow_changed_data))
 
 
@@ -88,7 +95,7 @@ def check_extras(config: DistillConfig) -> None:
 
 def _open(
     task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, beat: Heartbeat
-) -> tuple[Retrofit, list[Tensor]]:
+) -> tuple[Retrofit, list[Tensor], Any]:
     device = check_device(config.device)
     check_retrofit_batch(config, device)
     beat.note("loading the model")
@@ -104,7 +111,8 @@ def _open(
     handle.beginning = beginning = find_beginning(tokenizer)
     with handle.paused() as base:
         beat.say(describe_beginning(base, tokenizer, documents, beginning))
-    return handle, join_short(documents, config.context - len(beginning.context), tokenizer, beginning.text)
+    joined = join_short(documents, config.context - len(beginning.context), tokenizer, beginning.text)
+    return handle, joined, tokenizer
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
@@ -144,13 +152,17 @@ class DistillLearner:
         documents: list[Tensor],
         config: RetrofitRunConfig,
         folder: Path,
+        tokenizer: Any = None,
         beat: Heartbeat | None = None,
     ) -> None:
-        """beat: told what is being done."""
+        """tokenizer: for mixtures of more than text. beat: told what is being done."""
         check_extras(config.train)
         self.handle, self.config, self.folder = handle, config, folder
         self.beat = beat
-        self.distiller = Distiller(handle, documents, config.train, config.seed, None if beat is None else beat.say)
+        say = None if beat is None else beat.say
+        self.distiller = Distiller(handle, documents, config.train, config.seed, say, tokenizer)
+        if beat is not None and not self.distiller.mixture.plain:
+            beat.say(self.distiller.mixture.describe())
         self.documents = documents
         self.accelerator = build_accelerator(config.train.device)
         if self.accelerator.num_processes > 1:
@@ -168,6 +180,8 @@ class DistillLearner:
         for ids in self.documents:
             digest.update(ids.cpu().to(torch.int64).numpy().tobytes())
             count += len(ids)
+        if not self.distiller.mixture.plain:
+            digest.update(self.distiller.mixture.fingerprint)
         return {"sha256": digest.hexdigest(), "bytes": 8 * count}
 
     def step(self, index: int) -> int:
@@ -181,7 +195,8 @@ class DistillLearner:
         mean = lambda name: math.fsum(line[name] for line in lines) / len(lines)  # noqa: E731
         layers = lambda name: [math.fsum(x) / len(lines) for x in zip(*(line[name] for line in lines))]  # noqa: E731
         line: dict[str, Any] = {"loss": mean("kl"), "score": mean("kl"), "live": layers("live_of_layers")}
-        line |= {"span": layers("span_of_layers"), "goal": lines[-1]["goal"], "span_weight": lines[-1]["weight"]}
+        goals = [line["goal"] for line in lines[-len(self.distiller.levels) :]]
+        line |= {"span": layers("span_of_layers"), "goal": sum(goals) / len(goals), "span_weight": lines[-1]["weight"]}
         return line | {"grad_norm": mean("norm"), "lr": self.distiller.optimizer.param_groups[0]["lr"]}
 
     def find_fault(self) -> Fault | None:
@@ -197,19 +212,24 @@ class DistillLearner:
     def evaluate(self) -> dict[str, Any]:
         if self.beat is not None:
             self.beat.note("judging on held-out text")
+        self.distiller.choose(0)
         kl, spans, live = self.distiller.evaluate()
         share = float(live.mean()) / self.config.train.context
-        return {
-            "loss": float(kl),
-            "score": float(kl),
-            "live": live.tolist(),
-            "span": spans.tolist(),
-            "live_share": share,
-        }
+        line: dict[str, Any] = {"loss": float(kl), "score": float(kl), "live": live.tolist(), "span": spans.tolist()}
+        if not self.distiller.mixture.plain:
+            mixed, _, lived = self.distiller.evaluate_mixture()
+            line |= {"mixture_loss": float(mixed), "mixture_live": float(lived.mean())}
+        return line | {"live_share": share}
 
     def final_result(self) -> dict[str, Any]:
-        self.handle.save(self.folder / "adapter")
-        found = self.evaluate()
+        further = {}
+        for number, level in reversed([*enumerate(self.distiller.levels)]):
+            self.distiller.choose(number)
+            self.handle.save(self.folder / "adapter" / level.name)
+            if level.name:
+                kl, _, lived = self.distiller.evaluate()
+                further[level.name] = {"score": float(kl), "live_at_end": float(lived.mean()), "target": level.target}
+        found = self.evaluate() | ({"more_budgets": further} if further else {})
         live = sum(found["live"]) / len(found["live"])
         about = {"score_name": "nats from the base model", "live_at_end": live, "target": self.distiller.target}
         return {**found, **about, "context": self.config.train.context}

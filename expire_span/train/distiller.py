@@ -3,14 +3,15 @@ budget.
 
     loss = KL(base model || with expiry) + weight x mean span
 
-The budget controller sets the weight. Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still
+What the contexts are, and which of their tokens weigh more, the mixture says (mixture.py). The budget controller sets the
+weight of the span loss. Contexts are read in blocks. The memory of earlier blocks is carried, and its spans still
 get gradients (hf/learning.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -25,9 +26,10 @@ from expire_span.hf.handle import Retrofit
 from expire_span.hf.learning import LearningLayer
 from expire_span.ops.rule import is_alive
 from expire_span.settings.retrofit import DistillConfig
-from expire_span.settings.run import BudgetConfig
 
-from .budget import BudgetController
+from .lessons import Passages, Text
+from .levels import Level, build_levels
+from .mixture import Contexts, Mixture, build_mixture
 
 LEAST_RATE = 0.05
 """Final learning rate as a share of the peak."""
@@ -43,8 +45,12 @@ class Distiller:
         config: DistillConfig,
         seed: int = 0,
         tell: Callable[[str], None] | None = None,
+        tokenizer: Any = None,
     ) -> None:
-        """tell: called with a sentence when something begins that takes long and is no training step."""
+        """tell: called with a sentence when something begins that takes long and is no training step.
+
+        tokenizer: of the model; mixtures of more than text need it.
+        """
         if not handle.predictors:
             raise ValueError(
                 f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
@@ -55,24 +61,32 @@ class Distiller:
         _check_context(handle, documents, config.context, len(self.begins))
         long_enough = [x for x in documents if len(x) >= config.context - len(self.begins)]
         self.documents, self.kept_apart = split_documents(long_enough, config.context - len(self.begins))
-        self.target = config.target(handle.config.ramp, handle.bytes_per_token)
         self.device = next(handle.model.parameters()).device
-        budget = BudgetConfig(live=self.target, initial_weight=config.initial_weight, gain=config.gain, max_weight=1.0)
-        self.controller = BudgetController(budget, layers=1, bytes_per_memory=1, device=self.device)
-        self.optimizer = _build_optimizer(handle, config)
+        self.levels = build_levels(handle, config, self.device)
+        self.choose(0)
+        self.optimizer = _build_optimizer(handle, config, self.levels)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
         self.tell = tell or (lambda sentence: None)
+        self.mixture = build_mixture(self.documents, config, handle.beginning, tokenizer, self.device, seed)
+
+    def choose(self, number: int) -> None:
+        """Go on with one of the budgets."""
+        self.level = self.levels[number]
+        self.handle.predictors = self.level.predictors
+        self.target, self.controller = self.level.target, self.level.controller
 
     def step(self, step: int, share: float | None = None) -> dict[str, Any]:
-        """One optimizer step over a batch of whole contexts, read block by block.
+        """One optimizer step over a batch of whole contexts, read block by block; several budgets take turns.
 
         share: share of the training that is done before it, for schedules; None takes it from `step`.
         """
         began = time.perf_counter()
+        self.mixture.prepare(self.handle, self.tell)
         if not self.calibrated:
             self.calibrate()
             self.calibrated = True
+        self.choose(step % len(self.levels))
         share = step / self.config.steps if share is None else share
         self.controller.target = self.target_at(share)
         self.set_rate(share)
@@ -92,16 +106,19 @@ class Distiller:
 
         At that weight of the span loss, shortening all spans by the same factor would save as much as it costs in divergence.
         """
-        rows: list[Tensor] = []
+        rows: list[Contexts] = []
         while len(rows) < self.config.calibrate:
             rows += self._contexts().split(1)
         self.tell(
             f"fitting spans to the model's attention over {self.config.calibrate} contexts, before the first step"
         )
-        found = observe(self.handle, rows[: self.config.calibrate])
-        fit(self.handle, found, self.config.context, self.target)
-        slope = mean_slope(self.handle, found)
-        del found
+        found = observe(self.handle, [(x.ids, x.weights) for x in rows[: self.config.calibrate]])
+        for number in range(len(self.levels)):
+            self.choose(number)
+            fit(self.handle, found, self.config.context, self.target)
+            self._start_control(mean_slope(self.handle, found))
+
+    def _start_control(self, slope: float) -> None:
         self.read(self._contexts(), torch.zeros((), device=self.device))
         biases = [p.grad for name, p in self.handle.predictors.named_parameters() if name.endswith("bias")]
         gain = -sum(float(x.sum()) for x in biases if x is not None)
@@ -109,37 +126,48 @@ class Distiller:
         if gain > 0:
             self.controller.start_from(gain / slope)
 
-    def read(self, ids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Read contexts ids [B, n]: the KL divergence from the base model (nats per token), the mean span in steps, and the
-        living memories of each layer.
+    def read(self, contexts: Contexts, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Read contexts: the KL divergence from the base model (nats per token, the weighted mean), the mean span in steps, and
+        the living memories of each layer.
 
         weight: of the span loss; gradients are then accumulated block by block. None computes no gradients.
         """
         cache, teacher = self.handle.new_cache(learning=True), DynamicCache(config=self.model.config)
         divergence, spans, living = torch.zeros((), device=self.device), 0.0, []
-        for block in ids.split(self.config.block, dim=1):
-            part = block.shape[1] / ids.shape[1]
+        length = contexts.ids.shape[1]
+        for block in contexts.blocks(self.config.block):
+            part = block.ids.shape[1] / length
             with torch.no_grad(), self.handle.paused():
-                wanted = self.model(block, past_key_values=teacher, use_cache=True).logits
-            given = self.model(block, past_key_values=cache, use_cache=True).logits
-            loss, span = kl_divergence(wanted, given), self._new_spans(cache, block.shape[1])
+                wanted = self.model(block.ids, past_key_values=teacher, use_cache=True).logits
+            for layer in _learning(cache):
+                layer.marks = block.marks
+            given = self.model(block.ids, past_key_values=cache, use_cache=True).logits
+            loss, span = kl_divergence(wanted, given, block.weights), self._new_spans(cache, block.ids.shape[1])
             del wanted, given
             if weight is not None:
-                ((loss + weight * self._price(span, cache, ids.shape[1])) * part).backward()
+                ((loss + weight * self._price(span, cache, length)) * part).backward()
             divergence = divergence + loss.detach() * part
             spans = spans + span.detach().mean((1, 2, 3)) * part
-            if cache.seen >= self.config.budget_from * ids.shape[1]:
-                living.append(self._live(cache) * (ids.shape[1] / cache.seen))
+            if cache.seen >= self.config.budget_from * length:
+                living.append(self._live(cache) * (length / cache.seen))
         return divergence, torch.as_tensor(spans), torch.stack(living).log().mean(0).exp()
 
     @torch.no_grad()
     def evaluate(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same for contexts of the held-out text, always the same ones."""
-        rng = numpy.random.default_rng([self.seed, 1])
+        held_out = Text(Passages(self.kept_apart), self.config.context, self.begins)
+        return self._judge(Mixture({"text": (1.0, held_out)}), numpy.random.default_rng([self.seed, 1]))
+
+    @torch.no_grad()
+    def evaluate_mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for contexts of the mixture that no step draws, always the same ones."""
+        return self._judge(self.mixture, numpy.random.default_rng([self.seed, 2]))
+
+    def _judge(self, mixture: Mixture, rng: numpy.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
         found = []
         for first in range(0, self.config.eval_contexts, self.config.batch):
             rows = min(self.config.batch, self.config.eval_contexts - first)
-            found.append(self.read(self._draw(self.kept_apart, rows, rng)))
+            found.append(self.read(mixture.draw(rows, rng, self.device)))
         kl, spans, live = (torch.stack(x).mean(0) for x in zip(*found))
         return kl, spans, live
 
@@ -158,11 +186,8 @@ class Distiller:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * max(left, LEAST_RATE)
 
-    def _contexts(self) -> Tensor:
-        return self._draw(self.documents, self.config.batch, self.rng)
-
-    def _draw(self, documents: list[Tensor], rows: int, rng: numpy.random.Generator) -> Tensor:
-        return _draw_contexts(documents, self.config.context, rows, rng, self.begins).to(self.device)
+    def _contexts(self) -> Contexts:
+        return self.mixture.draw(self.config.batch, self.rng, self.device)
 
     def _new_spans(self, cache: Any, count: int) -> Tensor:
         """Spans of the last `count` tokens in all layers that learn, [layers, B, Hkv, count].
@@ -197,21 +222,27 @@ class Distiller:
     # State that checkpoints hold
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: x.detach().cpu().clone() for name, x in self.handle.learned().items()}
+        self.choose(0)
+        return {name: x for level in self.levels for name, x in level.weights(self.handle).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the controller, the choice of contexts, and whether spans have been calibrated."""
-        about = {"controller": self.controller.state_dict(), "rng": self.rng.bit_generator.state}
-        return about | {"calibrated": self.calibrated}
+        about: dict[str, Any] = {"controller": self.levels[0].controller.state_dict()}
+        about |= {"controllers": [level.controller.state_dict() for level in self.levels[1:]]}
+        about["rng"] = self.rng.bit_generator.state
+        return about | {"calibrated": self.calibrated, "written": self.mixture.to_state()}
 
     def moments(self) -> dict[str, Any]:
         """The optimizer's state (Adam's running means), by the index of the weight."""
         return {str(n): {k: _on_host(v) for k, v in x.items()} for n, x in self.optimizer.state_dict()["state"].items()}
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Any], moments: dict[str, Any]) -> None:
-        self.handle.load_learned(weights)
-        self.controller.load_state_dict(state["controller"])
+        self.choose(0)
+        for level, known in zip(self.levels, [state["controller"], *state.get("controllers", [])]):
+            level.load(self.handle, weights)
+            level.controller.load_state_dict(known)
         self.rng.bit_generator.state = state["rng"]
+        self.mixture.load_state(state.get("written"))
         self.calibrated = state.get("calibrated", True)  # older states were written before there was calibration
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
@@ -233,11 +264,12 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int, begi
         )
 
 
-def _build_optimizer(handle: Retrofit, config: DistillConfig) -> torch.optim.Adam:
-    """Adam with separate learning rates for the predictors' weights, their biases, and the LoRA weights."""
+def _build_optimizer(handle: Retrofit, config: DistillConfig, levels: list[Level]) -> torch.optim.Adam:
+    """Adam with separate learning rates for the predictors' weights, their biases, and the LoRA weights. A step changes only
+    what has gradients: the predictors of one budget."""
     rate = config.lr or 0.5 / handle.layers[0].dim
     rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
-    named = [(name.rpartition(".")[2], p) for name, p in handle.predictors.named_parameters()]
+    named = [(name.rpartition(".")[2], p) for level in levels for name, p in level.predictors.named_parameters()]
     groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
     if handle.lora:
         groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
@@ -255,21 +287,6 @@ def split_documents(documents: list[Tensor], context: int) -> tuple[list[Tensor]
     return ([only[:-context]], [only[-context:]]) if len(only) >= 2 * context else (documents, documents)
 
 
-def _draw_contexts(
-    documents: list[Tensor], length: int, rows: int, rng: numpy.random.Generator, begins: Sequence[int] = ()
-) -> Tensor:
-    """Contexts [rows, length] from anywhere in the documents, every place equally likely, each behind `begins`."""
-    front, length = torch.tensor(list(begins), dtype=torch.long), length - len(begins)
-    places = numpy.array([len(x) - length + 1 for x in documents], dtype=float)
-    found = []
-    for _ in range(rows):
-        document = documents[rng.choice(len(places), p=places / places.sum())]
-        start = int(rng.integers(len(document) - length + 1))
-        text = document[start : start + length]
-        found.append(torch.cat([front.to(text.device), text]) if begins else text)
-    return torch.stack(found)
-
-
 def _learning(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if isinstance(layer, LearningLayer)]
 
@@ -278,9 +295,11 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def kl_divergence(wanted: Tensor, given: Tensor) -> Tensor:
-    """Mean over tokens of KL(wanted || given) in nats; logits [B, T, V], gradients to `given` only."""
-    return _Divergence.apply(wanted.flatten(0, -2), given.flatten(0, -2))  # type: ignore[return-value]
+def kl_divergence(wanted: Tensor, given: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean over tokens of weight x KL(wanted || given) in nats; logits [B, T, V], weights [B, T] or all 1, gradients to `given`
+    only."""
+    weights = torch.ones(wanted.shape[:-1], device=wanted.device) if weights is None else weights
+    return _Divergence.apply(wanted.flatten(0, -2), given.flatten(0, -2), weights.flatten())  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):
@@ -290,18 +309,18 @@ class _Divergence(torch.autograd.Function):
     TOKENS = 1024
 
     @staticmethod
-    def forward(ctx: Any, wanted: Tensor, given: Tensor) -> Tensor:
+    def forward(ctx: Any, wanted: Tensor, given: Tensor, weights: Tensor) -> Tensor:
         total, grad = torch.zeros((), device=given.device), torch.empty_like(given)
         for n in range(0, len(given), _Divergence.TOKENS):
             rows = slice(n, n + _Divergence.TOKENS)
             teacher, student = (F.log_softmax(x[rows].float(), -1) for x in (wanted, given))
-            chances = teacher.exp()
-            total += (chances * (teacher - student)).sum()
-            grad[rows] = (student.exp() - chances) / len(given)
+            chances, weight = teacher.exp(), weights[rows].unsqueeze(1)
+            total += (weight * chances * (teacher - student)).sum()
+            grad[rows] = weight * (student.exp() - chances) / len(given)
         ctx.save_for_backward(grad)
         return total / len(given)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None]:
         (grad,) = ctx.saved_tensors
-        return None, grad * above[0]
+        return None, grad * above[0], None

@@ -74,7 +74,7 @@ def test_standardised_states_change_no_span():
 def test_calibrated_spans_meet_the_budget_and_follow_attention():
     """In layer 1, one head looks far back at every eighth token and the other at none: that is where memory must go."""
     handle = retrofit(tiny(), RetrofitConfig(max_span=256, ramp=8, keep_first=2))
-    found = observe(handle, tokens(4, 256).split(1))
+    found = observe(handle, [(ids, torch.ones(ids.shape)) for ids in tokens(4, 256).split(1)])
     assert sorted(found) == [0, 1] and found[0].hidden.shape == (4 * 254, 32) and float(found[0].rest[0]) == 253
     ages, seen = ages_of(256), found[1]
     wanted = torch.arange(len(seen.rest)) % 8 == 0

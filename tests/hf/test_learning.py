@@ -14,6 +14,7 @@ from expire_span.runs import RunFolder  # noqa: E402
 from expire_span.settings.retrofit import DistillConfig  # noqa: E402
 from expire_span.train.distill import DistillLearner, distill, distill_on  # noqa: E402
 from expire_span.train.distiller import Distiller, kl_divergence  # noqa: E402
+from expire_span.train.mixture import Contexts  # noqa: E402
 from tests.error_budget import DOUBLE, reordered  # noqa: E402
 from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny, tokens  # noqa: E402
 from tests.tiny import spawn  # noqa: E402
@@ -146,7 +147,7 @@ def test_what_is_read_in_blocks_diverges_as_the_whole_context():
     handle.predictors.double()
     learner = Distiller(handle, documents(), DistillConfig(budget=0.25, **SMALL | dict(block=24)))
     with torch.no_grad():
-        divergence, *_ = learner.read(ids)
+        divergence, *_ = learner.read(Contexts.plain(ids))
         given = model(ids, use_cache=False).logits
         with handle.paused():
             wanted = model(ids, use_cache=False).logits

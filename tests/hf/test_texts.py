@@ -96,7 +96,7 @@ def test_contexts_of_training_begin_with_it_and_the_adapter_says_so(tmp_path):
     handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
     handle.beginning = Beginning((BOS,), (BOS, 7))
     distiller = Distiller(handle, list(tokens(3, 40)), DistillConfig(budget=0.5, context=32, batch=3))
-    assert all(x[:, :2].tolist() == [[BOS, 7]] * 3 and x.shape == (3, 32) for x in [distiller._contexts()])
+    assert all(x[:, :2].tolist() == [[BOS, 7]] * 3 and x.shape == (3, 32) for x in [distiller._contexts().ids])
     handle.save(tmp_path)
     handle.detach()
     assert json.loads((tmp_path / "adapter.json").read_text())["begins_with"] == {"text": [1], "context": [1, 7]}

@@ -120,9 +120,10 @@ def allocated_bytes(cache: Any) -> int:
 
 
 def in_batches(samples: Sequence[Sample], rows: int) -> list[list[Sample]]:
-    """Batches of at most `rows` samples of one task whose contexts have the same length."""
+    """Batches of at most `rows` samples whose contexts have the same length. Those that may write answers of similar length
+    stand together, since a batch takes as many steps as its longest answer."""
     batches = []
-    for alike in dict.fromkeys((x.prompt.task, len(x.context)) for x in samples):
-        same = [x for x in samples if (x.prompt.task, len(x.context)) == alike]
+    for length in dict.fromkeys(len(x.context) for x in samples):
+        same = sorted((x for x in samples if len(x.context) == length), key=lambda x: x.prompt.most_tokens)
         batches += [same[n : n + rows] for n in range(0, len(same), rows)]
     return batches

@@ -46,6 +46,9 @@ class Sample:
 
 
 _MARK = "the-context-stands-here"
+MOST_PADDING = 128
+"""A context that ends at most so many tokens early begins with line breaks instead, so that all contexts of a suite are read
+side by side."""
 
 
 class Frame:
@@ -90,7 +93,16 @@ class Frame:
         asked = self.tokenizer.encode(prompt.question + after + prompt.prefix, add_special_tokens=False)
         if len(read) > context:
             read = read[:context] if prompt.fills else _refuse(prompt, len(read), context)
+        elif 0 < (missing := context - len(read)) <= MOST_PADDING:
+            read = self._pad(read, before, missing)
         return Sample(prompt, tuple(read), tuple(asked))
+
+    def _pad(self, read: list[int], before: str, count: int) -> list[int]:
+        """The context with `count` line breaks behind what stands before every context."""
+        front = self.encode_start(before)
+        place = next((n for n, (theirs, ours) in enumerate(zip(front, read)) if theirs != ours), len(front))
+        line = self.tokenizer.encode("\n", add_special_tokens=False)[-1]
+        return [*read[:place], *[line] * count, *read[place:]]
 
 
 def _refuse(prompt: Prompt, tokens: int, context: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from expire_span.errors import UserError
 from expire_span.hf import Retrofit
+from expire_span.hf.adapter import use_budget
 from expire_span.hf.evaluate import check_methods, find_dial, held_bytes, method, peak_tokens, read
 from expire_span.hf.loading import end_tokens
 
@@ -46,6 +48,8 @@ class Suite:
     """Tokens per forward pass while a context is read."""
     rows: int
     """Largest number of contexts that are read side by side."""
+    adapter: Path | None = None
+    """The adapter's folder, whose further budgets are used where they are asked for."""
 
     @property
     def size(self) -> int:
@@ -92,6 +96,8 @@ def count_known(suite: Suite, job: Job, record: Record) -> int:
 
 def _open(handle: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractContextManager[Callable[[], Any]]:
     tokens, budget = peak_tokens(handle, job.budget, suite.context)
+    if job.method == "expire":
+        use_budget(handle, suite.adapter, job.budget)
     if job.method == "expire" and job.budget not in record.dials:
         dial = find_dial(handle, dial_contexts(handle, suite), budget, suite.chunk)
         if dial == 0:
@@ -104,13 +110,15 @@ def _open(handle: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractC
 
 
 def dial_contexts(handle: Retrofit, suite: Suite) -> list[Tensor]:
-    """A few contexts [1, n], as different as there are: documents, and the first prompts of several tasks."""
+    """A few contexts, as different as there are: documents, and the first prompts of several tasks. Those of one length are
+    rows [B, n] of one tensor."""
     device = next(handle.model.parameters()).device
     found = [x[None] for x in suite.documents[:1]]
     first = list({x.prompt.task: x for x in reversed(suite.samples)}.values())[::-1]
     wanted = DIAL_CONTEXTS - len(found)
     chosen = first[:: max(1, len(first) // max(wanted, 1))][:wanted]
-    return found + [torch.tensor([x.context], device=device) for x in chosen]
+    found += [torch.tensor([x.context], device=device) for x in chosen]
+    return [torch.cat([x for x in found if x.shape[1] == n]) for n in dict.fromkeys(x.shape[1] for x in found)]
 
 
 def _read_document(handle: Retrofit, cache: Any, job: Job, index: int, ids: Tensor, chunk: int) -> dict[str, Any]:
