@@ -351,7 +351,9 @@ def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: s
 
     if "steps" in parts:
         small = replace(size, tokens=4096, model=size.model | {"layers": 2}, precision="fp32")
+        torch.set_float32_matmul_precision("highest")
         result["gradient_difference"] = guarded(errors, "gradients", lambda: check_gradients(small, device))
+        torch.set_float32_matmul_precision("high")
         print("gradients in pieces differ from those of the whole by", result["gradient_difference"], flush=True)
         for spans, pieces, tokens in tasks_of(size):
             task = (spans, pieces, tokens)
