@@ -174,17 +174,16 @@ def run_resume(args: list[str]) -> int:
     command = parse(Resume, args, f"{PROGRAM} resume")
     run = find_run(command.run, command.runs_dir)
     kind = run.config.kind
+    if command.context_parallel is not None and not hasattr(run.config.train, "context_parallel"):
+        given = f"got --context-parallel {command.context_parallel}"
+        what = kind.called.format(task=run.config.task)
+        raise UserError(f"run {run.path} is {what}, and shares no rows among processes, {given}; leave it out")
     if run.finished:
         more = kind.trained_on.format(path=run.path)
         raise UserError(f"run {run.path} is finished ({run.config.train.steps} steps); nothing to resume{more}")
     check_data_is_there(run, "put it back, or go to the folder that the training began in")
     options: dict[str, Any] = {"allow_changed_data": command.allow_changed_data}
     if command.context_parallel is not None:
-        if not hasattr(run.config.train, "context_parallel"):
-            what = kind.called.format(task=run.config.task)
-            raise UserError(
-                f"--context-parallel does nothing here: run {run.path} is {what}, whose rows are not shared"
-            )
         options["context_parallel"] = command.context_parallel
     return _finish(kind.load("trainer").resume(run, **options))
 

@@ -25,8 +25,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from expire_span.ops.rule import is_alive
 
+from .attention_function import observed
 from .handle import Retrofit
-from .observing import observed
 from .predictors import StandardisedLifetimes
 
 NAME = "expire_span_calibrated"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .layouts import Layout, evaluated, text_config
+from .layouts import Layout, evaluated, refused, text_config
 
 EXACT, ROUNDED = 1e-3, 0.1
 """The largest difference of logits that can be rounding, relative to their spread: in float32, and in half precision."""
@@ -57,17 +57,9 @@ def difference(ours: Tensor, base: Tensor) -> float:
 
 @torch.no_grad()
 def _run(handle: Any, read: Any, tokens: Tensor) -> Tensor:
-    with evaluated(handle.model), handle.expiring_nothing():
-        try:
-            return read(handle, tokens)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            raise ValueError(
-                f"{_name(handle)} cannot be retrofitted: its forward pass with spans fails, {type(error).__name__} "
-                f"({reason[:200]}); take a model of another family"
-            ) from error
+    before = f"{_name(handle)} cannot be retrofitted: its forward pass with spans fails, "
+    with evaluated(handle.model), handle.expiring_nothing(), refused(before, "; take a model of another family"):
+        return read(handle, tokens)
 
 
 def _at_once(handle: Any, tokens: Tensor) -> Tensor:

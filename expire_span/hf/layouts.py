@@ -168,17 +168,21 @@ def _tokens(model: Any, config: Any) -> Tensor:
 
 
 def _probe(model: Any, config: Any, tokens: Tensor, name: str) -> Probe:
-    with evaluated(model):
-        try:
-            return probe(model, configs_of(model), tokens, config)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")
-            raise ValueError(
-                f"{name} cannot be run as a retrofit runs it, with an ordinary cache over plain tokens: {type(error).__name__} "
-                f"({reason[:200]})"
-            ) from error
+    refusal = f"{name} cannot be run as a retrofit runs it, with an ordinary cache over plain tokens: "
+    with evaluated(model), refused(refusal):
+        return probe(model, configs_of(model), tokens, config)
+
+
+@contextlib.contextmanager
+def refused(before: str, after: str = "") -> Iterator[None]:
+    """A context that tells a failure of a model's forward pass in one sentence: its kind and reason between these words."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"{before}{type(error).__name__} ({reason[:200]}){after}") from error
 
 
 @contextlib.contextmanager

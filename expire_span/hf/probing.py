@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_function import attention_function
 
 NAME = "expire_span_probe"
 FAR = 2**29
@@ -152,21 +154,15 @@ def _observed(model: nn.Module, configs: list[Any], seen: Probe) -> Iterator[Non
         if module not in found:
             found.append(module)
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
-    hooks = [m.register_forward_pre_hook(before_module, with_kwargs=True) for m in model.modules() if _takes_more(m)]
-    hooks += [m.register_forward_hook(partial(note, seen.rotary)) for m in model.modules() if is_rotary(m)]
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
-    hooks += [m.register_forward_hook(partial(note, seen.embeddings)) for m in tables]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = NAME
+    with attention_function(NAME, attend, make_mask, configs), contextlib.ExitStack() as hooks:
+        for m in model.modules():
+            if _takes_more(m):
+                hooks.callback(m.register_forward_pre_hook(before_module, with_kwargs=True).remove)
+            if is_rotary(m):
+                hooks.callback(m.register_forward_hook(partial(note, seen.rotary)).remove)
+            if isinstance(m, nn.Embedding):
+                hooks.callback(m.register_forward_hook(partial(note, seen.embeddings)).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for config, was in zip(configs, before):
-            config._attn_implementation_internal = was
 
 
 def is_rotary(module: nn.Module) -> bool:

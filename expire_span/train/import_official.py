@@ -25,8 +25,8 @@ from expire_span.runs import RunFolder, UserError, check_new
 from expire_span.settings.run import RunConfig, TextTask, TrainConfig
 from expire_span.tasks.registry import build_task
 
+from .data_fingerprint import find_fingerprint
 from .devices import build_accelerator, describe_environment, impl_of
-from .fingerprint import find_fingerprint
 
 BYTES = 256
 IMPOSSIBLE = -1e4

@@ -18,8 +18,8 @@ from expire_span.errors import StorageError
 from expire_span.runs import RunFolder, UserError, check_new, copy_tokenizer
 from expire_span.settings.run import RunConfig
 
+from .data_fingerprint import check_fingerprint
 from .devices import describe_environment
-from .fingerprint import check_fingerprint
 from .loop import Learner, TrainingLoop
 from .progress import Display
 from .trackers import build_tracker

@@ -37,10 +37,10 @@ from expire_span.tasks.registry import build_task
 from . import randomness
 from .budget import BudgetController
 from .context import build_context, seed_shards
+from .data_fingerprint import find_fingerprint
 from .devices import build_accelerator, check_device, check_processes, impl_of
 from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
-from .fingerprint import find_fingerprint
 from .loop import Fault, NonFinite
 from .optimizers import build_optimizers, dip_decay, rate_factor, set_rates, weights_ahead
 from .regroup import Layout, regroup

@@ -43,6 +43,9 @@ def test_an_agent_from_training_to_report(call, tmp_path):
     code, out, err = call("train", "agent", *ENV, *SMALL, "--name", "mine")
     assert code == 0 and "success" in out and ", mean return " in out and "fresh episodes after 32 steps" in out, err
     refused(call("resume", "mine"), "is finished (2 steps)")
+    refused(
+        call("resume", "mine", "--context-parallel", "2"), "shares no rows among processes, got --context-parallel 2"
+    )
     code, out, _ = call("eval", "mine", "--episodes", "8", "--options", '{"min_length": 8, "max_length": 12}')
     result = json.loads(out)
     assert code == 0 and result["episodes"] == 8 and [band["first"] for band in result["bands"]] in ([1, 11], [1], [11])

@@ -12,7 +12,7 @@ from expire_span.disk.files import seal
 from expire_span.recipes import recall
 from expire_span.runs import RunFolder, UserError
 from expire_span.settings.run import DecoderConfig, RunConfig, TrainConfig, from_dict, to_dict
-from expire_span.train import fingerprint
+from expire_span.train import data_fingerprint as fingerprint
 from expire_span.train.supervised import SupervisedLearner, resume, train
 from tests.tiny import tiny_config, write_text
 

@@ -128,6 +128,29 @@ def test_what_fails_or_comes_too_late_is_recorded() -> None:
     assert errors["broken"].startswith("ZeroDivisionError") and "no time left" in errors["late"] and len(errors) == 2
 
 
+def test_a_cue_lies_half_a_million_tokens_back() -> None:
+    from benchmarks.million import ASK, MARK, MILLION, VALUES, draw_rows, latest_mark
+
+    x, y = draw_rows(8, 4096, torch.Generator().manual_seed(0), torch.device("cpu"))
+    at = (x == MARK).nonzero()[:, 1]
+    assert len(at) == 8 and bool((x[:, -1] == ASK).all()) and torch.equal(y, x[torch.arange(8), at + 1])
+    assert bool((y < VALUES).all()) and int(at.max()) < latest_mark(4096) <= 4096 // 4
+    assert MILLION // 2 - 1 - latest_mark(MILLION // 2) > 500_000
+
+
+def test_ratios_to_full_attention_say_what_is_extrapolated() -> None:
+    from benchmarks.million import compare
+
+    ours = [{"spans": "few", "tokens": n, "pieces": 16, "seconds": s} for n, s in ((1000, 2.0), (500, 1.0))]
+    full = [{"tokens": 250, "seconds": 5.0}, {"tokens": 500, "seconds": 20.0}]
+    assert compare(ours, full, 1000) == [
+        "few, 16 pieces: 40.0 x full attention (extrapolated as the square from 500 tokens)",
+        "few, 500 tokens: 20.0 x full attention (measured)",
+    ]
+    whole = [*full, {"tokens": 1000, "seconds": 60.0}]
+    assert compare(ours, whole, 1000) == ["few, 16 pieces: 30.0 x full attention (measured)"]
+
+
 def test_training_smoke(tmp_path: Path) -> None:
     from benchmarks import training
 

@@ -8,11 +8,11 @@ from functools import partial
 
 from expire_span.errors import UserError
 
-from .conduct import make_conduct
 from .haystack import Haystack
 from .lists import make_common, make_frequent, make_tracking
 from .needles import VARIANTS, make_needles, make_pairs, make_passkey
 from .prompts import Frame, Prompt, Sample
+from .rules import make_conduct
 
 Maker = Callable[[Frame, Haystack, int, int, random.Random], Prompt]
 RULER: dict[str, Maker] = {

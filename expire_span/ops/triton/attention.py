@@ -53,8 +53,12 @@ def triton_attention(
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q)
-    given = (q, k, v, span, q_pos, k_pos, ramp, include_self, scale, relative_keys, normalizer_eps, softcap, sinks)
-    return _apply(*_prepare(*given, documents, deterministic))
+    return _apply(
+        *_prepare(
+            q, k, v, span, q_pos, k_pos, ramp, include_self, scale, relative_keys, normalizer_eps, softcap, sinks,
+            documents, deterministic,
+        )
+    )  # fmt: skip
 
 
 def attend_with_normalizer(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], tuple]]:

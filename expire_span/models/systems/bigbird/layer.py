@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.models.kit.alignment import place_rows, take_rows
 from expire_span.models.kit.attention import AttentionMixer, attend, share_heads
-from expire_span.models.kit.rows import place_rows, take_rows
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.state import bytes_of
 from expire_span.models.systems.bigbird import BigBirdConfig

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from expire_span.models.kit.alignment import place_rows, take_rows
 from expire_span.models.kit.attention import AttentionMixer, attend, empty_rows, share_heads
 from expire_span.models.kit.banded import LEAST_BLOCK
-from expire_span.models.kit.rows import place_rows, take_rows
 from expire_span.models.mixer import Keep, MixerAux, MixerOutput
 from expire_span.models.state import bytes_of
 from expire_span.models.systems.compressive import CompressiveConfig
