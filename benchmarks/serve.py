@@ -166,7 +166,8 @@ def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
         time.sleep(0.01)
     draws = torch.Generator().manual_seed(0)
     begin, alone = time.perf_counter(), len(arrived)
-    long = Request(torch.randint(3, VOCAB, (prompt,), generator=draws).tolist(), 1, Sampling(), (), joined.put)
+    vocab = min(VOCAB, handle.model.config.vocab_size)
+    long = Request(torch.randint(3, vocab, (prompt,), generator=draws).tolist(), 1, Sampling(), (), joined.put)
     scheduler.submit(long)
     joined.get(timeout=600)
     end = time.perf_counter()
@@ -314,11 +315,11 @@ def main() -> None:
     args = parser.parse_args()
     handle = open_folder(args) if args.model else build(args.layers, args.dim, args.device)
     lines: list[dict[str, Any]] = []
-    for requests in map(int, filter(None, args.requests.split(","))):
-        measure_all(args, handle, requests, lines)
     for chunk in map(int, filter(None, args.chunks.split(","))):
         lines.append({"how": "joining", **measure_pause(handle, args.prompt, chunk)})
         print(", ".join(f"{name} {x:.4g}" for name, x in lines[-1].items() if name != "how"), flush=True)
+    for requests in map(int, filter(None, args.requests.split(","))):
+        measure_all(args, handle, requests, lines)
     for sessions in (True, False) if args.turns else ():
         lines.append(
             {"how": "chat", **measure_chat(args, handle, args.turns if sessions else min(args.turns, 30), sessions)}
