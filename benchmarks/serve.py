@@ -35,6 +35,7 @@ from expire_span.serve.requests import Request
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions
 from expire_span.serve.text import TextModel
+from expire_span.serve.turns import Prompt, read_chat
 
 from .hf_decode import KINDS
 from .record import save
@@ -165,7 +166,8 @@ def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
         time.sleep(0.01)
     draws = torch.Generator().manual_seed(0)
     begin, alone = time.perf_counter(), len(arrived)
-    long = Request(torch.randint(3, VOCAB, (prompt,), generator=draws).tolist(), 1, Sampling(), (), joined.put)
+    vocab = min(VOCAB, handle.model.config.vocab_size)
+    long = Request(torch.randint(3, vocab, (prompt,), generator=draws).tolist(), 1, Sampling(), (), joined.put)
     scheduler.submit(long)
     joined.get(timeout=600)
     end = time.perf_counter()
@@ -177,28 +179,68 @@ def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
     return {"prompt": prompt, "chunk": chunk, "usual_gap": usual, "longest_gap": longest, "first_token": end - begin}
 
 
-def measure_chat(handle: Any, turns: int, sessions: bool) -> dict[str, Any]:
+class _TokenTurns:
+    """A chat of random tokens."""
+
+    def __init__(self, handle: Any) -> None:
+        self.text, self.tokens, self.draws = TextModel(handle, _Numbers()), [], torch.Generator().manual_seed(0)
+
+    def ask(self) -> None:
+        self.tokens += torch.randint(3, VOCAB, (40,), generator=self.draws).tolist()
+
+    def prompt(self) -> Prompt:
+        return Prompt(list(self.tokens))
+
+    def answer(self, text: str) -> None:
+        self.tokens += [int(x) for x in text.split(",")[:-1]]
+
+
+class _Messages:
+    """A chat of messages with the words of this page."""
+
+    def __init__(self, args: argparse.Namespace, handle: Any) -> None:
+        self.text = TextModel.of_retrofit(handle, AutoTokenizer.from_pretrained(args.model))
+        object.__setattr__(self.text, "ends", set())  # every answer has 8 tokens
+        self.words, self.messages = (__doc__ or "").split(), [{"role": "system", "content": "You are a clerk."}]
+
+    def ask(self) -> None:
+        at = 7 * len(self.messages) % 100
+        self.messages.append({"role": "user", "content": " ".join(self.words[at : at + 24])})
+
+    def prompt(self) -> Prompt:
+        return read_chat(self.text, self.messages)
+
+    def answer(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+
+def measure_chat(args: argparse.Namespace, handle: Any, turns: int, sessions: bool) -> dict[str, Any]:
     """Seconds to the first token of every turn of a chat, by the clock and of processor time, which other programs on the
-    machine do not lengthen; each turn has 40 new tokens and an answer of 8."""
+    machine do not lengthen; each turn has about 40 new tokens and an answer of 8. With --model the turns are messages, which
+    its template writes and its tokenizer encodes; that is part of the time."""
     pool = Sessions(handle, 2 * 10**9) if sessions else None
-    scheduler, prompt = Scheduler(TextModel(handle, _Numbers()), rows=1, sessions=pool), []
-    seconds, processor = [], []
-    draws = torch.Generator().manual_seed(0)
+    said = _Messages(args, handle) if args.model else _TokenTurns(handle)
+    scheduler, seconds, processor = Scheduler(said.text, rows=1, sessions=pool), [], []
     for _ in range(turns):
-        prompt += torch.randint(3, VOCAB, (40,), generator=draws).tolist()
+        said.ask()
         pieces: queue.Queue[Any] = queue.Queue()
         begin, used = time.perf_counter(), time.process_time()
-        scheduler.submit(Request(prompt, 8, Sampling(temperature=0), (), pieces.put))
-        text = pieces.get(timeout=600)
+        prompt = said.prompt()
+        request = Request(prompt.tokens, 8, Sampling(temperature=0), (), pieces.put, chat=prompt)
+        scheduler.submit(request)
+        text, piece = "", pieces.get(timeout=600)
         seconds.append(time.perf_counter() - begin)
         processor.append(time.process_time() - used)
-        while (piece := pieces.get(timeout=600)) is not None:
-            text += piece
-        prompt += [int(x) for x in text.split(",")[:-1]]
+        while piece is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            text, piece = text + piece, pieces.get(timeout=600)
+        said.answer(text)
     scheduler.close()
     return {
         "sessions": sessions,
         "turns": turns,
+        "tokens": len(prompt.tokens),
         "seconds": seconds,
         "processor": processor,
         "held": 0 if pool is None else pool.bytes_held()[0],
@@ -273,13 +315,15 @@ def main() -> None:
     args = parser.parse_args()
     handle = open_folder(args) if args.model else build(args.layers, args.dim, args.device)
     lines: list[dict[str, Any]] = []
-    for requests in map(int, filter(None, args.requests.split(","))):
-        measure_all(args, handle, requests, lines)
     for chunk in map(int, filter(None, args.chunks.split(","))):
         lines.append({"how": "joining", **measure_pause(handle, args.prompt, chunk)})
         print(", ".join(f"{name} {x:.4g}" for name, x in lines[-1].items() if name != "how"), flush=True)
+    for requests in map(int, filter(None, args.requests.split(","))):
+        measure_all(args, handle, requests, lines)
     for sessions in (True, False) if args.turns else ():
-        lines.append({"how": "chat", **measure_chat(handle, args.turns if sessions else min(args.turns, 30), sessions)})
+        lines.append(
+            {"how": "chat", **measure_chat(args, handle, args.turns if sessions else min(args.turns, 30), sessions)}
+        )
         print(_show_chat(lines[-1]), flush=True)
     print(save("serve", {"settings": vars(args), "lines": lines}, args.out))
 

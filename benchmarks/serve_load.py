@@ -4,16 +4,25 @@ So many clients ask at the same time, each one streamed request after the other:
 measures tokens per second over all of them, the time to the first token, and the time between two tokens. The same prompts go
 to every server, so that ours, vLLM, and vLLM with the plugin can be set side by side. With --pid it also measures the
 processor time of the server and its children, which other programs on a busy machine do not lengthen.
+
+    python -m benchmarks.serve_load --text BOOK --start "ours=expire-span serve MODEL --adapter DIR --port 8000" \\
+      "vllm=PYTHON -m vllm.entrypoints.openai.api_server --model MODEL --dtype float32 --port 8000"
+
+starts one server after the other, and measures each, its processor time too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
+import shlex
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,9 +93,38 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median": ordered[len(ordered) // 2], "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}
 
 
+@contextlib.contextmanager
+def started(command: str, place: str, log: Path, most: float = 600) -> Iterator[int]:
+    """The process of a server that was started and answers."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(shlex.split(command), stdout=out, stderr=out)
+    try:
+        until = time.monotonic() + most
+        while not _answers(place):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the server does not answer, see {log}")
+            time.sleep(0.5)
+        yield process.pid
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+
+
+def _answers(place: str) -> bool:
+    connection = http.client.HTTPConnection(place, timeout=5)
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--start", nargs="+", default=[], help="servers to start at --url, as NAME=COMMAND")
     parser.add_argument("--text", type=Path, required=True, help="text file that the prompts are cut from")
     parser.add_argument("--name", default="server", help="what is measured, for the record")
     parser.add_argument("--clients", default="1,8", help="numbers of clients at a time")
@@ -97,6 +135,16 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
     place = urlsplit(args.url).netloc
+    for each in args.start:
+        args.name, _, command = each.partition("=")
+        with started(command, place, Path(args.out) / f"{args.name}.log") as args.pid:
+            measure(args, place)
+    if not args.start:
+        measure(args, place)
+
+
+def measure(args: argparse.Namespace, place: str) -> None:
+    """All numbers of clients at one server."""
     connection = http.client.HTTPConnection(place, timeout=60)
     connection.request("GET", "/v1/models")
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
@@ -121,7 +169,11 @@ def main() -> None:
             flush=True,
         )
     print(
-        save(f"serve-load-{args.name}", {"settings": {**vars(args), "text": args.text.name}, "lines": lines}, args.out)
+        save(
+            f"serve-load-{args.name}",
+            {"settings": {**vars(args), "text": args.text.name, "start": None}, "lines": lines},
+            args.out,
+        )
     )
 
 

@@ -4,7 +4,9 @@ It runs where vLLM is installed (docs/vllm.md), with the plugin or, without --ad
 as are asked for are submitted at once; each has so many tokens, prompt and answer together, and writes long enough for all
 prompts to be read meanwhile. The result is the largest number of requests that held their whole prompt at the same time. With
 --prompt, a request reads less than it may have: a block of ours is then taken whole all the same, vLLM's own are not. With
-an adapter it also says what slots would take if every head had as many as the longest of its layer, or of the model.
+--each, all prompts are read at once, so many tokens of each in a step; with --finish, all but so many requests are ended once
+all of them run, since reading all takes long on a CPU. With an adapter it also says what slots would take if every head had as
+many as the longest of its layer, or of the model.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ def start(args: argparse.Namespace) -> Any:
         ours["additional_config"] = {"expire_span": {"adapter": args.adapter, **slots}}
     sizes = {"max_model_len": args.tokens, "kv_cache_memory_bytes": args.bytes, "max_num_seqs": args.requests}
     sizes |= {"max_num_batched_tokens": args.chunk, "enable_prefix_caching": False}
+    if args.each:
+        sizes |= {"long_prefill_token_threshold": args.each, "max_num_batched_tokens": args.each * args.requests}
     return LLM(args.model, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, **sizes, **ours)
 
 
-def run(engine: Any, prompts: list[list[int]], written: int) -> dict[str, Any]:
-    """The most requests that held their whole prompt at once, how often a request was preempted, and the seconds."""
+def run(engine: Any, prompts: list[list[int]], written: int, finish: int | None) -> dict[str, Any]:
+    """The most requests that ran at once, and that held their whole prompt, how often a request was preempted, and the seconds.
+    finish: end all but so many once as many run as can."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -46,16 +51,27 @@ def run(engine: Any, prompts: list[list[int]], written: int) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=written, ignore_eos=True, detokenize=False, temperature=0)
     for n, prompt in enumerate(prompts):
         engine.llm_engine.add_request(str(n), TokensPrompt(prompt_token_ids=prompt), sampling)
-    most, preempted, begin, ended = 0, 0, time.perf_counter(), []
+    most, running, preempted, begin, ended = 0, 0, 0, time.perf_counter(), []
     while engine.llm_engine.has_unfinished_requests():
         ended += [x for x in engine.llm_engine.step() if x.finished]
+        before, running = running, max(running, len(core.scheduler.running))
+        if finish is not None and running == before:
+            read = [x.num_computed_tokens for x in core.scheduler.running]
+            print(
+                f"{running} of {len(prompts)} requests run, which have read {min(read)} to {max(read)} tokens",
+                flush=True,
+            )
+            engine.llm_engine.abort_request([str(n) for n in range(finish, len(prompts))])
+            core.scheduler.scheduler_config.long_prefill_token_threshold = 0
+            finish = None
         whole = sum(x.num_computed_tokens >= x.num_prompt_tokens for x in core.scheduler.running)
         preempted = max(preempted, sum(x.num_preemptions for x in core.scheduler.running))
         if whole > most:
             most = whole
             print(f"{most} requests at once after {time.perf_counter() - begin:.0f} s", flush=True)
-    assert all(x.outputs[0].finish_reason == "length" for x in ended), "a request ended with an error"
-    return {"at_once": most, "preempted": preempted, "ended": len(ended), "seconds": time.perf_counter() - begin}
+    assert all(x.outputs[0].finish_reason in ("length", "abort") for x in ended), "a request ended with an error"
+    seconds = time.perf_counter() - begin
+    return {"ran": running, "at_once": most, "preempted": preempted, "ended": len(ended), "seconds": seconds}
 
 
 def padding(engine: Any) -> dict[str, float]:
@@ -84,6 +100,8 @@ def main() -> None:
     parser.add_argument(
         "--prompt", type=int, help="tokens of a prompt that are read; without it, all but those of the answer"
     )
+    parser.add_argument("--each", type=int, help="tokens of every prompt that are read in a step, all at once")
+    parser.add_argument("--finish", type=int, help="requests that are answered, once as many run as can")
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
     engine = start(args)
@@ -95,7 +113,11 @@ def main() -> None:
         words = [int(x) for x in args.text.read_text().split()]
         assert len(words) >= args.requests * length, "the text is too short"
         ids = [words[n * length : (n + 1) * length] for n in range(args.requests)]
-    result = {"settings": vars(args), **(padding(engine) if args.adapter else {}), **run(engine, ids, written)}
+    result = {
+        "settings": vars(args),
+        **(padding(engine) if args.adapter else {}),
+        **run(engine, ids, written, args.finish),
+    }
     print({name: x for name, x in result.items() if name != "settings"})
     print(save("vllm-fit-" + ("ours" if args.adapter else "full"), result, args.out))
 
