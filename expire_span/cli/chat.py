@@ -39,8 +39,8 @@ class ChatCommand:
     """Draw from the smallest set of tokens that holds this much of the probability."""
     seed: int = 0
     """Seed of the draws."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the model."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
+    """Precision of the model; int8 and nf4 need bitsandbytes."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

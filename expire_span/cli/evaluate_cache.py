@@ -57,8 +57,8 @@ class EvaluateCache:
     out: Path = Path("evaluate_cache")
     """Name of the output files without their ending: .json and .png, and of a suite .json, .html, and .jsonl with every answer.
     A suite that was interrupted goes on where it was when the same command is given again."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the model."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
+    """Precision of the model; int8 and nf4 need bitsandbytes."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

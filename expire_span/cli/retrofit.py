@@ -33,8 +33,8 @@ class RetrofitCommand:
     learning: Annotated[DistillConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: DistillConfig(budget=0.125, calibrate=8, mixture="auto")
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the model; the predictors are always float32."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
+    """Precision of the model; int8 and nf4 need bitsandbytes. The predictors are always float32."""
     seed: int = 0
     """Seed of the choice of contexts."""
 

@@ -44,7 +44,7 @@ class Serve:
     """Port to listen on."""
     rows: int = 8
     """Largest number of requests that run at a time; others wait."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of a retrofitted model; a run has its own."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

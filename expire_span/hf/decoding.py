@@ -55,7 +55,7 @@ class RetrofitModel:
 
     @property
     def row_bytes(self) -> int:
-        element = next(self.handle.model.parameters()).element_size()
+        element = self.handle.model.dtype.itemsize
         slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.handle.layers)
         return 8 * self.vocab + (sum(slots) if self.can_step else 0)
 

@@ -115,7 +115,7 @@ def held_bytes(cache: Any) -> Tensor:
 def peak_tokens(handle: Retrofit, share: float, context: int) -> tuple[int, int]:
     """A budget, given as a share of the context, as plain memories per head and as bytes over all layers."""
     tokens = max(int(share * context), 1)
-    one = sum(x.kv_heads * 2 * x.head_dim * next(x.module.parameters()).element_size() for x in handle.layers)
+    one = sum(x.kv_heads * 2 * x.head_dim * handle.model.dtype.itemsize for x in handle.layers)
     return tokens, tokens * one
 
 

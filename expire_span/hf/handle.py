@@ -389,7 +389,7 @@ class Retrofit:
         total = 0
         for x in self.layers:
             if x.window is None:
-                element = next(x.module.parameters()).element_size()
+                element = self.model.dtype.itemsize
                 total += x.kv_heads * (2 * x.head_dim * element + 12)
         return total
 

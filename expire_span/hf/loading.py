@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -31,6 +32,8 @@ from .texts import Beginning, cut_contexts, join_short, text_beginning
 PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
 """Errors whose text is a sentence for a user; others are told with their name."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BITS = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+"""Weights in 8 and 4 bits, by bitsandbytes; keys and values are then bfloat16."""
 
 
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
@@ -50,7 +53,7 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     with _quiet(), _explained(told):
         if "gguf_file" in files:
             print(f"reading the {len(shapes or ()):,} tensors of {name}", file=sys.stderr, flush=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **_options(dtype, extra))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **_options(dtype, extra, where))
     model, found = loaded
     _check_weights(name, found)
     _check_ends(name, model)
@@ -60,13 +63,23 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     with _quiet(), _explained(lambda: f"the model {name} has no tokenizer that can be read{_blame(path)}"):
         tokenizer = AutoTokenizer.from_pretrained(place, **extra)
         _try_tokenizer(tokenizer)
-    return model.to(where).eval(), tokenizer
+    return (model if dtype in BITS else model.to(where)).eval(), tokenizer
 
 
-def _options(dtype: str, extra: dict[str, Any]) -> dict[str, Any]:
+def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str, Any]:
     """How weights are loaded: never pickled ones, and what does not fit is reported instead of raised, for `_check_weights`."""
     safe = {} if "gguf_file" in extra else {"use_safetensors": True}
-    return {"dtype": DTYPES[dtype], "output_loading_info": True, "ignore_mismatched_sizes": True, **safe, **extra}
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True, **safe, **extra}
+    if dtype not in BITS:
+        return {"dtype": DTYPES[dtype], **told}
+    if "gguf_file" in extra:
+        raise UserError(
+            f"--dtype {dtype} rounds a model of safetensors, got a .gguf file, which is rounded already; give bf16"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"--dtype {dtype} needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    bits = BitsAndBytesConfig(**BITS[dtype], **({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {}))
+    return {"dtype": torch.bfloat16, "quantization_config": bits, "device_map": {"": where}, **told}
 
 
 def _check_files(name: str) -> tuple[dict[str, str], Callable[[], Shapes | None]]:

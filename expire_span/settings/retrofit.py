@@ -221,8 +221,8 @@ class RetrofitTask:
     """Folder, .gguf file or hub name of the base model."""
     data: str = ""
     """Text to learn from: a file, or a folder of .txt files."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the base model; the predictors are always float32."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
+    """Precision of the base model; int8 and nf4 need bitsandbytes. The predictors are always float32."""
 
 
 @documented

@@ -111,6 +111,20 @@ def test_gguf_sizes_that_do_not_fit_the_tensors(tmp_path, fields, said):
 # Sizes
 
 
+def test_weights_of_few_bits_need_bitsandbytes(monkeypatch):
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError, match="nf4 rounds a model of safetensors"):
+        loading._options("nf4", {"gguf_file": "x.gguf"}, cpu)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="int8 needs bitsandbytes, which is not installed"):
+        loading._options("int8", {}, cpu)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(loading, "BitsAndBytesConfig", dict)
+    options = loading._options("nf4", {}, cpu)
+    assert options["quantization_config"]["load_in_4bit"] and options["device_map"] == {"": cpu}
+    assert options["dtype"] == torch.bfloat16 and "device_map" not in loading._options("fp16", {}, cpu)
+
+
 def test_low_rank_additions_that_cannot_fit():
     handle = forgetful(tiny(), max_span=40, ramp=4)
     with pytest.raises(UserError, match=r"\(rank 999,999,999,999\) needs at least .* TB, and cpu has"):
