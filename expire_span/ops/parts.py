@@ -58,13 +58,14 @@ def _chunked_part(call: Call) -> Part:
     from .problem import lay_out, rows_of_queries
 
     given, (span, q_pos, k_pos) = _with_own_span(call)
-    none = call.q.new_zeros(0, call.q.shape[-1]), call.q.new_zeros(0)
-    relative, sinks = (x if x is not None else y for x, y in zip((call.relative_keys, call.sinks), none))
-    detached = [x.detach() for x in (call.q, call.k, call.v, span)]
+    relative = call.q.new_zeros(0, call.q.shape[-1]) if call.relative_keys is None else call.relative_keys.detach()
+    sinks = call.q.new_zeros(0) if call.sinks is None else call.sinks.detach()
+    q, k, v, lives = (x.detach() for x in (call.q, call.k, call.v, span))
     fuses = call.relative_keys is None and call.softcap == 0 and call.sinks is None
-    chunk = choose_chunk(call.q, detached[3], call.ramp, fuses=fuses)
+    chunk = choose_chunk(q, lives, call.ramp, fuses=fuses)
+    q_doc, k_doc = call.ids or (None, None)
     options = (call.ramp, call.causal, call.include_self, call.scale, 0.0, call.softcap, chunk)
-    inputs = (*detached, q_pos, k_pos, *(call.ids or (None, None)), relative.detach(), sinks.detach(), *options)
+    inputs = (q, k, v, lives, q_pos, k_pos, q_doc, k_doc, relative, sinks, *options)
     p = lay_out(*inputs)
     y, log = (torch.zeros(shape, dtype=p.q.dtype, device=p.q.device) for shape in (call.q.shape, call.q.shape[:3]))
     rows = tuple(rows_of_queries(x, call.k.shape[1], span.shape[1]) for x in (y, log))
@@ -81,7 +82,7 @@ def _chunked_part(call: Call) -> Part:
                 fused_backward(p, live, dys, ys, logs, grads[:4])
             else:
                 chunk_backward(p, live, dys, ys, grads, logs)
-        dq, dk, dv, dspan, drelative, _ = as_given(*detached, relative, sinks, *grads)
+        dq, dk, dv, dspan, drelative, _ = as_given(q, k, v, lives, relative, sinks, *grads)
         dsinks = None if call.sinks is None else _gradient_of_sinks(call.sinks, dy, y, log)
         return dq, dk, dv, _gradient_of_span(given, span, dspan), drelative, dsinks
 

@@ -30,12 +30,12 @@ def attend_meanwhile(exchange: Exchange, own: Memories, call: Call) -> Tensor:
 class _Came:
     """The memories that came, laid out as a call's, with the way back from their gradients there to those that travel."""
 
-    def __init__(self, states: Tensor, span: Tensor, places: Tensor, row: Tensor, own: Memories, call: Call) -> None:
-        self.leaves = (states.requires_grad_(), span.requires_grad_())
+    def __init__(self, picked: Picked, own: Memories, call: Call) -> None:
+        self.leaves = (picked.states.requires_grad_(), picked.span.requires_grad_())
         with torch.enable_grad():
-            self.call = lay_out_picked(Picked(states, span, places, row), own).into(call)
+            self.call = lay_out_picked(picked, own).into(call)
         self.part = None
-        if len(row):
+        if len(picked):
             made = {name: getattr(self.call, name).detach() for name in ("k", "v", "span")}
             self.part = attend_to_part(replace(self.call, **made, sinks=None))  # a sink counts once
 
@@ -69,7 +69,8 @@ class _AttendMeanwhile(torch.autograd.Function):
         call = replace(call, q=q, k=k, v=v, span=span, relative_keys=relative_keys, sinks=sinks)
         transfer = exchange.begin(states, picked_span, exchange.picked.places)
         here = attend_to_part(call)
-        came = _Came(*transfer.wait(), exchange.row, own, call)
+        states, picked_span, places = transfer.wait()
+        came = _Came(Picked(states, picked_span, places, exchange.row), own, call)
         y, log = join_parts([here] if came.part is None else [here, came.part])
         y = y.to(q.dtype)
         if any(ctx.needs_input_grad):
