@@ -3,6 +3,7 @@
     python -m tests.vllm_environment                     # makes the environment if there is none (minutes), and runs tests/vllm
     python -m tests.vllm_environment --python PYTHON     # in an environment that has vLLM already
     python -m tests.vllm_environment -- -m long          # what follows -- goes to pytest
+    python -m tests.vllm_environment -- tests/vllm/test_engine.py -k chunked      # only the named files
 
 vLLM pins its own torch and transformers, so the environment shares nothing with the one that runs this script. It is kept in
 .matrix/vllm. Where vLLM cannot be installed, the tests are skipped with pip's reason, and the exit code is 0.
@@ -46,7 +47,8 @@ def main(args: list[str] | None = None) -> int:
     # The fixtures of tests/conftest.py and the kernel's tests set up Triton's interpreter, which the engine must not see.
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--noconftest"]
     codes = []
-    for chosen in (["tests/vllm", "--ignore", KERNEL, "--ignore", ENGINES], [ENGINES]):
+    whole = ["tests/vllm", "--ignore", KERNEL, "--ignore", ENGINES], [ENGINES]
+    for chosen in ([],) if any(x.startswith("tests/") for x in given.rest) else whole:
         codes.append(subprocess.run([*command, *chosen, *given.rest], cwd=ROOT, env=environment).returncode)
     return next((x for x in codes if x not in (0, NOTHING_CHOSEN)), 0 if 0 in codes else NOTHING_CHOSEN)
 

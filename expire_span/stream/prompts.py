@@ -16,7 +16,9 @@ from expire_span.models.marks import FREE
 PROMPT_BLOCK = 1024
 """Tokens of a row that one forward pass reads on a CPU."""
 GPU_BLOCK = 65_536
-"""Tokens of all rows together that one forward pass reads on a GPU."""
+"""Tokens of all rows together that one forward pass reads on a GPU, with a small vocabulary."""
+MOST_LOGITS = 2**29
+"""Logits of one forward pass on a GPU: with a large vocabulary a pass reads fewer tokens."""
 
 Prompt = Sequence[int] | bytes | Tensor
 
@@ -69,7 +71,7 @@ def read_blocks(
     device = decoder.embed.weight.device
     size = PROMPT_BLOCK
     if device.type == "cuda":
-        size = max(256, GPU_BLOCK // len(prompt))
+        size = max(256, min(GPU_BLOCK, MOST_LOGITS // decoder.config.vocab) // len(prompt))
     blocks = prompt.split(size, dim=1)
     for block, marked in zip(blocks, repeat(None) if marks is None else marks.split(size, dim=1)):
         block = block.to(device, non_blocking=True)
