@@ -4,6 +4,7 @@ heads' outputs without their own values."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_blocks_are_shuffled_where_the_text_hardly_holds_one():
     assert [next(rows).x.tolist() for _ in range(3)] == [[list(range(8))]] * 3
 
 
-def muon_step(start: torch.Tensor, grads: list[torch.Tensor], **options) -> tuple[torch.Tensor, BatchedMuon]:
+def muon_step(start: torch.Tensor, grads: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, BatchedMuon]:
     p = torch.nn.Parameter(start.clone())
     muon = BatchedMuon([p], lr=0.1, **options)
     for grad in grads:
@@ -137,7 +138,7 @@ def test_rows_of_an_update_are_brought_to_equal_size():
 
 def test_outputs_without_own_values_are_orthogonal_to_them():
     torch.manual_seed(0)
-    options = dict(max_span=30, ramp=4, initial_span=0.3, positions="none", qk_norm=False)
+    options: dict[str, Any] = dict(max_span=30, ramp=4, initial_span=0.3, positions="none", qk_norm=False)
     layer = ExpireSpan(16, 4, 2, subtract_own=True, **options).double()
     x = torch.randn(2, 23, 16, dtype=torch.float64)
     q, k, v = (layer.split_heads(part(x)) for part in (layer.query, layer.key, layer.value))
