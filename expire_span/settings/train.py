@@ -72,10 +72,6 @@ class LearningConfig:
     """The span predictors learn at lr times this."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices."""
-    cautious_decay: bool = False
-    """With Muon: decay a weight only where the update moves it towards zero as well."""
-    row_norm: float = 0.0
-    """With Muon: running-mean factor, such as 0.95, by which the rows of an update are brought to equal size; 0 leaves them."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Adam's running-mean factors."""
     clip: float = 1.0
@@ -117,7 +113,6 @@ class LearningConfig:
         for name in ("warmup", "clip", "weight_decay", "span_weight"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
         require(0 <= self.final_lr <= 1, f"final_lr must lie in [0, 1], a share of the peak, got {self.final_lr}")
-        require(0 <= self.row_norm < 1, f"row_norm must lie in [0, 1), got {self.row_norm}")
         for beta in self.betas:
             require(0 <= beta < 1, f"betas must lie in [0, 1), got {self.betas}")
         require(0 < self.decay_share <= 1, f"decay_share must lie in (0, 1], got {self.decay_share}")
@@ -152,9 +147,6 @@ class TrainConfig(LearningConfig):
     averaging: float = 0.0
     """Evaluate, and keep for use, an exponential moving average of the weights with this decay, such as 0.999; training goes on
     from the newest weights. 0 evaluates the newest."""
-    ahead: tuple[float, ...] = ()
-    """Also learn from the tokens after the next, by the same logits: the weights of the 2nd, 3rd, ... token's loss in the first
-    step, which fall along a line to zero after two thirds of training. Scores count the next token alone."""
     decay_dip: float = 0.0
     """Lower the weight decay in the middle of training, to 1 - decay_dip of itself, along a cosine; at both ends it is
     weight_decay."""
@@ -187,10 +179,6 @@ class TrainConfig(LearningConfig):
             self.context_parallel == 1 or self.pieces == 1,
             f"a block is shared or read in pieces, {both}; leave one at 1",
         )
-        for share in self.ahead:
-            require(share >= 0, f"ahead must hold weights of 0 or more, got {self.ahead}")
-        whole = f"ahead needs blocks that are read whole, {both}; leave both at 1"
-        require(not self.ahead or self.context_parallel == self.pieces == 1, whole)
         for name in ("averaging", "decay_dip"):
             require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
         whole = "pieces need blocks that begin without memory, got carry True; give --train.carry False"

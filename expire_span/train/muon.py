@@ -15,16 +15,7 @@ from torch import Tensor
 
 
 class BatchedMuon(torch.optim.Muon):
-    """The same update and the same state as `torch.optim.Muon`, grouped by shape.
-
-    Two options change it. cautious: weights decay only where the update moves them towards zero as well. row_norm: rows of the
-    orthogonalised update are divided by the root of a running mean of their mean square, with this factor, and the update is
-    then brought back to its norm (as in NorMuon); the running mean is kept as `row_squares` [rows, 1].
-    """
-
-    def __init__(self, params: Any, *, cautious: bool = False, row_norm: float = 0.0, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.cautious, self.row_norm = cautious, row_norm
+    """The same update and the same state as `torch.optim.Muon`, grouped by shape."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -48,32 +39,14 @@ class BatchedMuon(torch.optim.Muon):
         updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
         ortho = orthogonalise(torch.stack(list(updates)), group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = _adjusted_rate(group["lr"], group["adjust_lr_fn"], params[0].shape)
-        if self.row_norm:
-            ortho = self._even_rows(ortho, params)
-        step, decay = list(ortho.to(params[0].dtype).unbind()), group["lr"] * group["weight_decay"]
-        if self.cautious:
-            stacked = torch.stack(params)
-            decays = torch.where(stacked * torch.stack(step) > 0, 1 - decay, 1.0)
-            torch._foreach_mul_(params, list(decays.unbind()))
-        else:
-            torch._foreach_mul_(params, 1 - decay)
-        torch._foreach_add_(params, step, alpha=-rate)
-
-    def _even_rows(self, ortho: Tensor, params: list[Tensor]) -> Tensor:
-        """Updates [n, rows, columns] with rows of about equal size in the running mean; each matrix keeps its norm."""
-        ortho = ortho.float()
-        squares = [self._buffer(p, "row_squares", p[:, :1]) for p in params]
-        torch._foreach_lerp_(squares, list(ortho.square().mean(2, keepdim=True).unbind()), 1 - self.row_norm)
-        even = ortho / torch.stack(squares).sqrt().clamp(min=1e-10)
-        return even * (ortho.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10))
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, list(ortho.to(params[0].dtype).unbind()), alpha=-rate)
 
     def _momentum(self, p: Tensor) -> Tensor:
-        return self._buffer(p, "momentum_buffer", p)
-
-    def _buffer(self, p: Tensor, name: str, like: Tensor) -> Tensor:
-        if name not in self.state[p]:
-            self.state[p][name] = torch.zeros_like(like, memory_format=torch.preserve_format)
-        return self.state[p][name]
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state["momentum_buffer"]
 
 
 def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -27,10 +27,6 @@ class OptimizerSettings(Protocol):
     def span_lr_scale(self) -> float: ...
     @property
     def weight_decay(self) -> float: ...
-    @property
-    def cautious_decay(self) -> bool: ...
-    @property
-    def row_norm(self) -> float: ...
     @property
     def betas(self) -> tuple[float, float]: ...
     @property
@@ -62,8 +58,7 @@ def build_optimizers(model: nn.Module, config: OptimizerSettings) -> list[Optimi
     optimizers: list[Optimizer] = [AdamW([g for g in groups if g["params"]], lr=0.0, betas=config.betas, fused=fused)]
     if matrices:
         group = {"params": matrices, "peak": config.muon_lr}
-        rules: dict[str, Any] = dict(cautious=config.cautious_decay, row_norm=config.row_norm)
-        optimizers.append(BatchedMuon([group], lr=0.0, weight_decay=config.weight_decay, **rules))
+        optimizers.append(BatchedMuon([group], lr=0.0, weight_decay=config.weight_decay))
     return optimizers
 
 
@@ -79,11 +74,6 @@ def rate_factor(step: int, config: OptimizerSettings) -> float:
     progress = min(max(step - start, 0) / max(config.steps - 1 - start, 1), 1.0)
     shape = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     return config.final_lr + (1 - config.final_lr) * shape
-
-
-def weights_ahead(first: tuple[float, ...], progress: float) -> list[float]:
-    """The weights of the tokens after the next one at this share of training: from `first` to zero after two thirds of it."""
-    return [weight * max(0.0, 1 - 1.5 * progress) for weight in first]
 
 
 def set_rates(optimizers: Iterable[Optimizer], factor: float) -> None:

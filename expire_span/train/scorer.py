@@ -14,12 +14,11 @@ from expire_span.tasks.contract import Batch
 
 
 class Scorer(nn.Module):
-    """`scorer(x, y, mask, state, fresh, remember, ahead) -> (sums, state, bytes held)`.
+    """`scorer(x, y, mask, state, fresh, remember) -> (sums, state, bytes held)`.
 
     x, y, mask [B, T]: tokens, targets, and which positions are scored. `sums` holds tensors on the device: nll (summed over
     scored positions), correct, span_loss, and live and span per layer. `fresh` [B] (bool) marks rows whose memory is emptied
-    first; `remember` says whether memory is carried. `ahead` [n], where given, weighs the losses of the n tokens after the next
-    one, whose sum is then `sums["ahead"]`.
+    first; `remember` says whether memory is carried.
     """
 
     _no_split_modules = ("Block",)  # the unit in which FSDP shards the model
@@ -30,14 +29,7 @@ class Scorer(nn.Module):
         self.decoder, self.precision = decoder, precision
 
     def forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor,
-        state: Any,
-        fresh: Tensor | None = None,
-        remember: bool = True,
-        ahead: Tensor | None = None,
+        self, x: Tensor, y: Tensor, mask: Tensor, state: Any, fresh: Tensor | None = None, remember: bool = True
     ) -> tuple[dict[str, Tensor], Any, int]:
         with torch.autocast(x.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
             keep = "nothing" if not remember else "hidden" if self.training else "kv"
@@ -45,22 +37,11 @@ class Scorer(nn.Module):
         logits = logits.float()  # [B, T, V]
         nll = F.cross_entropy(logits.flatten(0, 1), y.masked_fill(~mask, 0).flatten(), reduction="none").view_as(mask)
         sums = {"nll": torch.where(mask, nll, 0).sum(), "span_loss": aux.loss.float()}
-        if ahead is not None:
-            sums["ahead"] = _loss_ahead(logits, y, mask, ahead)
         with torch.no_grad():
             sums["correct"] = ((logits.argmax(-1) == y) & mask).sum()
             sums["live"] = aux.live.float()
             sums["span"] = torch.stack([_mean_span(part.span, sums["live"]) for part in aux.layers])
         return sums, state, aux.bytes_held
-
-
-def _loss_ahead(logits: Tensor, y: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """The losses of the tokens after the next one times their weights [n], where both it and the next are scored."""
-    likely, total = F.log_softmax(logits, -1), logits.new_zeros(())
-    for n, weight in enumerate(weights.unbind(), 1):
-        nll = -likely[:, :-n].gather(-1, y[:, n:].unsqueeze(-1)).squeeze(-1)
-        total = total + weight * torch.where(mask[:, n:] & mask[:, :-n], nll, 0).sum()
-    return total
 
 
 def _mean_span(span: Tensor | None, like: Tensor) -> Tensor:

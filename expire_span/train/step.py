@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ MOST_GRAPHS = 4
 
 @dataclass(frozen=True)
 class Pass:
-    """The inputs of a forward and backward pass. The loss is (nll + loss ahead) x scale + span loss x weight."""
+    """The inputs of a forward and backward pass. The loss is nll x scale + span loss x weight."""
 
     x: Tensor
     y: Tensor
@@ -42,21 +42,17 @@ class Pass:
     scale: Tensor
     weight: Tensor
     remember: bool
-    ahead: Tensor | None = None
-    """The weights of the tokens after the next one, see `Scorer`."""
-
-    def _parts(self) -> list[Any]:
-        return [self.x, self.y, self.mask, self.state, self.scale, self.weight, self.ahead]
 
     def tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
-        map_tensors(self._parts(), lambda x: found.append(x) or x)
+        map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], lambda x: found.append(x) or x)
         return found
 
     def clone(self) -> Pass:
         """A copy with contiguous tensors of its own, in which no row is fresh."""
-        x, y, mask, state, scale, weight, ahead = map_tensors(self._parts(), _copy)
-        return Pass(x, y, mask, state, None, scale, weight, self.remember, ahead)
+        parts = map_tensors([self.x, self.y, self.mask, self.state, self.scale, self.weight], _copy)
+        x, y, mask, state, scale, weight = parts
+        return Pass(x, y, mask, state, None, scale, weight, self.remember)
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class TrainStep:
 
     def __call__(self, given: Pass) -> Outcome:
         if given.state is not None:
-            given = replace(given, state=trim_states(given.state, copy=not self.graphs))
+            given = _replace_state(given, trim_states(given.state, copy=not self.graphs))
         if not self.graphs or given.fresh is not None or (given.remember and given.state is None):
             return self.run(given)
         key = tuple((x.shape, x.dtype) for x in given.tensors())
@@ -95,10 +91,8 @@ class TrainStep:
         """Run the pass without a graph, kernel by kernel."""
         if self.pieces > 1:
             return self._run_in_pieces(given)
-        inputs = (given.x, given.y, given.mask, given.state, given.fresh, given.remember, given.ahead)
-        sums, state, held = self.model(*inputs)
-        nll = sums["nll"] if given.ahead is None else sums["nll"] + sums["ahead"]
-        self.backward(nll * given.scale + given.weight * sums["span_loss"])
+        sums, state, held = self.model(given.x, given.y, given.mask, given.state, given.fresh, given.remember)
+        self.backward(sums["nll"] * given.scale + given.weight * sums["span_loss"])
         sums = {name: x.detach() for name, x in sums.items()}
         return sums, detach(state) if given.remember else None, held
 
@@ -136,6 +130,10 @@ class TrainStep:
         for p, grad in zip(self.parameters, recording.grads):
             p.grad = grad
         return recording.outcome
+
+
+def _replace_state(given: Pass, state: Any) -> Pass:
+    return Pass(given.x, given.y, given.mask, state, given.fresh, given.scale, given.weight, given.remember)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from .devices import build_accelerator, check_device, check_processes, impl_of
 from .estimate import check_arithmetic, check_size
 from .evaluate import Result, evaluate_stream, memory_bytes
 from .loop import Fault, NonFinite
-from .optimizers import build_optimizers, dip_decay, rate_factor, set_rates, weights_ahead
+from .optimizers import build_optimizers, dip_decay, rate_factor, set_rates
 from .regroup import Layout, regroup
 from .scorer import Scorer, rows_of, start_of
 from .session import resume, train
@@ -171,9 +171,7 @@ class SupervisedLearner:
         self.rate = rate_factor(index, self.train_config)
         set_rates(self.optimizers, self.rate)
         train = self.train_config
-        progress = index / max(train.steps - 1, 1)
-        dip_decay(self.optimizers, train.weight_decay, train.decay_dip, progress)
-        ahead = torch.tensor(weights_ahead(train.ahead, progress)).to(weight.device) if train.ahead else None
+        dip_decay(self.optimizers, train.weight_decay, train.decay_dip, index / max(train.steps - 1, 1))
         micro, processes = self.train_config.accumulate, self.accelerator.num_processes
         size = self._rows_of_a_pass
         first = self.accelerator.process_index // self.train_config.context_parallel * micro * size
@@ -181,19 +179,19 @@ class SupervisedLearner:
         for n in range(micro):
             rows = rows_of(batch, first + n * size, first + (n + 1) * size)
             with nullcontext() if n == micro - 1 else self.accelerator.no_sync(self.model):
-                pieces.append(self._run_pass(n, rows, processes / count, weight / micro, ahead))
+                pieces.append(self._run_pass(n, rows, processes / count, weight / micro))
         grad_norm = self._update_weights()
         self.step_metrics.add(pieces, weight, grad_norm, count, batch.units)
         self._update_budget(count)
         return batch.x.numel()
 
-    def _run_pass(self, n: int, rows: Any, scale: float, weight: Tensor, ahead: Tensor | None) -> dict[str, Tensor]:
+    def _run_pass(self, n: int, rows: Any, scale: float, weight: Tensor) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch, with its own carried memory."""
         carry, device = self.train_config.carry, self.accelerator.device
         state, fresh = start_of(rows, self.states[n], device)
         own = [part if self.context is None else self.context.shard(part) for part in (rows.x, rows.y, rows.mask)]
         x, y, mask = (part.to(device, non_blocking=True) for part in own)
-        given = Pass(x, y, mask, state, fresh, torch.full((), scale, device=device), weight, carry, ahead)
+        given = Pass(x, y, mask, state, fresh, torch.full((), scale, device=device), weight, carry)
         with nullcontext() if self.context is None else context_parallel(self.context):
             sums, self.states[n], self.bytes_held[n] = self.run_pass(given)
         return sums
