@@ -265,7 +265,7 @@ def read_and_answer(decoder: Decoder, x: Tensor) -> tuple[Tensor, float]:
 
 @dataclass
 class Lesson:
-    """How a model is taught: rows become longer by a fifth whenever nearly all recent answers were right."""
+    """How a model is taught: rows become longer by a quarter whenever nearly all recent answers were right."""
 
     size: Size
     step: Callable[[Decoder, Tensor, Tensor, float], Tensor]
@@ -292,7 +292,7 @@ class Lesson:
             self.done.append((length, float((answers.argmax(-1) == y).float().mean())))
             if len(self.done) % 25 == 0:
                 print(f"  step {len(self.done)}: {length} tokens, {self._recent(25):.2f} right", flush=True)
-            if self.lengths is None and length == size.recall_length and self._at_end(40) > 0.95:
+            if self.lengths is None and length == size.recall_length and self._at_end(25) > 0.95:
                 break
         return self._report(decoder, draw, deadline.spent)
 
@@ -313,7 +313,7 @@ class Lesson:
             return self.size.recall_start
         length, unit = self.done[-1][0], 64
         if len(self.done) >= 4 and self._recent(2) > 0.9:
-            length = min(self.size.recall_length, -(-length * 6 // (5 * unit)) * unit)
+            length = min(self.size.recall_length, -(-length * 5 // (4 * unit)) * unit)
         return length
 
     def _report(self, decoder: Decoder, draw: torch.Generator, seconds: float) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: s
     if "full" in parts:
         guarded(errors, "full", lambda: full_steps(size, device, 0.32 * seconds, lambda row: note("full", row)), whole)
     if "recall" in parts:
-        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.36 * seconds)}
+        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.4 * seconds)}
         result["recall"]["pieces"] = guarded(errors, "pieces", lessons["pieces"].run, whole)
         lengths = [length for length, _ in lessons["pieces"].done]
         lessons["truncated"] = Lesson(size, learn_truncated, device, whole.left, lengths)
