@@ -9,6 +9,7 @@ pieces, and, as its rival, by truncated training with carried memory over the sa
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -203,6 +204,8 @@ def compare(rows: list[dict[str, Any]], full: list[dict[str, Any]], tokens: int)
 
 VALUES, MARK, ASK = 6, 6, 7
 PIECES = 4
+LEAST = 64
+"""Steps for which every memory lives at least."""
 
 
 def latest_mark(length: int) -> int:
@@ -219,11 +222,17 @@ def draw_rows(rows: int, length: int, draw: torch.Generator, device: torch.devic
 
 
 def build_recall(length: int, start: int, device: torch.device) -> Decoder:
-    """Rotary positions with so low frequencies that keys still match at the whole length; heads that the GPU kernels serve."""
+    """Every memory is born on its ramp, which is twice the row's length: the gradient of a span then has no scale of its own,
+    and is strong where a memory is about to die. Before training all live for twice the first rows' length. The rotary
+    frequencies are so low that keys still match at the whole length, and the GPU kernels serve the heads."""
     torch.manual_seed(0)
-    mixer = ExpireSpanConfig(max_span=length + length // 4, ramp=64, initial_span=2 * start / length, span_loss="l1")
+    ramp = 2 * length
+    mixer = ExpireSpanConfig(max_span=64, ramp=ramp, min_span=float(LEAST - ramp), initial_span=0.5, span_loss="l1")
     shape: dict[str, Any] = dict(vocab=8, dim=64, layers=2, heads=2, ff_dim=128, rotary_base=1e8)
-    return Decoder(DecoderConfig.modern(**shape, mixer=mixer)).to(device)
+    decoder = Decoder(DecoderConfig.modern(**shape, mixer=mixer)).to(device)
+    for block in decoder.layers():
+        nn.init.constant_(block.mixer.span_predictor.bias, math.log(2 * start / ramp))  # type: ignore[union-attr]
+    return decoder
 
 
 def learn_in_pieces(decoder: Decoder, x: Tensor, y: Tensor, weight: float) -> Tensor:
