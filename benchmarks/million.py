@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -204,6 +205,8 @@ def compare(rows: list[dict[str, Any]], full: list[dict[str, Any]], tokens: int)
 
 VALUES, MARK, ASK = 6, 6, 7
 PIECES = 4
+PRICE = 3e-6
+"""Weight of the mean span in the loss. A larger one shortens what is kept as soon as all answers are right."""
 LEAST = 64
 """Steps for which every memory lives at least."""
 
@@ -274,7 +277,9 @@ def read_and_answer(decoder: Decoder, x: Tensor) -> tuple[Tensor, float]:
 
 @dataclass
 class Lesson:
-    """How a model is taught: rows become longer by a quarter whenever nearly all recent answers were right."""
+    """How a model is taught: rows become longer by a quarter whenever nearly all recent answers were right, and shorter again
+    where many were wrong. Every second length is drawn below the longest, so that some memories are asked for just before they
+    die: a memory that is dead by then gets no gradient."""
 
     size: Size
     step: Callable[[Decoder, Tensor, Tensor, float], Tensor]
@@ -283,6 +288,9 @@ class Lesson:
     lengths: list[int] | None = None
     """The lengths of another lesson, to be followed; None grows them by the answers."""
     done: list[tuple[int, float]] = field(default_factory=list)
+    longest: float = 0.0
+    changed: int = 0
+    """The step at which the longest length changed last."""
 
     def run(self) -> dict[str, Any]:
         size, deadline = self.size, Deadline(self.seconds)
@@ -294,14 +302,15 @@ class Lesson:
             x, y = draw_rows(min(size.recall_rows, size.recall_tokens // length), length, draw, self.device)
             for group in optimizer.param_groups:
                 group["lr"] = 3e-3 * min(1.0, (len(self.done) + 1) / 50)
-            answers = self.step(decoder, x, y, 1e-4)
+            answers = self.step(decoder, x, y, PRICE)
             nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             self.done.append((length, float((answers.argmax(-1) == y).float().mean())))
             if len(self.done) % 25 == 0:
                 print(f"  step {len(self.done)}: {length} tokens, {self._recent(25):.2f} right", flush=True)
-            if self.lengths is None and length == size.recall_length and self._at_end(25) > 0.95:
+            whole = self.longest == size.recall_length and len(self.done) - self.changed >= 30
+            if self.lengths is None and whole and self._recent(20) > 0.97:
                 break
         return self._report(decoder, draw, deadline.spent)
 
@@ -309,21 +318,20 @@ class Lesson:
         right = [share for _, share in self.done[-count:]]
         return sum(right) / max(len(right), 1)
 
-    def _at_end(self, count: int) -> float:
-        """Share of right answers of the last `count` steps at the full length, zero where there were fewer."""
-        last = self.done[-count:]
-        whole = len(last) == count and last[0][0] == self.size.recall_length
-        return self._recent(count) if whole else 0.0
-
     def _next_length(self) -> int:
+        """The first piece of a row holds the mark, so that lengths are multiples of the pieces."""
+        count, start = len(self.done), self.size.recall_start
         if self.lengths is not None:
-            return self.lengths[len(self.done)]
-        if not self.done:
-            return self.size.recall_start
-        length, unit = self.done[-1][0], 64
-        if len(self.done) >= 4 and self._recent(2) > 0.9:
-            length = min(self.size.recall_length, -(-length * 5 // (4 * unit)) * unit)
-        return length
+            return self.lengths[count]
+        self.longest = self.longest or start
+        if count - self.changed >= 4:
+            right = self._recent(4)
+            factor = 1.25 if right > 0.95 else 0.8 if right < 0.7 else 1.0
+            after = min(max(self.longest * factor, start), self.size.recall_length)
+            if after != self.longest:
+                self.longest, self.changed = after, count
+        share = 1.0 if count % 2 else 0.5 + 0.5 * random.Random(count).random()
+        return 16 * round(share * self.longest / 16)
 
     def _report(self, decoder: Decoder, draw: torch.Generator, seconds: float) -> dict[str, Any]:
         size, right, live = self.size, [], []
