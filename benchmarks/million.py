@@ -181,13 +181,22 @@ def full_steps(size: Size, device: torch.device, seconds: float, note: Callable[
             break
 
 
+def full_seconds(full: list[dict[str, Any]], tokens: int) -> float:
+    """Seconds of full attention, with a linear and a square term from the last two lengths, which differ by a factor of two."""
+    last = full[-1]
+    if len(full) < 2 or last["tokens"] >= tokens:
+        return last["seconds"] * (tokens / last["tokens"]) ** 2
+    square = max(last["seconds"] / 2 - full[-2]["seconds"], 0.0)
+    times = tokens / full[-2]["tokens"]
+    return (full[-2]["seconds"] - square) * times + square * times**2
+
+
 def compare(rows: list[dict[str, Any]], full: list[dict[str, Any]], tokens: int) -> list[str]:
     """How much faster each of our steps is than full attention at the same length, measured or extrapolated."""
     if not full:
         return []
-    last = full[-1]
-    whole = last["seconds"] * (tokens / last["tokens"]) ** 2
-    how = "measured" if last["tokens"] == tokens else f"extrapolated as the square from {last['tokens']:,} tokens"
+    last, whole = full[-1], full_seconds(full, tokens)
+    how = "measured" if last["tokens"] == tokens else f"extrapolated from {last['tokens']:,} tokens"
     said = []
     for row in rows:
         if row["tokens"] == last["tokens"] != tokens:
@@ -380,7 +389,7 @@ def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: s
     if "full" in parts:
         guarded(errors, "full", lambda: full_steps(size, device, 0.32 * seconds, lambda row: note("full", row)), whole)
     if "recall" in parts:
-        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.4 * seconds)}
+        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.65 * whole.left)}
         result["recall"]["pieces"] = guarded(errors, "pieces", lessons["pieces"].run, whole)
         lengths = [length for length, _ in lessons["pieces"].done]
         lessons["truncated"] = Lesson(size, learn_truncated, device, whole.left, lengths)
