@@ -235,12 +235,14 @@ def draw_rows(rows: int, length: int, draw: torch.Generator, device: torch.devic
 
 def build_recall(length: int, start: int, device: torch.device) -> Decoder:
     """Every memory is born on its ramp, which is twice the row's length: the gradient of a span then has no scale of its own,
-    and is strong where a memory is about to die. Before training all live for twice the first rows' length. The rotary
-    frequencies are so low that keys still match at the whole length, and the GPU kernels serve the heads."""
+    and is strong where a memory is about to die. Before training all live for twice the first rows' length. Positions are
+    learned for the nearest tokens only, so that keys match alike at any distance."""
     torch.manual_seed(0)
     ramp = 2 * length
     mixer = ExpireSpanConfig(max_span=64, ramp=ramp, min_span=float(LEAST - ramp), initial_span=0.5, span_loss="l1")
-    shape: dict[str, Any] = dict(vocab=8, dim=64, layers=2, heads=2, ff_dim=128, rotary_base=1e8)
+    shape: dict[str, Any] = dict(
+        vocab=8, dim=64, layers=2, heads=2, ff_dim=128, positions="relative", relative_window=4
+    )
     decoder = Decoder(DecoderConfig.modern(**shape, mixer=mixer)).to(device)
     for block in decoder.layers():
         nn.init.constant_(block.mixer.span_predictor.bias, math.log(2 * start / ramp))  # type: ignore[union-attr]
