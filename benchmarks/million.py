@@ -9,6 +9,8 @@ pieces, and, as its rival, by truncated training with carried memory over the sa
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -179,13 +181,22 @@ def full_steps(size: Size, device: torch.device, seconds: float, note: Callable[
             break
 
 
+def full_seconds(full: list[dict[str, Any]], tokens: int) -> float:
+    """Seconds of full attention, with a linear and a square term from the last two lengths, which differ by a factor of two."""
+    last = full[-1]
+    if len(full) < 2 or last["tokens"] >= tokens:
+        return last["seconds"] * (tokens / last["tokens"]) ** 2
+    square = max(last["seconds"] / 2 - full[-2]["seconds"], 0.0)
+    times = tokens / full[-2]["tokens"]
+    return (full[-2]["seconds"] - square) * times + square * times**2
+
+
 def compare(rows: list[dict[str, Any]], full: list[dict[str, Any]], tokens: int) -> list[str]:
     """How much faster each of our steps is than full attention at the same length, measured or extrapolated."""
     if not full:
         return []
-    last = full[-1]
-    whole = last["seconds"] * (tokens / last["tokens"]) ** 2
-    how = "measured" if last["tokens"] == tokens else f"extrapolated as the square from {last['tokens']:,} tokens"
+    last, whole = full[-1], full_seconds(full, tokens)
+    how = "measured" if last["tokens"] == tokens else f"extrapolated from {last['tokens']:,} tokens"
     said = []
     for row in rows:
         if row["tokens"] == last["tokens"] != tokens:
@@ -203,6 +214,10 @@ def compare(rows: list[dict[str, Any]], full: list[dict[str, Any]], tokens: int)
 
 VALUES, MARK, ASK = 6, 6, 7
 PIECES = 4
+PRICE = 3e-6
+"""Weight of the mean span in the loss. A larger one shortens what is kept as soon as all answers are right."""
+LEAST = 64
+"""Steps for which every memory lives at least."""
 
 
 def latest_mark(length: int) -> int:
@@ -219,11 +234,19 @@ def draw_rows(rows: int, length: int, draw: torch.Generator, device: torch.devic
 
 
 def build_recall(length: int, start: int, device: torch.device) -> Decoder:
-    """Rotary positions with so low frequencies that keys still match at the whole length; heads that the GPU kernels serve."""
+    """Every memory is born on its ramp, which is twice the row's length: the gradient of a span then has no scale of its own,
+    and is strong where a memory is about to die. Before training all live for twice the first rows' length. Positions are
+    learned for the nearest tokens only, so that keys match alike at any distance."""
     torch.manual_seed(0)
-    mixer = ExpireSpanConfig(max_span=length + length // 4, ramp=64, initial_span=2 * start / length, span_loss="l1")
-    shape: dict[str, Any] = dict(vocab=8, dim=64, layers=2, heads=2, ff_dim=128, rotary_base=1e8)
-    return Decoder(DecoderConfig.modern(**shape, mixer=mixer)).to(device)
+    ramp = 2 * length
+    mixer = ExpireSpanConfig(max_span=64, ramp=ramp, min_span=float(LEAST - ramp), initial_span=0.5, span_loss="l1")
+    shape: dict[str, Any] = dict(
+        vocab=8, dim=64, layers=2, heads=2, ff_dim=128, positions="relative", relative_window=4
+    )
+    decoder = Decoder(DecoderConfig.modern(**shape, mixer=mixer)).to(device)
+    for block in decoder.layers():
+        nn.init.constant_(block.mixer.span_predictor.bias, math.log(2 * start / ramp))  # type: ignore[union-attr]
+    return decoder
 
 
 def learn_in_pieces(decoder: Decoder, x: Tensor, y: Tensor, weight: float) -> Tensor:
@@ -265,7 +288,9 @@ def read_and_answer(decoder: Decoder, x: Tensor) -> tuple[Tensor, float]:
 
 @dataclass
 class Lesson:
-    """How a model is taught: rows become longer by a fifth whenever nearly all recent answers were right."""
+    """How a model is taught: rows become longer by a quarter whenever nearly all recent answers were right, and shorter again
+    where many were wrong. Every second length is drawn below the longest, so that some memories are asked for just before they
+    die: a memory that is dead by then gets no gradient."""
 
     size: Size
     step: Callable[[Decoder, Tensor, Tensor, float], Tensor]
@@ -274,6 +299,9 @@ class Lesson:
     lengths: list[int] | None = None
     """The lengths of another lesson, to be followed; None grows them by the answers."""
     done: list[tuple[int, float]] = field(default_factory=list)
+    longest: float = 0.0
+    changed: int = 0
+    """The step at which the longest length changed last."""
 
     def run(self) -> dict[str, Any]:
         size, deadline = self.size, Deadline(self.seconds)
@@ -285,14 +313,15 @@ class Lesson:
             x, y = draw_rows(min(size.recall_rows, size.recall_tokens // length), length, draw, self.device)
             for group in optimizer.param_groups:
                 group["lr"] = 3e-3 * min(1.0, (len(self.done) + 1) / 50)
-            answers = self.step(decoder, x, y, 1e-4)
+            answers = self.step(decoder, x, y, PRICE)
             nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             self.done.append((length, float((answers.argmax(-1) == y).float().mean())))
             if len(self.done) % 25 == 0:
                 print(f"  step {len(self.done)}: {length} tokens, {self._recent(25):.2f} right", flush=True)
-            if self.lengths is None and length == size.recall_length and self._at_end(40) > 0.95:
+            whole = self.longest == size.recall_length and len(self.done) - self.changed >= 30
+            if self.lengths is None and whole and self._recent(20) > 0.97:
                 break
         return self._report(decoder, draw, deadline.spent)
 
@@ -300,21 +329,20 @@ class Lesson:
         right = [share for _, share in self.done[-count:]]
         return sum(right) / max(len(right), 1)
 
-    def _at_end(self, count: int) -> float:
-        """Share of right answers of the last `count` steps at the full length, zero where there were fewer."""
-        last = self.done[-count:]
-        whole = len(last) == count and last[0][0] == self.size.recall_length
-        return self._recent(count) if whole else 0.0
-
     def _next_length(self) -> int:
+        """The first piece of a row holds the mark, so that lengths are multiples of the pieces."""
+        count, start = len(self.done), self.size.recall_start
         if self.lengths is not None:
-            return self.lengths[len(self.done)]
-        if not self.done:
-            return self.size.recall_start
-        length, unit = self.done[-1][0], 64
-        if len(self.done) >= 4 and self._recent(2) > 0.9:
-            length = min(self.size.recall_length, -(-length * 6 // (5 * unit)) * unit)
-        return length
+            return self.lengths[count]
+        self.longest = self.longest or start
+        if count - self.changed >= 4:
+            right = self._recent(4)
+            factor = 1.25 if right > 0.95 else 0.8 if right < 0.7 else 1.0
+            after = min(max(self.longest * factor, start), self.size.recall_length)
+            if after != self.longest:
+                self.longest, self.changed = after, count
+        share = 1.0 if count % 2 else 0.5 + 0.5 * random.Random(count).random()
+        return 16 * round(share * self.longest / 16)
 
     def _report(self, decoder: Decoder, draw: torch.Generator, seconds: float) -> dict[str, Any]:
         size, right, live = self.size, [], []
@@ -363,7 +391,7 @@ def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: s
     if "full" in parts:
         guarded(errors, "full", lambda: full_steps(size, device, 0.32 * seconds, lambda row: note("full", row)), whole)
     if "recall" in parts:
-        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.36 * seconds)}
+        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.65 * whole.left)}
         result["recall"]["pieces"] = guarded(errors, "pieces", lessons["pieces"].run, whole)
         lengths = [length for length, _ in lessons["pieces"].done]
         lessons["truncated"] = Lesson(size, learn_truncated, device, whole.left, lengths)

@@ -28,10 +28,6 @@ KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu
 """Keyword arguments that hold tensors and may be given to an attention function; sinks count, the others change nothing."""
 
 
-class UnreadableMask(ValueError):
-    """A mask that is neither causal nor a sliding window."""
-
-
 @dataclass
 class AttentionCall:
     """One call of the attention interface."""

@@ -144,7 +144,7 @@ def test_ratios_to_full_attention_say_what_is_extrapolated() -> None:
     ours = [{"spans": "few", "tokens": n, "pieces": 16, "seconds": s} for n, s in ((1000, 2.0), (500, 1.0))]
     full = [{"tokens": 250, "seconds": 5.0}, {"tokens": 500, "seconds": 20.0}]
     assert compare(ours, full, 1000) == [
-        "few, 16 pieces: 40.0 x full attention (extrapolated as the square from 500 tokens)",
+        "few, 16 pieces: 40.0 x full attention (extrapolated from 500 tokens)",
         "few, 500 tokens: 20.0 x full attention (measured)",
     ]
     whole = [*full, {"tokens": 1000, "seconds": 60.0}]

@@ -28,13 +28,8 @@ NOUNS: tuple[str, ...] = tuple(_NOUNS.split())
 ADJECTIVES: tuple[str, ...] = tuple(_ADJECTIVES.split())
 
 
-def make_key(rng: random.Random) -> str:
-    """A name of two words, such as brisk-lantern."""
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
 def make_keys(rng: random.Random, count: int) -> list[str]:
-    """Names of two words that differ from each other."""
+    """Names of two words, such as brisk-lantern, that differ from each other."""
     return [make_pair(n) for n in rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)]
 
 
