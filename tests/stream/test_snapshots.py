@@ -8,6 +8,7 @@ import torch
 from expire_span.models.state import bytes_of
 from expire_span.models.systems import SYSTEMS
 from expire_span.stream import Stream
+from expire_span.stream.interface import row_of
 from tests.stream.test_stream_rows import of_kind
 from tests.stream_cases import CASES, build
 
@@ -84,3 +85,24 @@ def test_idle_rows_have_no_snapshot():
         stream.snapshot(0)
     with pytest.raises(ValueError, match=r"row must be a whole number in 0\.\.1, got 2"):
         stream.snapshot(2)
+
+
+@pytest.mark.parametrize("kind", sorted(SYSTEMS))
+def test_prompts_that_were_read_together_go_on_as_if_read_alone(kind):
+    model = build(of_kind(kind))
+    prompts, more = [TEXT[n : n + 70] for n in (0, 5, 11)], torch.tensor(list(TEXT))
+    stream, alone = Stream(model, 4), Stream(model, 1)
+    stream.join(TEXT[:9], row=1)
+    read = stream.prefill_together(prompts)
+    assert stream.join_together(read) == [0, 2, 3]
+    alone.join(row_of(read, 1))
+    wanted = Stream(model, 1)
+    wanted.join(prompts[1])
+    for n in range(5):
+        for own in (stream.logits[2], alone.logits[0]):
+            assert (own - wanted.logits[0]).abs().max() < BOUND
+        stream.feed(more[[n, n, n, n]])
+        for each in (alone, wanted):
+            each.feed(more[[n]])
+    with pytest.raises(ValueError, match="0 of 4 rows are idle, got 3 prompts to join"):
+        stream.join_together(read)
