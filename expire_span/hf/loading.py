@@ -32,7 +32,10 @@ from .texts import Beginning, cut_contexts, join_short, text_beginning
 PLAIN = (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError)
 """Errors whose text is a sentence for a user; others are told with their name."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BITS = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+BITS: dict[str, dict[str, Any]] = {
+    "int8": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
 """Weights in 8 and 4 bits, by bitsandbytes; keys and values are then bfloat16."""
 
 
@@ -78,7 +81,8 @@ def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--dtype {dtype} needs bitsandbytes, which is not installed: pip install bitsandbytes")
-    bits = BitsAndBytesConfig(**BITS[dtype], **({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {}))
+    given = BITS[dtype] | ({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {})
+    bits = BitsAndBytesConfig(**given)
     return {"dtype": torch.bfloat16, "quantization_config": bits, "device_map": {"": where}, **told}
 
 

@@ -29,6 +29,9 @@ from .sampled_chats import SampledChats
 ANSWERS = 0.5
 """Share of a context's loss that falls on the tokens of its answers, if there are any."""
 
+LEAST_CHAT = 1024
+"""Shortest context in which `auto` has chats, whose system prompts are long."""
+
 
 @dataclass(frozen=True)
 class Contexts:
@@ -167,8 +170,8 @@ def choose_shares(config: DistillConfig, tokenizer: Any, device: torch.device) -
     if asked is None:
         if not chats or config.context < LEAST_CONTEXT:
             return {"text": 1.0}
-        slow = device.type == "cpu"  # the model's own answers take minutes there
-        return {name: share for name, share in CHAT_MIXTURE.items() if name != "chat" or not slow}
+        answers = device.type != "cpu" and config.context >= LEAST_CHAT  # on a CPU they would take minutes
+        return {name: share for name, share in CHAT_MIXTURE.items() if name != "chat" or answers}
     if set(asked) == {"text"}:
         return asked
     if tokenizer is None:

@@ -81,7 +81,13 @@ class SampledChats:
         before, after = self._frame(_invent_system(plain))
         front, back = self.turns.encode(before), self.turns.encode(f"\n\n{plain.choice(REQUESTS)}{after}")
         passages = plain.choice(list(self.passages))
-        material = passages.take(rng, self.length - self.room - len(front) - len(back))
+        count = self.length - self.room - len(front) - len(back)
+        if count < 1:
+            raise UserError(
+                f"a chat with its system prompt has {len(front) + len(back)} tokens without its material, and a context has "
+                f"{self.length}, of which {self.room} are the answer's; give a longer --context, or leave chat out of --mixture"
+            )
+        material = passages.take(rng, count)
         return [*front, *material.tolist(), *back], len(front)
 
     def _frame(self, system: str) -> tuple[str, str]:

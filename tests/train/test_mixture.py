@@ -75,15 +75,19 @@ def test_a_mixture_is_written_as_shares():
 
 def test_auto_takes_what_there_is():
     chats, plain = chat_tokenizer(), byte_tokenizer()
-    auto = DistillConfig(budget=0.5, context=512, mixture="auto")
+    auto = DistillConfig(budget=0.5, context=1024, mixture="auto")
     assert choose_shares(auto, chats, torch.device("cuda")) == CHAT_MIXTURE
     assert set(choose_shares(auto, chats, torch.device("cpu"))) == set(CHAT_MIXTURE) - {"chat"}
+    short = DistillConfig(budget=0.5, context=512, mixture="auto")
+    assert set(choose_shares(short, chats, torch.device("cuda"))) == set(CHAT_MIXTURE) - {"chat"}
     short = DistillConfig(budget=0.5, context=128, mixture="auto")
     for config, tokenizer in ((auto, plain), (auto, None), (short, chats)):
         assert choose_shares(config, tokenizer, torch.device("cuda")) == {"text": 1.0}
     asked = DistillConfig(budget=0.5, context=512, mixture="chat")
     with pytest.raises(UserError, match="needs a model with a chat template"):
         choose_shares(asked, plain, torch.device("cpu"))
+    with pytest.raises(UserError, match="tokens without its material, and a context has 256"):
+        mixture("chat", chats, length=256)
     with pytest.raises(ValueError, match="tokenizer"):
         choose_shares(asked, None, torch.device("cpu"))
     with pytest.raises(UserError, match="at least 256 tokens, got 128"):
@@ -165,13 +169,13 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
     monkeypatch.setattr(sampled_chats, "SAMPLED", 2)
     monkeypatch.setattr(sampled_chats, "TOKENS", 6)
     tokenizer = chat_tokenizer()
-    given: Any = dict(context=480, block=240, batch=2, steps=4, calibrate=2, checkpoint_every=2, eval_every=100)
+    given: Any = dict(context=1100, block=550, batch=2, steps=4, calibrate=2, checkpoint_every=2, eval_every=100)
     given |= dict(eval_contexts=2, log_every=1, device="cpu", tracker="none", mixture=EVERYTHING, more_budgets="0.25")
     settings, docs = DistillConfig(budget=0.5, **given), documents(tokenizer)
     handle = make_handle()
     whole = distill(handle, docs, settings, tmp_path / "whole", tokenizer=tokenizer)
     wanted, result = handle.learned(), whole.read_result() or {}
-    assert result["mixture_loss"] > 0 and 0 < result["mixture_live"] <= 480
+    assert result["mixture_loss"] > 0 and 0 < result["mixture_live"] <= 1100
 
     class Stop(Exception):
         pass
@@ -191,7 +195,7 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
     run = distill_on(handle, docs, RunFolder.open(tmp_path / "cut"), tokenizer=tokenizer)
     assert all(torch.equal(x, wanted[name]) for name, x in handle.learned().items())
     assert run.read_result() == result
-    assert set(result["more_budgets"]) == {"budget-0.25"} and result["more_budgets"]["budget-0.25"]["target"] == 120
+    assert set(result["more_budgets"]) == {"budget-0.25"} and result["more_budgets"]["budget-0.25"]["target"] == 275
     check_budgets_of_adapter(run.path / "adapter", handle)
 
 
