@@ -306,7 +306,7 @@ class Lesson:
     def run(self) -> dict[str, Any]:
         size, deadline = self.size, Deadline(self.seconds)
         decoder = build_recall(size.recall_length, size.recall_start, self.device)
-        optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
         draw = torch.Generator(self.device).manual_seed(1)
         while deadline.left > 0 and (self.lengths is None or len(self.done) < len(self.lengths)):
             length = self._next_length()
