@@ -185,6 +185,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
     options["averaging"] = 0.5
     monkeypatch.setattr("expire_span.train.credit.FIRST", 1)
+    monkeypatch.setattr("expire_span.train.credit.NOTABLE", 10.0)  # so that what is later weighs less
     options["weigh_credit"] = True
     task = {"previous_action": True, "success_return": 0.5, "clock": True, "joint_actions": 6}
     task["options"] = '{"max_length": 3}' if env == CORRIDOR else '{"multi": true}'
