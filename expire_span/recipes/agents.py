@@ -22,12 +22,13 @@ def _policy(max_span: int, ramp: int = 16, initial_span: float = 0.9, **model: A
 
 def agent() -> AgentRunConfig:
     """Any Gymnasium environment (--task.env ID, or module:ID), by PPO; one layer of 64, minutes on a CPU."""
-    # The clock lets memories be addressed by their time, so no other positions are needed. Actions that change nothing later
-    # have small advantages, and more exploration than an entropy bonus of 0.01 keeps them from settling on a guess.
+    # The clock lets memories be addressed by their time, rotary positions by their age: by the clock alone RepeatPrevious is
+    # learned much later. Actions that change nothing later have small advantages, and more exploration than an entropy bonus
+    # of 0.01 keeps them from settling on a guess.
     task = EnvTask(clock=True, joint_actions=256)
     train = AgentTrainConfig(lr=3e-3, epochs=4, minibatches=2, weigh_credit=True, least_spread=0.01)
     train = replace(train, entropy=0.05, anneal_entropy=True)
-    return AgentRunConfig(task, _policy(128, positions="none", wide_choices=True), train)
+    return AgentRunConfig(task, _policy(128, wide_choices=True), train)
 
 
 def agent_corridor_tiny() -> AgentRunConfig:

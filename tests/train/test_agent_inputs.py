@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ def test_the_clock_counts_the_steps_of_each_episode(env):
 
 def test_choices_with_few_combinations_are_made_as_one():
     """Every combination reaches the environment as itself, and an expert's action is found among them."""
-    task = dict(env="Tiny/Echo-v0", options='{"multi": true}')
+    task: dict[str, Any] = {"env": "Tiny/Echo-v0", "options": '{"multi": true}'}
     envs = build_environments(EnvTask(**task, joint_actions=6, previous_action=True), 6)
     assert envs.actions == (6,) and envs.width == 1
     assert build_environments(EnvTask(**task, joint_actions=5), 1).actions == (3, 2)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("gymnasium")
 
 from expire_span.models.state import map_tensors
+from expire_span.settings.run import AgentRunConfig
 from expire_span.train.actor_critic import AgentLearner
 from expire_span.train.controls import build_control
 from expire_span.train.replay import replay
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HYBRID = "gru+expire_span"
 
 
-def hybrid(**train) -> object:
+def hybrid(**train) -> AgentRunConfig:
     config = tiny_agent(**train)
     return replace(config, model=replace(config.model, layers=1).with_mixer(HYBRID))
 
