@@ -386,12 +386,8 @@ class Retrofit:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's memory over all layers that learn: keys, values, span and position in every head."""
-        total = 0
-        for x in self.layers:
-            if x.window is None:
-                element = self.model.dtype.itemsize
-                total += x.kv_heads * (2 * x.head_dim * element + 12)
-        return total
+        size = self.model.dtype.itemsize
+        return sum(x.kv_heads * (2 * x.head_dim * size + 12) for x in self.layers if x.window is None)
 
     @property
     def longest_life(self) -> int:

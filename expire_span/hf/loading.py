@@ -81,7 +81,7 @@ def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--dtype {dtype} needs bitsandbytes, which is not installed: pip install bitsandbytes")
-    given = BITS[dtype] | ({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {})
+    given: dict[str, Any] = BITS[dtype] | ({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {})
     bits = BitsAndBytesConfig(**given)
     return {"dtype": torch.bfloat16, "quantization_config": bits, "device_map": {"": where}, **told}
 

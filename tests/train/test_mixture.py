@@ -169,8 +169,8 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
     monkeypatch.setattr(sampled_chats, "SAMPLED", 2)
     monkeypatch.setattr(sampled_chats, "TOKENS", 6)
     tokenizer = chat_tokenizer()
-    given: Any = dict(context=1100, block=550, batch=2, steps=4, calibrate=2, checkpoint_every=2, eval_every=100)
-    given |= dict(eval_contexts=2, log_every=1, device="cpu", tracker="none", mixture=EVERYTHING, more_budgets="0.25")
+    given: Any = dict(context=1100, block=550, batch=2, steps=3, calibrate=1, checkpoint_every=2, eval_every=100)
+    given |= dict(eval_contexts=1, log_every=1, device="cpu", tracker="none", mixture=EVERYTHING, more_budgets="0.25")
     settings, docs = DistillConfig(budget=0.5, **given), documents(tokenizer)
     handle = make_handle()
     whole = distill(handle, docs, settings, tmp_path / "whole", tokenizer=tokenizer)
@@ -183,7 +183,7 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
     step = DistillLearner.step
 
     def stop(self, index):
-        if index == 3:
+        if index == 2:
             raise Stop
         return step(self, index)
 
