@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from expire_span.checks import show
 from expire_span.models import systems
 from expire_span.settings.models import BackboneConfig
-from expire_span.store import SteadyMemory, trim_states
+from expire_span.store import HiddenMemory, trim_states
 
 from .mixer import Keep, Mixer, MixerAux, build_mixer, check_start
 
@@ -181,7 +181,7 @@ class Backbone(nn.Module):
         they are without `attention`, for layers that read one part of a sequence.
         """
         for block in self.layers():
-            if not attention or (carry and not block.mixer.steadiness().shapes):
+            if not attention or (carry and not block.mixer.recordable().shapes):
                 block.ff.compile()
             else:
                 block.compiled = torch.compile(block.forward)
@@ -214,7 +214,7 @@ class Backbone(nn.Module):
             state = trim_states(state)
         h, states, auxes = x, [], []
         for block, part, used in zip(self.layers(), state, self._draw_layers(x)):
-            run = block.compiled if block.compiled is not None and _is_steady(part, fresh, keep) else block
+            run = block.compiled if block.compiled is not None and _has_static_shapes(part, fresh, keep) else block
             h, part, aux = run(h, part, used, fresh, keep)
             states.append(part)
             auxes.append(aux)
@@ -245,8 +245,8 @@ def _check_fresh(fresh: Tensor | None, rows: int) -> None:
         raise ValueError(f"fresh must have shape ({rows},), one mark a row, got {tuple(fresh.shape)}")
 
 
-def _is_steady(state: Any, fresh: Tensor | None, keep: Keep) -> bool:
+def _has_static_shapes(state: Any, fresh: Tensor | None, keep: Keep) -> bool:
     """Whether a compiled block can run with this state: there is no memory, or its shapes stay the same."""
     if state is None:
         return keep == "nothing"
-    return fresh is None and isinstance(state, dict) and isinstance(state.get("memory"), SteadyMemory)
+    return fresh is None and isinstance(state, dict) and isinstance(state.get("memory"), HiddenMemory)

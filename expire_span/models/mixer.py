@@ -84,7 +84,7 @@ class MixerOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steadiness:
+class Recordable:
     """Guarantees about a layer's training passes, read by the code that compiles them or records them as CUDA graphs."""
 
     shapes: bool = False
@@ -194,8 +194,8 @@ class Mixer(nn.Module, ABC):
         once. The layer then reports no loss and gives its state back as it was."""
         return False
 
-    def steadiness(self) -> Steadiness:
-        return Steadiness()
+    def recordable(self) -> Recordable:
+        return Recordable()
 
 
 def _name_options(settings: type) -> inspect.Signature:

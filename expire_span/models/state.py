@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expire_span.store import ExpiringMemory, SteadyMemory, Store, restore
+from expire_span.store import ExpiringMemory, HiddenMemory, Store, restore
 
 
 def map_tensors(state: Any, fn: Callable[[Tensor], Tensor], of_store: Callable[[Store], Store] | None = None) -> Any:
@@ -28,7 +28,7 @@ def count_rows(state: Any) -> int | None:
     """The batch rows of a state, as its first store or tensor has them; None where it holds neither."""
     if isinstance(state, ExpiringMemory):
         return state.rows[0]
-    if isinstance(state, SteadyMemory):
+    if isinstance(state, HiddenMemory):
         return len(state.hidden)
     if isinstance(state, Tensor):
         return state.shape[0] if state.dim() else None
@@ -60,7 +60,7 @@ def _from_inference(state: Any) -> bool:
         return state.is_inference()
     if isinstance(state, ExpiringMemory):
         return any(x.is_inference() for x in state.layout.buffers.values())
-    if isinstance(state, SteadyMemory):
+    if isinstance(state, HiddenMemory):
         return state.hidden.is_inference()
     if isinstance(state, (dict, list, tuple)):
         return any(map(_from_inference, state.values() if isinstance(state, dict) else state))
@@ -133,7 +133,7 @@ def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
     names = ("hidden", "pos", "evicted", "living", "block")
     rest = {key: value for key, value in state.items() if key not in (*names, "cache")}
     if state["cache"] == "hidden":
-        return rest | {"memory": SteadyMemory(**{name: state[name] for name in names})}
+        return rest | {"memory": HiddenMemory(**{name: state[name] for name in names})}
     if set(rest) == {"memory", "position"}:
         return rest | ({"memory": None} if state["cache"] == "none" else {})
     return rest | {"keep": "nothing" if state["cache"] == "none" else "kv"}

@@ -6,13 +6,13 @@ from typing import Any
 
 from expire_span.ops.rule import NEVER
 
+from .hidden import HiddenMemory, trim_states
 from .interface import Store
 from .memory import ExpiringMemory
-from .steady import SteadyMemory, trim_states
 
-__all__ = ["NEVER", "ExpiringMemory", "SteadyMemory", "Store", "restore", "trim_states"]
+__all__ = ["NEVER", "ExpiringMemory", "HiddenMemory", "Store", "restore", "trim_states"]
 
-_LAYOUTS: dict[str, Any] = {cls.layout_name: cls for cls in (ExpiringMemory, SteadyMemory)}
+_LAYOUTS: dict[str, Any] = {cls.layout_name: cls for cls in (ExpiringMemory, HiddenMemory)}
 
 
 def restore(layout: str, state: dict[str, Any]) -> Store:

@@ -1,6 +1,6 @@
 """What every store can do, whatever it holds and however it is laid out.
 
-`ExpiringMemory` holds keys and values for serving, `SteadyMemory` hidden states for learning. A layer's state is
+`ExpiringMemory` holds keys and values for serving, `HiddenMemory` hidden states for learning. A layer's state is
 {"memory": Store | None, "position": int}; functions on states (models/state.py) use nothing but this interface.
 """
 

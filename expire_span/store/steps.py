@@ -1,6 +1,6 @@
 """StepMemory: the memories of a layer while it reads single tokens without gradients and its weights stay the same.
 
-`SteadyMemory` keeps hidden states alone, from which every block computes keys, values and spans anew. An agent that plays
+`HiddenMemory` keeps hidden states alone, from which every block computes keys, values and spans anew. An agent that plays
 changes no weight between two updates, so here each is computed once. Buffers have room for all steps; one that has expired is
 no longer read, and `end` deletes it.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from expire_span.ops.rule import NEVER, steps_left
 
+from .hidden import HiddenMemory
 from .interface import Store
-from .steady import SteadyMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class StepMemory(Store):
     @classmethod
     def begin(
         cls,
-        memory: SteadyMemory,
+        memory: HiddenMemory,
         k: Tensor,
         v: Tensor,
         span: Tensor,
@@ -96,9 +96,9 @@ class StepMemory(Store):
         """Empty the rows marked in `rows` [B] (bool)."""
         return replace(self, pos=self.pos.masked_fill(rows.to(self.pos.device)[:, None], NEVER))
 
-    def end(self) -> SteadyMemory:
+    def end(self) -> HiddenMemory:
         """The hidden states of the living memories after the last step, as training carries them."""
-        empty = SteadyMemory(self.hidden[:, :0], self.pos[:, :0], self.evicted)
+        empty = HiddenMemory(self.hidden[:, :0], self.pos[:, :0], self.evicted)
         now, slots = self.now, slice(0, self.used)
         longest = self.span[:, :, slots].amax(1)
         return empty.after(self.hidden[:, slots], self.pos[:, slots], longest, block=now, ramp=self.ramp, cap=None)

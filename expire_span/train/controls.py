@@ -20,7 +20,7 @@ from torch import Tensor
 from expire_span.models.policy import Policy
 from expire_span.models.state import map_tensors
 from expire_span.settings.agent import EnvTask
-from expire_span.store import NEVER, SteadyMemory, trim_states
+from expire_span.store import NEVER, HiddenMemory, trim_states
 
 from .build_environments import build_environments
 from .environments import to_tensor
@@ -59,7 +59,7 @@ class Forget(Control):
 
 class Delete(Control):
     """Deletes memories of shown facts. Needs an environment that reports which fact an observation shows, and a memory system
-    whose state is a `SteadyMemory`."""
+    whose state is a `HiddenMemory`."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.shown = torch.zeros(count, 0, dtype=torch.bool, device=device)  # [B, steps]: whether a step showed a fact
@@ -84,9 +84,9 @@ def _without(part: Any, shown: Tensor, steps: Tensor, rows: Tensor) -> Any:
     return {**part, "memory": replace(memory, hidden=hidden, pos=pos)}
 
 
-def _slots_of(part: Any) -> SteadyMemory:
+def _slots_of(part: Any) -> HiddenMemory:
     memory = part.get("memory") if isinstance(part, dict) else None
-    if not isinstance(memory, SteadyMemory):
+    if not isinstance(memory, HiddenMemory):
         raise ValueError(f"this control needs memories in slots, got a state of {type(memory or part).__name__}")
     return memory
 
@@ -143,7 +143,7 @@ def choose_rows(new: list[Any], old: list[Any], rows: Tensor) -> list[Any]:
     return map_tensors(out, torch.Tensor.detach)
 
 
-def _widen(memory: SteadyMemory, width: int) -> SteadyMemory:
+def _widen(memory: HiddenMemory, width: int) -> HiddenMemory:
     """The same memories with empty slots in front."""
     room = width - memory.pos.shape[1]
     hidden = torch.nn.functional.pad(memory.hidden, (0, 0, room, 0))

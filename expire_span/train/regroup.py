@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from expire_span.models.state import count_rows, select_rows
 from expire_span.ops.rule import NEVER
-from expire_span.store import SteadyMemory, Store
+from expire_span.store import HiddenMemory, Store
 from expire_span.store.order import take_slots
 
 from .step_metrics import divide_measurements
@@ -68,7 +68,7 @@ def join_rows(states: list[Any]) -> Any:
     first = states[0]
     if isinstance(first, Tensor):
         return torch.cat(states) if first.dim() else first
-    if isinstance(first, SteadyMemory):
+    if isinstance(first, HiddenMemory):
         return _join_memories(states)
     if isinstance(first, Store):
         raise ValueError(f"rows of a store of kind {first.layout_name} cannot be divided among other processes")
@@ -79,7 +79,7 @@ def join_rows(states: list[Any]) -> Any:
     return first
 
 
-def _join_memories(stores: list[SteadyMemory]) -> SteadyMemory:
+def _join_memories(stores: list[HiddenMemory]) -> HiddenMemory:
     """The rows of all stores; narrower ones begin with more empty slots."""
     most = max(store.pos.shape[1] for store in stores)
     empty = [most - store.pos.shape[1] for store in stores]
@@ -93,7 +93,7 @@ def join_shards(states: list[Any]) -> Any:
     return states[0] if len(states) == 1 else _in_stores(states, _merge_memories)
 
 
-def _merge_memories(stores: list[SteadyMemory]) -> SteadyMemory:
+def _merge_memories(stores: list[HiddenMemory]) -> HiddenMemory:
     hidden, pos = (torch.cat([getattr(store, name) for store in stores], 1) for name in ("hidden", "pos"))
     order = pos.argsort(dim=1, stable=True)
     evicted = torch.stack([store.evicted for store in stores]).sum(0)
@@ -103,7 +103,7 @@ def _merge_memories(stores: list[SteadyMemory]) -> SteadyMemory:
 def take_shard(state: Any, shard: int, sharing: int) -> Any:
     """The part of a state that one of `sharing` processes holds. Any part may lie with any of them: they read each other's."""
 
-    def part_of(stores: list[SteadyMemory]) -> SteadyMemory:
+    def part_of(stores: list[HiddenMemory]) -> HiddenMemory:
         (store,) = stores
         hidden, pos = (x.tensor_split(sharing, 1)[shard] for x in (store.hidden, store.pos))
         return _stored(hidden, pos, store.evicted if shard == 0 else torch.zeros_like(store.evicted))
@@ -111,15 +111,15 @@ def take_shard(state: Any, shard: int, sharing: int) -> Any:
     return state if sharing == 1 else _in_stores([state], part_of)
 
 
-def _stored(hidden: Tensor, pos: Tensor, evicted: Tensor) -> SteadyMemory:
+def _stored(hidden: Tensor, pos: Tensor, evicted: Tensor) -> HiddenMemory:
     """A store that `trim_states` cuts to its living memories."""
-    return SteadyMemory(hidden.contiguous(), pos.contiguous(), evicted, (pos != NEVER).sum(-1), pos.shape[1])
+    return HiddenMemory(hidden.contiguous(), pos.contiguous(), evicted, (pos != NEVER).sum(-1), pos.shape[1])
 
 
 def _in_stores(states: list[Any], of_stores: Any) -> Any:
     """Nested states of one shape with `of_stores` applied to the stores at each place; other values must be equal."""
     first = states[0]
-    if isinstance(first, SteadyMemory):
+    if isinstance(first, HiddenMemory):
         return of_stores(states)
     if isinstance(first, dict):
         return {key: _in_stores([state[key] for state in states], of_stores) for key in first}

@@ -12,7 +12,7 @@ from expire_span.models.backbone import BackboneAux
 from expire_span.models.policy import Policy
 from expire_span.models.state import bytes_of
 from expire_span.settings.agent import EnvTask
-from expire_span.store import NEVER, SteadyMemory, trim_states
+from expire_span.store import NEVER, HiddenMemory, trim_states
 
 from .credit import CreditWeights, HeadWatch
 from .environments import Environments, EnvironmentStep
@@ -219,7 +219,7 @@ def judge(success: Tensor, returns: Tensor, task: EnvTask) -> Tensor:
 def count_memories(state: list[Any]) -> Tensor | None:
     """Living memories of every row, [layers, B]; None where a layer keeps no countable memories."""
     stores = [part.get("memory") if isinstance(part, dict) else None for part in state]
-    if not all(isinstance(store, SteadyMemory) for store in stores):
+    if not all(isinstance(store, HiddenMemory) for store in stores):
         return None
     return torch.stack([(store.pos != NEVER).sum(1) for store in stores])  # type: ignore[union-attr]
 

@@ -122,9 +122,9 @@ class SupervisedLearner:
         self.run_pass = TrainStep(self.model, self.accelerator.backward, graphs=graphs, pieces=pieces)
 
     def _can_replay(self, decoder: Decoder) -> bool:
-        """Whether steps can be recorded as CUDA graphs: one process on a GPU, and layers that allow it (`Mixer.steadiness`)."""
+        """Whether steps can be recorded as CUDA graphs: one process on a GPU, and layers that allow it (`Mixer.recordable`)."""
         config, one = self.train_config, self.accelerator.num_processes == 1
-        promises = [block.mixer.steadiness() for block in decoder.layers()]
+        promises = [block.mixer.recordable() for block in decoder.layers()]
         steady = all(promise.carried if config.carry else promise.alone for promise in promises)
         one = one and config.pieces == 1
         return config.graphs and one and config.accumulate == 1 and self.accelerator.device.type == "cuda" and steady

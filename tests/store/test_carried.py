@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expire_span.store import NEVER, SteadyMemory, trim_states
-from expire_span.store.steady import choose_width
+from expire_span.store import NEVER, HiddenMemory, trim_states
+from expire_span.store.hidden import choose_width
 
 RAMP, DIM = 2.0, 3
 
@@ -15,7 +15,7 @@ RAMP, DIM = 2.0, 3
 def run_blocks(spans, block, cap=None):
     """Feed memories with the given lifetimes (rows x tokens) block by block; each one's hidden state is its birth + 1."""
     rows, tokens = spans.shape
-    memory = SteadyMemory.empty(rows, DIM, dtype=torch.float64, device=torch.device("cpu"))
+    memory = HiddenMemory.empty(rows, DIM, dtype=torch.float64, device=torch.device("cpu"))
     for start in range(0, tokens, block):
         (state,) = trim_states([{"memory": memory}])
         memory, count = state["memory"], min(block, tokens - start)
@@ -90,7 +90,7 @@ def test_settled_states_hold_no_hidden_memory():
 def test_emptied_rows_hold_the_start_and_others_what_they_held(initial):
     state = run_blocks(torch.full((3, 30), 8.0, dtype=torch.float64), 10)
     evicted = torch.zeros(3, dtype=torch.int64)
-    start = SteadyMemory(torch.full((3, initial, DIM), 7.0), torch.arange(-initial, 0).expand(3, -1), evicted)
+    start = HiddenMemory(torch.full((3, initial, DIM), 7.0), torch.arange(-initial, 0).expand(3, -1), evicted)
     after = state.forget_rows(torch.tensor([False, True, False]), start)
     assert stored_births(after, 0) == stored_births(state, 0) == stored_births(after, 2)
     assert stored_births(after, 1) == [6] * initial

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from expire_span import checkpoint
 from expire_span.recipes import text_tiny
 from expire_span.runs import RunFolder
-from expire_span.store import NEVER, SteadyMemory
+from expire_span.store import NEVER, HiddenMemory
 from expire_span.train.regroup import Layout, regroup
 from expire_span.train.supervised import resume, train
 from tests.tiny import as_options, tiny_config, write_text
@@ -26,12 +26,12 @@ LAYERS, MICRO, BATCH = 2, 2, 24
 LAYOUTS = [Layout(n, sharing) for n in (1, 2, 3, 4, 6) for sharing in (1, 2, 3) if n % sharing == 0]
 
 
-def store(draw: random.Random, rows: list[list[int]]) -> SteadyMemory:
+def store(draw: random.Random, rows: list[list[int]]) -> HiddenMemory:
     """Memories at the given positions of each row, whose hidden state repeats row and position; with empty slots in front."""
     width = max(map(len, rows), default=0) + draw.randrange(3)
     pos = torch.tensor([[NEVER] * (width - len(row)) + row for row in rows]).view(len(rows), width)
     hidden = torch.where(pos == NEVER, 0, pos).double()[..., None].expand(-1, -1, 3).contiguous()
-    return SteadyMemory(hidden, pos, torch.zeros(len(rows), dtype=torch.int64))
+    return HiddenMemory(hidden, pos, torch.zeros(len(rows), dtype=torch.int64))
 
 
 def held(workers: list[dict[str, Any]], layout: Layout) -> dict[tuple[int, int], list[tuple[int, float]]]:

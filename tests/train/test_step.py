@@ -32,7 +32,7 @@ def served(kind: str) -> DecoderConfig:
     return replace(small_config(kind), dim=64, heads=2)
 
 
-RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.steadiness().alone]
+RECORDABLE = [k for k in SMALL if Decoder(served(k)).to(DEVICE).layers()[0].mixer.recordable().alone]
 
 
 def build(config, graphs):
@@ -178,10 +178,10 @@ def test_only_what_the_kernels_serve_is_recorded(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # as if there were a device that runs them
     mixer = replace(MODERN.mixer, impl="triton")
     narrow, wide = replace(MODERN, heads=4), MODERN
-    assert [Decoder(c).layers()[0].mixer.steadiness().carried for c in (narrow, wide)] == [False, False]  # chunked
-    assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.steadiness().carried
-    assert not Decoder(small_config("gru")).layers()[0].mixer.steadiness().alone
-    assert Decoder(small_config("full")).layers()[0].mixer.steadiness().alone
-    assert not Decoder(small_config("full")).layers()[0].mixer.steadiness().carried
+    assert [Decoder(c).layers()[0].mixer.recordable().carried for c in (narrow, wide)] == [False, False]  # chunked
+    assert Decoder(replace(wide, mixer=mixer)).layers()[0].mixer.recordable().carried
+    assert not Decoder(small_config("gru")).layers()[0].mixer.recordable().alone
+    assert Decoder(small_config("full")).layers()[0].mixer.recordable().alone
+    assert not Decoder(small_config("full")).layers()[0].mixer.recordable().carried
     # The paper preset has learned relative positions, with which passes cannot be recorded.
-    assert not Decoder(small_config("forgetting", "paper")).layers()[0].mixer.steadiness().alone
+    assert not Decoder(small_config("forgetting", "paper")).layers()[0].mixer.recordable().alone

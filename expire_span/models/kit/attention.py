@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expire_span.models.mixer import Mixer, Steadiness
+from expire_span.models.mixer import Mixer, Recordable
 from expire_span.ops.reference import relative_scores
 
 from .rotary import rotary_angles, rotate
@@ -45,8 +45,8 @@ class AttentionMixer(Mixer):
         """The learned key embedding of distances [M, D]: the model's shared one, or this layer's own if it was built alone."""
         return self._shared_keys[0] if self._shared_keys[0] is not None else getattr(self, "own_relative_keys", None)
 
-    def steadiness(self) -> Steadiness:
-        return Steadiness(alone=self.recordable_alone and self.relative_keys is None)
+    def recordable(self) -> Recordable:
+        return Recordable(alone=self.recordable_alone and self.relative_keys is None)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, S, H * D] -> [B, H, S, D]."""

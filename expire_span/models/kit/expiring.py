@@ -4,7 +4,7 @@
 
     m_ti = clamp(1 + (e_i - (t - i)) / R, 0, 1)
 
-The caller chooses what a state keeps. With "hidden", a `SteadyMemory` of hidden states: keys, values and spans are recomputed
+The caller chooses what a state keeps. With "hidden", a `HiddenMemory` of hidden states: keys, values and spans are recomputed
 from them in every block, so that all weights get gradients through old memories. With "kv", an `ExpiringMemory` of keys and
 values, which are computed once. With "nothing", a block attends to itself only. Both stores delete dead memories by one rule.
 """
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.models.marks import override
-from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Steadiness, check_start
+from expire_span.models.mixer import Keep, MixerAux, MixerOutput, Recordable, check_start
 from expire_span.ops import attend_in_segments, can_attend_in_segments, expire_attention, resolve_impl, spans_of_heads
 from expire_span.ops.context import active_context
 from expire_span.ops.slots import attend_slots
-from expire_span.store import ExpiringMemory, SteadyMemory, trim_states
+from expire_span.store import ExpiringMemory, HiddenMemory, trim_states
 from expire_span.store.steps import StepMemory
 
 from .attention import AttentionMixer, share_heads, subtract_projection
@@ -49,7 +49,7 @@ class ExpiryRules:
 
 
 class ExpiringAttention(AttentionMixer):
-    """State {"memory": SteadyMemory, ExpiringMemory or None, "position": int}; a caller may add, for the next block, "marks"
+    """State {"memory": HiddenMemory, ExpiringMemory or None, "position": int}; a caller may add, for the next block, "marks"
     [B, T] to keys and values (models/marks.py), or "episodes" [B, T] to hidden states (`reads_episodes`).
 
     Subclasses build the lifetimes (`span_predictor`) and say how memories are read and limited (`rules`).
@@ -80,10 +80,10 @@ class ExpiringAttention(AttentionMixer):
             self.rules.causal and not self.rules.initial_memories
         )  # which would stand at the beginning of every episode
 
-    def steadiness(self) -> Steadiness:
+    def recordable(self) -> Recordable:
         device, head_dim = self.query.weight.device, self.shape.head_dim
         recordable = resolve_impl(self.rules.impl, device, head_dim=head_dim) == "triton"
-        return Steadiness(shapes=True, alone=recordable, carried=recordable)
+        return Recordable(shapes=True, alone=recordable, carried=recordable)
 
     # States
 
@@ -100,9 +100,9 @@ class ExpiringAttention(AttentionMixer):
         if keep == "kv":
             return {"memory": self._initial_memory(batch, empty, 0), "position": 0}
         h, device = self._blank(batch, empty), self.query.weight.device
-        memory = SteadyMemory.empty(batch, self.shape.dim, dtype=storage_dtype(h), device=device)
+        memory = HiddenMemory.empty(batch, self.shape.dim, dtype=storage_dtype(h), device=device)
         start = torch.arange(-count, 0, device=device).expand(batch, -1)
-        return {"memory": SteadyMemory(h.to(memory.hidden.dtype), start, memory.evicted), "position": 0}
+        return {"memory": HiddenMemory(h.to(memory.hidden.dtype), start, memory.evicted), "position": 0}
 
     def _blank(self, batch: int, empty: Tensor | None) -> Tensor:
         """The hidden states of initial memories, [B, initial_memories, C]."""
@@ -127,7 +127,7 @@ class ExpiringAttention(AttentionMixer):
             return state
         if isinstance(memory, StepMemory):
             return {**state, "memory": memory.forget_rows(fresh)}
-        if isinstance(memory, SteadyMemory):
+        if isinstance(memory, HiddenMemory):
             start = self.initial_state(memory.pos.shape[0], "hidden", empty=empty)["memory"]
             return {**state, "memory": memory.forget_rows(fresh, start)}
         memory = memory.forget_rows(fresh)
@@ -144,7 +144,7 @@ class ExpiringAttention(AttentionMixer):
         memory = state["memory"]
         if active_context() is not None:
             self._check_parts(memory)
-        if isinstance(memory, SteadyMemory):
+        if isinstance(memory, HiddenMemory):
             episodes = state.get("episodes")
             return self._read_hidden(x, memory, state) if episodes is None else self._read_episodes(x, memory, episodes)
         if isinstance(memory, StepMemory):
@@ -181,7 +181,7 @@ class ExpiringAttention(AttentionMixer):
             y, {"memory": None, "position": start + _tokens_in_all(x)}, self._report(span, pos, start, len(pos))
         )
 
-    def _read_hidden(self, x: Tensor, memory: SteadyMemory, state: dict[str, Any]) -> MixerOutput:
+    def _read_hidden(self, x: Tensor, memory: HiddenMemory, state: dict[str, Any]) -> MixerOutput:
         """Stored and new hidden states become keys, values and spans, all computed with the current weights."""
         start, count = state["position"], x.shape[1]
         first, block = start + _tokens_before(x), _tokens_in_all(x)
@@ -196,7 +196,7 @@ class ExpiringAttention(AttentionMixer):
         aux.bytes_held = memory.bytes_held
         return MixerOutput(y, {"memory": memory, "position": start}, aux)
 
-    def _read_episodes(self, x: Tensor, memory: SteadyMemory, episodes: Tensor) -> MixerOutput:
+    def _read_episodes(self, x: Tensor, memory: HiddenMemory, episodes: Tensor) -> MixerOutput:
         """A block whose rows hold several episodes, numbered from 0 for the one to which the memories belong, between which
         there is no attention. The memory stays as it was."""
         count = x.shape[1]
@@ -213,7 +213,7 @@ class ExpiringAttention(AttentionMixer):
     def begin_steps(self, state: dict[str, Any], count: int) -> dict[str, Any]:
         memory, r = state["memory"], self.rules
         if (
-            not isinstance(memory, SteadyMemory)
+            not isinstance(memory, HiddenMemory)
             or r.cap is not None
             or r.initial_memories
             or active_context() is not None

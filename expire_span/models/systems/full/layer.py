@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from expire_span.models.kit.expiring import ExpiringAttention
 from expire_span.models.lifetimes import ConstantLifetimes
-from expire_span.models.mixer import Steadiness
+from expire_span.models.mixer import Recordable
 from expire_span.models.systems.full import FullConfig
 
 FOREVER = 2**31
@@ -26,8 +26,8 @@ class Full(ExpiringAttention):
     def build_lifetimes(self) -> ConstantLifetimes:
         return ConstantLifetimes(self.shape.num_kv_heads, FOREVER, reports_spans=False)
 
-    def steadiness(self) -> Steadiness:
-        steady = super().steadiness()
+    def recordable(self) -> Recordable:
+        steady = super().recordable()
         return replace(steady, alone=steady.alone or self.relative_keys is None)  # these run on torch's fused attention
 
     def attend(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from expire_span.models.kit.attention import empty_rows
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.kit.fla_kernels import gated_delta_kernel
-from expire_span.models.mixer import Keep, Mixer, MixerAux, MixerOutput, Steadiness
+from expire_span.models.mixer import Keep, Mixer, MixerAux, MixerOutput, Recordable
 from expire_span.models.state import bytes_of
 from expire_span.models.systems.gated_deltanet import DeltaShape, GatedDeltaNetConfig
 
@@ -57,8 +57,8 @@ class GatedDeltaNet(Mixer):
         step = torch.empty(own.heads).uniform_(math.log(SHORTEST_STEP), math.log(LONGEST_STEP)).exp()
         self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
 
-    def steadiness(self) -> Steadiness:
-        return Steadiness(alone=True)
+    def recordable(self) -> Recordable:
+        return Recordable(alone=True)
 
     def initial_state(self, batch: int, keep: Keep = "kv", *, empty: Tensor | None = None) -> dict[str, Any]:
         own, device = self.own, self.out.weight.device

@@ -1,4 +1,4 @@
-"""SteadyMemory: the hidden states of living memories, as training carries them from block to block.
+"""HiddenMemory: the hidden states of living memories, as training carries them from block to block.
 
 Positions count from the start of the next block: a stored memory's position is negative, and none grows without bound. At the
 end of a block, dead slots are cleared and moved to the front; the living ones follow in order of birth. The number of slots
@@ -23,7 +23,7 @@ from .order import find_living, order_living_last, take_slots, wipe
 
 
 @dataclass(frozen=True, eq=False)
-class SteadyMemory(Store):
+class HiddenMemory(Store):
     """Hidden states [B, S, C] and their positions [B, S]; an empty slot has the position `NEVER`."""
 
     layout_name = "steady"
@@ -38,7 +38,7 @@ class SteadyMemory(Store):
     """Number of tokens that the last block added."""
 
     @classmethod
-    def empty(cls, batch: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> SteadyMemory:
+    def empty(cls, batch: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> HiddenMemory:
         hidden = torch.zeros(batch, 0, dim, dtype=dtype, device=device)
         pos = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         return cls(hidden, pos, torch.zeros(batch, dtype=torch.int64, device=device))
@@ -63,45 +63,45 @@ class SteadyMemory(Store):
         ramp: float,
         cap: int | None,
         added: int | None = None,
-    ) -> SteadyMemory:
+    ) -> HiddenMemory:
         """The store after a block of `block` tokens: hidden and pos as `extended` returned them, with their spans [B, S +
         T]. added: number of tokens that were added here, where others hold the rest of the block."""
         alive, lost = find_living(steps_left(span, pos, block, ramp), cap)
         evicted = self.evicted if lost is None else self.evicted + lost
         kept = _living_last(hidden.detach(), pos - block, alive)
-        return SteadyMemory(*kept, evicted, alive.sum(-1), block if added is None else added)
+        return HiddenMemory(*kept, evicted, alive.sum(-1), block if added is None else added)
 
-    def forget_rows(self, rows: Tensor, start: SteadyMemory) -> SteadyMemory:
+    def forget_rows(self, rows: Tensor, start: HiddenMemory) -> HiddenMemory:
         """Replace the memories of the rows marked in `rows` [B] (bool) by those of `start`."""
         gone = rows.to(self.pos.device)[:, None]
         if not start.pos.shape[1]:  # rows become all empty, and empty slots need no order
             pos = self.pos.masked_fill(gone, NEVER)
             hidden = self.hidden.masked_fill(gone.unsqueeze(-1), 0)
-            return SteadyMemory(hidden, pos, self.evicted, (pos != NEVER).sum(-1), self.block)
+            return HiddenMemory(hidden, pos, self.evicted, (pos != NEVER).sum(-1), self.block)
         alive = torch.cat([(self.pos != NEVER) & ~gone, (start.pos != NEVER) & gone], 1)
         hidden = torch.cat([self.hidden, start.hidden.to(self.hidden.dtype)], 1)
         kept = _living_last(hidden, torch.cat([self.pos, start.pos], 1), alive)
-        return SteadyMemory(*kept, self.evicted, alive.sum(-1), self.block)
+        return HiddenMemory(*kept, self.evicted, alive.sum(-1), self.block)
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SteadyMemory:
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> HiddenMemory:
         living = None if self.living is None else fn(self.living)
-        return SteadyMemory(fn(self.hidden), fn(self.pos), fn(self.evicted), living, self.block)
+        return HiddenMemory(fn(self.hidden), fn(self.pos), fn(self.evicted), living, self.block)
 
-    def select(self, rows: Tensor) -> SteadyMemory:
+    def select(self, rows: Tensor) -> HiddenMemory:
         return self.map_tensors(lambda x: x.index_select(0, rows.to(x.device)))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> SteadyMemory:
+    def from_state_dict(cls, state: dict[str, Any]) -> HiddenMemory:
         return cls(**state)
 
 
 def trim_states(states: list[Any], *, copy: bool = True) -> list[Any]:
     """Cut off the empty slots that all rows have in front, in the states of all layers at once.
 
-    Layers whose state holds no `SteadyMemory` keep their state. copy: copy what remains, so that the bytes of the slots cut off
+    Layers whose state holds no `HiddenMemory` keep their state. copy: copy what remains, so that the bytes of the slots cut off
     are freed; without it the result is a view.
     """
     pending = [n for n, state in enumerate(states) if _is_pending(state)]
@@ -116,10 +116,10 @@ def trim_states(states: list[Any], *, copy: bool = True) -> list[Any]:
 
 def _is_pending(state: Any) -> bool:
     memory = state.get("memory") if isinstance(state, dict) else None
-    return isinstance(memory, SteadyMemory) and memory.living is not None
+    return isinstance(memory, HiddenMemory) and memory.living is not None
 
 
-def _cut(memory: SteadyMemory, count: int, copy: bool) -> SteadyMemory:
+def _cut(memory: HiddenMemory, count: int, copy: bool) -> HiddenMemory:
     hidden, pos = memory.hidden, memory.pos
     width = choose_width(count, pos.shape[1] - memory.block, pos.shape[1])
     if width < pos.shape[1]:
