@@ -58,13 +58,14 @@ def fused(layer: SlotStep, h: torch.Tensor, programs: int) -> torch.Tensor:
     gates = 0 if layer.gate_bias is None else layer.heads
     weight = layer.weight[: (layer.heads + 2 * layer.kv_heads) * layer.head_dim + gates]
     angles = (layer.clock.cos, layer.clock.sin) if layer.turned else None
+    proj = h @ weight.T
     y = slots.triton_step(
-        h @ weight.T, h, layer.form, slots.Fields(*layer.memory.fields), layer.clock.on_device, division,
+        proj, h, layer.form, slots.Fields(*layer.memory.fields), layer.clock.on_device, division,
         ramp=r.ramp, angles=angles, include_self=r.include_self, relative_keys=layer.relative, normalizer_eps=r.normalizer_eps,
         gate_bias=layer.gate_bias, **shared,
     )  # fmt: skip
     assert not division.finished.any()  # ready for the next step
-    return y
+    return layer._without_own(y, proj)
 
 
 @pytest.mark.parametrize(
