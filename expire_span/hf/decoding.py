@@ -38,7 +38,7 @@ class RetrofitModel:
         self.can_step = plain and handle.endless and handle.layout.takes_positions
         """Whether slots can hold all that the model remembers: keys whose rotation does not depend on the context's length,
         each read by one layer, and no recurrent states."""
-        self.prefers_steps = True
+        self.prefers_steps = self.device.type == "cuda"
 
     @property
     def capped(self) -> bool:

@@ -1,8 +1,8 @@
 """`generate` of a retrofitted model as people call it: it gets an expiring cache by itself, and decodes over slots.
 
 While a retrofit is attached, its model makes a `SteppingCache` wherever `generate`, a pipeline, or a call with `use_cache=True`
-gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, its memories move into the slots
-of a stream's engine (stream/engines.py); on a GPU a step is then one replay of a CUDA graph.
+gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, and where that is faster (on a
+GPU), its memories move into the slots of a stream's engine (stream/engines.py), so that a step is one replay of a CUDA graph.
 Whatever else is asked of the cache moves them back first. The handle keeps the last engine that is no longer used, so that the
 next answer with as many rows records nothing anew.
 """
