@@ -129,7 +129,7 @@ def test_what_fails_or_comes_too_late_is_recorded() -> None:
 
 
 def test_a_cue_lies_half_a_million_tokens_back() -> None:
-    from benchmarks.million import ASK, MARK, MILLION, VALUES, draw_rows, latest_mark
+    from benchmarks.far_cue import ASK, MARK, MILLION, VALUES, draw_rows, latest_mark
 
     x, y = draw_rows(8, 4096, torch.Generator().manual_seed(0), torch.device("cpu"))
     at = (x == MARK).nonzero()[:, 1]
