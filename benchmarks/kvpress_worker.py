@@ -1,4 +1,4 @@
-"""The part of benchmarks.kvpress_rivals that runs in the environment of kvpress: one press at a time answers prompts greedily.
+"""The part of benchmarks.kvpress_rivals that runs in the environment of kvpress: presses answer prompts greedily.
 
 Of this package it imports only what needs neither torch nor transformers: the scoring and the lines of a record.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +24,52 @@ OF_ANOTHER = {"AdaKV": "ExpectedAttention", "CriticalKV": "SnapKV", "CriticalAda
 
 
 def main(job: dict[str, Any]) -> None:
+    ends = time.monotonic() + job["seconds"]
     device = "cuda" if job["device"] == "auto" and torch.cuda.is_available() else job["device"].replace("auto", "cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job["dtype"]]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
     model = model.to(device).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     versions = f"kvpress {_version()}, transformers {transformers.__version__}, torch {torch.__version__}"
-    prompts = [x for x in read_lines(Path(job["prompts"])) if "context_tokens" in x and x["index"] < job["each"]]
-    prompts = [x for x in prompts if x["task"] in (job["tasks"] or [x["task"]])]
-    rivals = Path(job["rivals"])
-    known = {(x["method"], x["budget"], x["task"], x["index"]) for x in read_lines(rivals)}
-    pairs = [(name, budget) for name in job["presses"] for budget in job["budgets"]]
-    print(f"{versions}: {len(prompts)} prompts, {len(pairs)} presses and budgets", flush=True)
+    questions = choose(job, read_lines(Path(job["prompts"])), read_lines(Path(job["rivals"])))
+    tag = f"worker {job['worker']}: " if job["workers"] > 1 else ""
+    print(f"{tag}{versions}: {len(questions)} answers to give", flush=True)
     told = 0.0
-    with open(rivals, "ab") as file:
-        for name, budget in pairs:
-            method = f"kvpress {name}"
-            for n, prompt in enumerate(prompts):
-                key = {"method": method, "budget": budget, "task": prompt["task"], "index": prompt["index"]}
-                if tuple(key.values()) in known:
-                    continue
-                if time.monotonic() - told > 10:
-                    told = time.monotonic()
-                    print(f"{method} at {budget:g}: {n} of {len(prompts)} prompts", flush=True)
-                try:
-                    found = ask(model, tokenizer, make_press(name, budget), prompt)
-                except (
-                    ValueError
-                ) as error:  # a press that cannot go on with this prompt; the answer is missing in the table
-                    print(f"{method} at {budget:g} failed on {prompt['task']} {prompt['index']}: {error}", flush=True)
-                    continue
-                file.write(seal_line(json.dumps({**key, **found, "versions": versions}).encode()))
-                file.flush()
+    with open(job["rivals"], "ab") as file:
+        for n, (prompt, name, budget) in enumerate(questions):
+            if time.monotonic() > ends:
+                print(f"{tag}the time is over after {n} of {len(questions)} answers", flush=True)
+                break
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                print(f"{tag}{n} of {len(questions)} answers, now {name} at {budget:g}", flush=True)
+            key = {"method": f"kvpress {name}", "budget": budget, "task": prompt["task"], "index": prompt["index"]}
+            try:
+                found = ask(model, tokenizer, make_press(name, budget), prompt)
+            except (
+                ValueError
+            ) as error:  # a press that cannot go on with this prompt; the answer is missing in the table
+                where = f"{prompt['task']} {prompt['index']}"
+                print(f"{tag}{key['method']} at {budget:g} failed on {where}: {error}", flush=True)
+                continue
+            # One write call a line, appended: lines of several processes do not mix.
+            file.write(seal_line(json.dumps({**key, **found, "versions": versions}).encode()))
+            file.flush()
+
+
+def choose(job: dict[str, Any], prompts: Iterable[dict], given: Iterable[dict]) -> list[tuple[dict, str, float]]:
+    """What this worker has still to answer: (prompt, press, budget). The first prompt of every task comes first, for all
+    presses and budgets, so that a run that is cut short has asked all of them the same."""
+    known = {(x["method"], x["budget"], x["task"], x["index"]) for x in given}
+    asked = [x for x in prompts if "context_tokens" in x and x["index"] < job["each"]]
+    asked = sorted((x for x in asked if x["task"] in (job["tasks"] or [x["task"]])), key=lambda x: x["index"])
+    pairs = [(name, budget) for name in job["presses"] for budget in job["budgets"]]
+    return [
+        (prompt, name, budget)
+        for prompt in asked[job["worker"] :: job["workers"]]
+        for name, budget in pairs
+        if (f"kvpress {name}", budget, prompt["task"], prompt["index"]) not in known
+    ]
 
 
 def _version() -> str:
@@ -65,14 +79,9 @@ def _version() -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a record; one that was cut off is removed from the file."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        path.write_bytes(whole)
-    for line in whole.splitlines():
+    """The whole lines of a record."""
+    data = path.read_bytes() if path.exists() else b""
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
         yield json.loads(line)
 
 

@@ -88,7 +88,38 @@ def test_presses_answer_the_same_prompts(worker, tmp_path: Path, capsys, monkeyp
     assert [x["method"] for x in found["rows"]] == ["none", *["kvpress First"] * 2, *["kvpress Head"] * 2]
     assert "kvpress Head 0.5" in (tmp_path / "suite.html").read_text()
 
+    path = tmp_path / "suite.rivals.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"method": "kvp')  # as a kill leaves it
     monkeypatch.setattr(worker, "ask", lambda *_: pytest.fail("asked again"))
     assert kvpress_rivals.main(call) == 0
     with pytest.raises(SystemExit, match="kvpress has no press Magic; it has First, Head"):
         worker.make_press("Magic", 0.5)
+    assert path.read_bytes() == whole
+
+
+def test_workers_share_prompts_and_the_first_prompts_come_first(worker) -> None:
+    prompts = [{"context_tokens": [], "task": task, "index": n} for task in ("a", "b", "c") for n in range(4)]
+    job = {"each": 3, "tasks": [], "presses": ["First"], "budgets": [0.5, 0.25], "workers": 2}
+    parts = [worker.choose({**job, "worker": n}, prompts, []) for n in range(2)]
+    asked = [(x["task"], x["index"], budget) for part in parts for x, _, budget in part]
+    assert len(asked) == len(set(asked)) == 3 * 3 * 2
+    assert all([x["index"] for x, *_ in part] == sorted(x["index"] for x, *_ in part) for part in parts)
+    given = [{"method": "kvpress First", "budget": 0.5, "task": "b", "index": 1}]
+    left = [x for n in range(2) for x in worker.choose({**job, "worker": n}, prompts, given)]
+    assert len(left) == len(asked) - 1
+
+
+def test_packages_come_before_those_of_the_interpreter(monkeypatch, tmp_path: Path) -> None:
+    from benchmarks import kvpress_rivals
+
+    paths = []
+
+    def run(command, env, **options):
+        paths.append(env["PYTHONPATH"].split(":"))
+        return type("Ran", (), {"returncode": int(json.loads(command[-1])["worker"] == 1)})
+
+    monkeypatch.setattr(kvpress_rivals.subprocess, "run", run)
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    assert kvpress_rivals.run_workers(None, tmp_path, {}, 3) == 1
+    assert paths == [[str(tmp_path), str(kvpress_rivals.ROOT), "mine"]] * 3
