@@ -254,7 +254,7 @@ def measure_all(args: argparse.Namespace, handle: Any, requests: int, lines: lis
     ways: dict[str, Any] = {
         name: partial(measure, handle, prompts, rows, args.tokens, args.temperature)
         for name, rows in {"one by one": 1, "together": requests}.items()
-        if not (args.beside and name == "one by one")
+        if name in args.ways.split(",") and not (args.beside and name == "one by one")
     }
     if args.beside:
         sizes: dict[str, Any] = dict(
@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="adapter of that model")
     parser.add_argument("--text", type=Path, nargs="+", help="files that prompts of --prompt-tokens are cut from")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="tokens of a prompt; 0 takes 32 to 95")
+    parser.add_argument("--ways", default="one by one,together", help="how the requests run")
     parser.add_argument("--beside", action="store_true", help="also measure generate_batch, and a bare stream")
     parser.add_argument("--beside-tokens", type=int, help="tokens of an answer of generate_batch, where it is slow")
     parser.add_argument("--beside-cache", default="", help="blocks and tokens in a batch of generate_batch, as 64,256")
