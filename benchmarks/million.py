@@ -2,8 +2,7 @@
 
 One training step of the 12 x 512 model reads 1,048,576 tokens in pieces (`backward_in_pieces`). Beside it, the same model with
 full attention by torch's fused kernels recomputes each block in the backward pass, at lengths that double while they fit into
-the time. Then a small model learns to name a value that followed a mark more than 500,000 tokens ago (far_cue.py): by gradients
-through all pieces, and, as its rival, by truncated training with carried memory over the same rows.
+the time. What such gradients teach, `benchmarks.far_cue` shows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from expire_span.train.optimizers import build_optimizers
 from expire_span.train.scorer import Scorer
 from expire_span.train.step import Pass, TrainStep
 
-from .far_cue import MILLION, Lesson, learn_in_pieces, learn_truncated
+from .far_cue import MILLION
 from .record import save
 from .timing import GIB, Deadline, guarded, synchronize
 
@@ -56,15 +55,10 @@ class Size:
     tokens: int = MILLION
     pieces: tuple[int, int] = (16, 64)
     full_from: int = MILLION // 16
-    recall_length: int = MILLION // 2
-    recall_start: int = 64
-    recall_rows: int = 64
-    recall_tokens: int = 2**22
-    """Tokens in a step at most: longer rows are fewer."""
     precision: str = "bf16"
 
 
-SMOKE = Size(dict(dim=16, ff_dim=16, layers=2, heads=2), 2048, (4, 8), 256, 1024, 64, 8, 2**12, "fp32")
+SMOKE = Size(dict(dim=16, ff_dim=16, layers=2, heads=2), 2048, (4, 8), 256, "fp32")
 
 
 # The step
@@ -216,7 +210,7 @@ def tasks_of(size: Size) -> list[tuple[Spans, int, int]]:
 
 
 def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: set[str]) -> Path:
-    result: dict[str, Any] = {"steps": [], "full": [], "recall": {}, "errors": {}}
+    result: dict[str, Any] = {"steps": [], "full": [], "errors": {}}
     errors, whole = result["errors"], Deadline(seconds)
 
     def note(name: str, row: dict[str, Any]) -> None:
@@ -237,15 +231,6 @@ def run(size: Size, device: torch.device, seconds: float, folder: Path, parts: s
                 note("steps", row)
     if "full" in parts:
         guarded(errors, "full", lambda: full_steps(size, device, 0.32 * seconds, lambda row: note("full", row)), whole)
-    if "recall" in parts:
-        lessons = {"pieces": Lesson(size, learn_in_pieces, device, 0.65 * whole.left)}
-        result["recall"]["pieces"] = guarded(errors, "pieces", lessons["pieces"].run, whole)
-        lengths = [length for length, _ in lessons["pieces"].done]
-        lessons["truncated"] = Lesson(size, learn_truncated, device, whole.left, lengths)
-        result["recall"]["truncated"] = guarded(errors, "truncated", lessons["truncated"].run, whole)
-        for name, found in result["recall"].items():
-            print(name, found and {k: v for k, v in found.items() if k != "course"}, flush=True)
-        save("million", result, folder)
     result["said"] = compare(result["steps"], result["full"], size.tokens)
     print(*result["said"], *(f"{name}: {error}" for name, error in errors.items()), sep="\n")
     return save("million", result, folder)
@@ -259,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
     parser.add_argument("--seconds", type=float, default=170.0)
-    parser.add_argument("--parts", nargs="+", default=["steps", "recall", "full"])
+    parser.add_argument("--parts", nargs="+", default=["steps", "full"])
     parser.add_argument("--smoke", action="store_true", help="tiny, on any machine: tests the benchmark itself")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() and not args.smoke:

@@ -129,13 +129,33 @@ def test_what_fails_or_comes_too_late_is_recorded() -> None:
 
 
 def test_a_cue_lies_half_a_million_tokens_back() -> None:
-    from benchmarks.far_cue import ASK, MARK, MILLION, VALUES, draw_rows, latest_mark
+    from benchmarks.far_cue import ASK, MARK, MILLION, PIECES, VALUES, draw_rows
 
-    x, y = draw_rows(8, 4096, torch.Generator().manual_seed(0), torch.device("cpu"))
-    at = (x == MARK).nonzero()[:, 1]
-    assert len(at) == 8 and bool((x[:, -1] == ASK).all()) and torch.equal(y, x[torch.arange(8), at + 1])
-    assert bool((y < VALUES).all()) and int(at.max()) < latest_mark(4096) <= 4096 // 4
-    assert MILLION // 2 - 1 - latest_mark(MILLION // 2) > 500_000
+    for early, pieces in ((False, PIECES - 1), (True, 1)):
+        x, y = draw_rows(64, 256, torch.Generator().manual_seed(0), torch.device("cpu"), early)
+        at = (x == MARK).nonzero()[:, 1]
+        assert len(at) == 64 and bool((x[:, -1] == ASK).all()) and torch.equal(y, x[torch.arange(64), at + 1])
+        assert bool((y < VALUES).all()) and 256 // PIECES * (pieces - 0.2) < int(at.max()) < 256 // PIECES * pieces - 1
+    assert MILLION - MILLION // PIECES > 500_000
+
+
+def test_rows_of_the_far_cue_grow_once_answers_are_right() -> None:
+    """Lives are parts of the row: what lives to the end of a short row does so in a long one."""
+    from benchmarks.far_cue import Lesson, Size, build_recall, draw_rows, learn_in_pieces, read_and_answer
+
+    def right(decoder: Any, x: torch.Tensor, y: torch.Tensor, weight: float) -> torch.Tensor:
+        learn_in_pieces(decoder, x, y, weight)
+        return torch.nn.functional.one_hot(y, 6)
+
+    lesson = Lesson(Size(length=128, start=32, rows=32, steps=2), right, torch.device("cpu"), 60.0)
+    found = lesson.run()
+    assert [length for length, _ in lesson.done] == 2 * [32] + 2 * [128]
+    assert (found["length"], found["least_distance"]) == (128, 96) and len(found["live"]) == 2
+    draw, lives = torch.Generator().manual_seed(0), []
+    for length in (32, 128):
+        decoder = build_recall(length, 0, torch.device("cpu"))
+        lives.append(read_and_answer(decoder, draw_rows(2, length, draw, torch.device("cpu"))[0])[1] / length)
+    assert torch.allclose(*lives, atol=0.05) and float(lives[0].min()) > 0.45
 
 
 def test_ratios_to_full_attention_say_what_is_extrapolated() -> None:
