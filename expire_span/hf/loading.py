@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from logging import ERROR, getLogger
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -81,6 +82,8 @@ def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--dtype {dtype} needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    # With weights in 8 bits it warns in every layer of every pass that it multiplies in float16.
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     given: dict[str, Any] = BITS[dtype] | ({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {})
     bits = BitsAndBytesConfig(**given)
     return {"dtype": torch.bfloat16, "quantization_config": bits, "device_map": {"": where}, **told}
