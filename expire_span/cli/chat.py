@@ -42,7 +42,7 @@ class ChatCommand:
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of the model; int8 and nf4 need bitsandbytes."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, cuda, cuda:N, or spread: layers on all GPUs, and the rest in the memory beside them."""
 
 
 def run_chat(args: list[str]) -> int:

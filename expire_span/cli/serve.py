@@ -47,7 +47,7 @@ class Serve:
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of a retrofitted model; a run has its own."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, cuda, cuda:N; with an adapter also spread: layers on all GPUs, and the rest in the memory beside them."""
     allow_host: tuple[str, ...] = ()
     """Names under which clients may ask, besides this machine's addresses and localhost: that of a proxy, for example."""
     max_waiting: int = 1024

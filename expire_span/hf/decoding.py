@@ -32,12 +32,13 @@ class RetrofitModel:
 
     def __init__(self, handle: Any) -> None:
         self.handle, self.length = handle, handle.length
-        self.device = next(handle.model.parameters()).device
+        places = [x.device for x in handle.model.parameters()]
+        self.device = next((x for x in places if x.type != "meta"), torch.device("cpu"))  # accelerate offloads to meta
         self.vocab, self.layers = text_config(handle.model).vocab_size, len(handle.layers)
-        plain = not handle.layout.recurrent and not handle.layout.readers
+        plain = not handle.layout.recurrent and not handle.layout.readers and set(places) == {self.device}
         self.can_step = plain and handle.endless and handle.layout.takes_positions
         """Whether slots can hold all that the model remembers: keys whose rotation does not depend on the context's length,
-        each read by one layer, and no recurrent states."""
+        each read by one layer, no recurrent states, and all weights on one device."""
         self.prefers_steps = self.device.type == "cuda"
 
     @property

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from logging import ERROR, getLogger
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -37,11 +38,14 @@ BITS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 """Weights in 8 and 4 bits, by bitsandbytes; keys and values are then bfloat16."""
+SPREAD = "spread"
+"""The device that means all GPUs, and where these are too small the memory beside them: accelerate's device_map="auto"."""
 
 
 def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[Any, Any]:
     """The causal model and tokenizer in a folder, a GGUF file, or on the hub under a name; never from pickled weights."""
-    where, path = find_device(device), Path(name)
+    spread = device == SPREAD
+    where, path = find_device("auto" if spread else device), Path(name)
     files, read_shapes = _check_files(name)
     settings = str(path / "config.json") if path.is_dir() else name
     # Without this, transformers asks in the terminal whether to run code of the model's folder.
@@ -56,7 +60,8 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     with _quiet(), _explained(told):
         if "gguf_file" in files:
             print(f"reading the {len(shapes or ()):,} tensors of {name}", file=sys.stderr, flush=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **_options(dtype, extra, where))
+        options = _options(dtype, extra, where) | ({"device_map": "auto"} if spread else {})
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **options)
     model, found = loaded
     _check_weights(name, found)
     _check_ends(name, model)
@@ -66,7 +71,7 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     with _quiet(), _explained(lambda: f"the model {name} has no tokenizer that can be read{_blame(path)}"):
         tokenizer = AutoTokenizer.from_pretrained(place, **extra)
         _try_tokenizer(tokenizer)
-    return (model if dtype in BITS else model.to(where)).eval(), tokenizer
+    return (model if spread or dtype in BITS else model.to(where)).eval(), tokenizer
 
 
 def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str, Any]:
@@ -81,6 +86,8 @@ def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--dtype {dtype} needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    # With weights in 8 bits it warns in every layer of every pass that it multiplies in float16.
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     given: dict[str, Any] = BITS[dtype] | ({"bnb_4bit_compute_dtype": torch.bfloat16} if dtype == "nf4" else {})
     bits = BitsAndBytesConfig(**given)
     return {"dtype": torch.bfloat16, "quantization_config": bits, "device_map": {"": where}, **told}
@@ -247,7 +254,7 @@ def find_device(device: str) -> torch.device:
         return torch.device("cuda" if count else "cpu")
     kind, _, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
-        raise UserError(f"the device must be auto, cpu, cuda or cuda:N, got {device!r}")
+        raise UserError(f"the device must be auto, cpu, cuda, cuda:N or {SPREAD}, got {device!r}")
     if kind == "cuda" and int(number or 0) >= count:
         raise UserError(f"device {device} needs a GPU of that number, got {count} here; use cpu or auto")
     return torch.device(device)

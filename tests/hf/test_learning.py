@@ -311,7 +311,7 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
         (["retrofit", str(tmp_path / "no" / "model"), *data], "no model at"),
         (
             ["chat", str(bad["llama"]), "--adapter", str(adapter), "--device", "tpu"],
-            "auto, cpu, cuda or cuda:N, got 'tpu'",
+            "auto, cpu, cuda, cuda:N or spread, got 'tpu'",
         ),
         (
             ["verify", str(adapter), "--model", str(bad["llama"]), "--device", "cuda:99"],

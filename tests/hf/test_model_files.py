@@ -125,6 +125,34 @@ def test_weights_of_few_bits_need_bitsandbytes(monkeypatch):
     assert options["dtype"] == torch.bfloat16 and "device_map" not in loading._options("fp16", {}, cpu)
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_layers_are_spread_as_accelerate_says(place, tmp_path, monkeypatch):
+    folder, ids = model_folder(tmp_path / "model"), torch.arange(4, 40)[None]
+    whole, _ = loading.open_model(str(folder), device="cpu")
+    true, maps = loading.AutoModelForCausalLM.from_pretrained, []
+
+    def load(*args, device_map, **options):
+        maps.append(device_map)
+        names = (
+            [name for name, _ in whole.named_children()]
+            if place == "cpu"
+            else ["lm_head", "model.norm", "model.rotary_emb"]
+        )
+        mapped = dict.fromkeys(names, "cpu")
+        if place == "disk":
+            mapped |= {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+        return true(*args, device_map=mapped, offload_folder=tmp_path / "off", **options)
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    spread, _ = loading.open_model(str(folder), device="spread")
+    assert maps == ["auto"] and (place == "cpu" or any(x.is_meta for x in spread.parameters()))
+    answers = [
+        forgetful(x, max_span=20, ramp=4).model.generate(ids, max_new_tokens=8, do_sample=False)
+        for x in (whole, spread)
+    ]
+    assert torch.equal(*answers)
+
+
 def test_low_rank_additions_that_cannot_fit():
     handle = forgetful(tiny(), max_span=40, ramp=4)
     with pytest.raises(UserError, match=r"\(rank 999,999,999,999\) needs at least .* TB, and cpu has"):

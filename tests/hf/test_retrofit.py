@@ -233,6 +233,9 @@ def test_a_model_whose_weights_are_offloaded(tmp_path):
     assert next(offloaded.parameters()).is_meta
     load_adapter(offloaded, tmp_path / "adapter")
     assert torch.equal(offloaded(ids).logits, handle.model(ids).logits)
+    plain: dict = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    handle.steps_in_slots = True
+    assert torch.equal(offloaded.generate(ids, **plain), handle.model.generate(ids, **plain))
 
 
 def test_beams_and_rows_of_a_cache_can_be_chosen():
