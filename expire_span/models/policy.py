@@ -20,6 +20,8 @@ from .observations import Observation, ObservationEncoder
 
 SMALL = 0.01
 """Scale of the action head's initial weights, so that all actions are about equally likely at first."""
+GUIDE = 8.0
+"""Unit of the number by which predicted rewards enter the logits of actions."""
 FIRST_LOG = -0.5
 """Logarithm of the standard deviation of continuous actions at first, before squashing."""
 
@@ -51,6 +53,9 @@ class Policy(nn.Module):
         self.backbone = Backbone(config)
         self.action_head = nn.Linear(config.dim, sum(config.actions) + len(config.continuous))
         self.value_head = nn.Linear(config.dim, 1)
+        self.reward_head = nn.Linear(config.dim, self.action_head.out_features + 1) if config.predict_rewards else None
+        if config.guided:
+            self.guide = nn.Parameter(torch.zeros(()))
         if config.continuous:
             self.log_std = nn.Parameter(torch.full((len(config.continuous),), FIRST_LOG))
         with torch.no_grad():
@@ -95,7 +100,26 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """The same, given the observation encoder's output x [B, T, C]."""
         h, after, aux = self.backbone(x, state, fresh=fresh, keep=keep)
-        return PolicyOutput(self._act(self.action_head(h)), self.value_head(h).squeeze(-1), after, aux)
+        return PolicyOutput(self._act(self._guided(self.action_head(h), h)), self.value_head(h).squeeze(-1), after, aux)
+
+    def _guided(self, out: Tensor, features: Tensor) -> Tensor:
+        """The head's output with the predicted rewards of the choices added to their logits, times a learned number."""
+        if self.reward_head is None or not self.config.guided:
+            return out
+        count = sum(self.config.actions)
+        liked = self.reward_head(features)[..., :count].detach()
+        return torch.cat([out[..., :count] + GUIDE * self.guide * liked, out[..., count:]], -1)
+
+    def predict_reward(self, features: Tensor, actions: Tensor) -> Tensor:
+        """The reward expected of actions [.., K] where the head of the actions reads features [.., C]: [..]. It is linear in
+        both: a number for each value of each choice, a slope for each continuous number, and one that depends on no action."""
+        assert self.reward_head is not None
+        sizes, bounded = self.config.actions, self.config.continuous
+        *parts, slopes, base = self.reward_head(features).split([*sizes, len(bounded), 1], -1)
+        picked = [part.gather(-1, a.long().unsqueeze(-1)) for part, a in zip(parts, actions.unbind(-1))]
+        numbers = actions[..., len(sizes) :].to(slopes.dtype)
+        numbers = torch.where(torch.tensor(bounded, dtype=torch.bool, device=numbers.device), numbers.tanh(), numbers)
+        return torch.cat([*picked, slopes * numbers, base], -1).sum(-1)
 
     def _act(self, out: Tensor) -> ActionDistribution:
         """The distribution of actions from the head's output: logits of the choices, then the means of the numbers."""

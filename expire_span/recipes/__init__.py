@@ -195,7 +195,13 @@ GROUPS: dict[str, tuple[Callable[[], RunConfig], ...]] = {
     ),
     "teach an agent": (
         *(agents.agent, agents.agent_corridor_tiny, agents.agent_corridor, agents.agent_corridor_window),
-        *(agents.agent_corridor_hard, agents.agent_portal_tiny, agents.agent_portal),
+        *(
+            agents.agent_corridor_hard,
+            agents.agent_portal_tiny,
+            agents.agent_portal,
+            agents.agent_tmaze_tiny,
+            agents.agent_tmaze,
+        ),
         *(agents.agent_repeat_first_tiny, agents.agent_repeat_first),
         *(agents.agent_repeat_previous_tiny, agents.agent_repeat_previous),
     ),

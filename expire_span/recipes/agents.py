@@ -76,6 +76,22 @@ def agent_corridor_lesson() -> AgentRunConfig:
     return replace(base, task=task, train=replace(train, eval_every=30, test_episodes=1024))
 
 
+def agent_tmaze_tiny() -> AgentRunConfig:
+    """Endless T-Maze Easy by reinforcement: ten corridors of 3 to 8 cells, each with a cue of its own; minutes on a CPU."""
+    # The cues of earlier corridors are remembered too, so the newest must be told from them, by rotary positions.
+    train = AgentTrainConfig(steps=300, window=48, epochs=4, minibatches=2, lr=2e-3, averaging=0.9, eval_every=50)
+    budget = BudgetConfig(live=5, initial_weight=2e-5, max_weight=1e-4, start_loss=0.1, patience_loss=0.1)
+    train = replace(train, weigh_credit=True, least_spread=0.03, budget=budget)
+    return AgentRunConfig(EnvTask(env="ExpireSpan/EndlessTMaze-Easy-v0"), _policy(24, ramp=4), train)
+
+
+def agent_tmaze() -> AgentRunConfig:
+    """Endless T-Maze Medium by reinforcement: ten corridors of 10 to 30 cells, with few memories; minutes on a CPU."""
+    base = agent_tmaze_tiny()
+    train = replace(base.train, steps=650, envs=32, window=96, budget=replace(base.train.budget, live=9))
+    return AgentRunConfig(EnvTask(env="ExpireSpan/EndlessTMaze-Medium-v0"), _policy(48, ramp=8), train)
+
+
 def agent_portal() -> AgentRunConfig:
     """Portal Medium: imitate the expert first, then reinforcement; one GPU."""
     # The effect of a door shows one step later, so memories of neighbouring steps must be told apart, by rotary positions.

@@ -63,6 +63,8 @@ FACTS: dict[str, RecipeFacts] = {
     "agent_corridor_hard": RecipeFacts(CPU, "24 min", "99.5 to 99.8% up to 200, three seeds"),
     "agent_portal_tiny": RecipeFacts(CPU, "5 min", "99.4% of 1,024 episodes, 1.03 times an explorer's steps"),
     "agent_portal": RecipeFacts(GPU, "7 min", "99.9%, as many steps as an explorer with perfect memory"),
+    "agent_tmaze_tiny": RecipeFacts(CPU, "5 min", NOT_RUN),
+    "agent_tmaze": RecipeFacts(CPU, "10 min", NOT_RUN),
     "agent_repeat_first_tiny": RecipeFacts(CPU, "5 min", "return 0.995 after 150 updates"),
     "agent_repeat_first": RecipeFacts(
         CPU, "40 min", "return 0.943; two more seeds 0.986 and 0.739 in validation; nothing deleted yet"

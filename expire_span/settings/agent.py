@@ -105,9 +105,16 @@ class PolicyConfig(BackboneConfig):
     of them it holds."""
     normalise: bool = False
     """Shift and scale the numbers of observations by their running mean and standard deviation."""
+    predict_rewards: bool = False
+    """Give the policy a head that predicts the reward of the action taken, so that what tells it is found sooner than by
+    policy gradients alone; `train.reward_weight` is the weight of its error."""
+    guided: bool = False
+    """Add the predicted rewards of the choices to their logits, times a learned number that begins at 0; needs
+    `predict_rewards`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.predict_rewards or not self.guided, "guided needs predict_rewards, got guided without it")
         require(self.cell_dim >= 1, f"cell_dim must be at least 1, got {self.cell_dim}")
         for name in ("dropout", "layer_drop"):
             why = "since replayed steps must give the probabilities that were acted on"
@@ -162,8 +169,13 @@ class AgentTrainConfig(LearningConfig):
     """Lower that weight with the learning rate, so that the agent explores at first and does what it knows at the end."""
     value_weight: float = 0.5
     """Weight of the value's squared error."""
+    reward_weight: float = 0.5
+    """Weight of the squared error of predicted rewards, in units of their variance; used with `model.predict_rewards`."""
     scale_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return, so that their unit does not matter."""
+    stagger: bool = False
+    """Cut the first episode of each environment off at another step of the first window, so that episodes of the same length
+    do not all begin together and every window shows all parts of one."""
     weigh_credit: bool = False
     """Weight the two parts of an advantage, the reward of the step itself and all that is later, by how much of each is seen to
     depend on the action. Where actions change nothing later, as answers to questions do, the later part is noise."""
@@ -190,7 +202,7 @@ class AgentTrainConfig(LearningConfig):
         require(self.envs % self.minibatches == 0, fits)
         for name in ("clip_ratio", "kl_limit", "least_spread"):
             require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
-        for name in ("entropy", "value_weight", "imitate"):
+        for name in ("entropy", "value_weight", "reward_weight", "imitate"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda", "expert_share", "goal", "averaging"):
             require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")

@@ -94,6 +94,9 @@ class Improver(nn.Module):
             aim, more = self._surrogate(out.log_prob - of(window.log_prob), of(window.advantage))
             parts |= {"policy_loss": aim, **more}
         loss = aim + self.config.value_weight * error - self.entropy * parts["entropy"] + span_weight * price
+        if out.reward is not None and window.reward is not None:
+            parts["reward_loss"] = (out.reward - of(window.reward)).square().mean()
+            loss = loss + self.config.reward_weight * parts["reward_loss"]
         return loss, {name: x.detach() for name, x in {"loss": loss, **parts}.items()}
 
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,7 +144,8 @@ class AgentLearner:
         envs.begin(split_seed(config.seed, 0))
         scale = RewardScale(count, device, self._add_up) if config.train.scale_rewards else None
         credit = CreditWeights(device, self._add_up) if config.train.weigh_credit else None
-        self.player = Player(self.trained, envs, task, scale, credit)
+        unit = RewardScale(count, device, self._add_up) if model.predict_rewards else None
+        self.player = Player(self.trained, envs, task, scale, credit, unit, config.train.stagger)
         kinds = [find(mixer.kind).learns_spans for mixer in model.mixers]
         self.budgeted = [n for n, learns in enumerate(kinds) if learns] or list(range(model.layers))
         self.budget = self._build_budget()

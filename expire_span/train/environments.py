@@ -103,9 +103,10 @@ class Environments(ABC):
         self.steps = torch.zeros_like(self.steps)
         self.observation = self._show(self._observe(), None, None)
 
-    def step(self, actions: Tensor) -> EnvironmentStep:
-        """Take the actions [B, K]; rows whose episode ends begin the next one."""
+    def step(self, actions: Tensor, cut: Tensor | None = None) -> EnvironmentStep:
+        """Take the actions [B, K]; rows whose episode ends, or is cut off in `cut` [B] (bool), begin the next one."""
         reward, terminated, truncated, success = self._advance(actions)
+        truncated = truncated if cut is None else truncated | cut & ~terminated
         ended, self.reward, self.steps = terminated | truncated, reward, self.steps + 1
         final = self._show(self._observe(), actions, None) if bool(truncated.any()) else None
         if bool(ended.any()):

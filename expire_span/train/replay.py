@@ -21,6 +21,8 @@ from expire_span.models.policy import Policy
 from expire_span.models.state import select_rows
 from expire_span.store import trim_states
 
+from .credit import HeadWatch
+
 
 @dataclass
 class Window:
@@ -41,6 +43,8 @@ class Window:
     """Target of the value: advantage plus predicted value."""
     expert: Tensor | None = None
     """The expert's actions [T, B, K] while the agent imitates it, else None."""
+    reward: Tensor | None = None
+    """Rewards in units of their spread, where the policy predicts them, else None."""
 
     @property
     def rows(self) -> int:
@@ -96,6 +100,8 @@ class Replayed:
     """Log probability of the expert's actions; None without an expert."""
     span: Tensor
     """Mean span of each step's memory over the layers that learn a span per token; zero where none does."""
+    reward: Tensor | None
+    """Predicted rewards of the actions that were taken; None where the policy predicts none."""
     other_price: Tensor
     """Span loss of layers that do not learn a span per token, such as Adaptive-Span's (a scalar)."""
     index: Tensor
@@ -143,13 +149,18 @@ def _read_places(
 ) -> Replayed:
     """Read the steps at these places [n, T] of the flattened window as blocks. mask: those that count; None: all."""
     chosen = (lambda x: x[mask]) if mask is not None else (lambda x: x.flatten(0, 1))
+    head = HeadWatch(policy.action_head)
     with SpanWatch(policy) as spans:
         choices, value, _, aux = policy.read(encoded[places], state, keep="hidden" if state is not None else "nothing")
+    head.close()
     taken = lambda actions: chosen(choices.log_prob(actions.flatten(0, 1)[places]))  # noqa: E731
+    reward = None
+    if window.reward is not None:
+        reward = chosen(policy.predict_reward(head.read, window.actions.flatten(0, 1)[places]))
     expert = None if window.expert is None else taken(window.expert)
     span = spans.mean(places.shape[1])
     span = torch.zeros_like(value) if span is None else span
-    read = (taken(window.actions), chosen(value), chosen(choices.entropy()), expert, chosen(span))
+    read = (taken(window.actions), chosen(value), chosen(choices.entropy()), expert, chosen(span), reward)
     return Replayed(*read, _other_price(policy, aux.layers, value), chosen(places))
 
 
@@ -161,10 +172,13 @@ def _other_price(policy: Policy, layers: list[MixerAux], value: Tensor) -> Tenso
 
 
 def _join(parts: list[Replayed]) -> Replayed:
+    optional = {}
+    for name in ("expert_log_prob", "reward"):
+        found = [x for p in parts if (x := getattr(p, name)) is not None]
+        optional[name] = torch.cat(found) if found else None
     many = {n: torch.cat([getattr(p, n) for p in parts]) for n in ("log_prob", "value", "entropy", "span", "index")}
-    expert = [p.expert_log_prob for p in parts if p.expert_log_prob is not None]
     price = torch.stack([p.other_price for p in parts]).mean()
-    return Replayed(expert_log_prob=torch.cat(expert) if expert else None, other_price=price, **many)
+    return Replayed(other_price=price, **optional, **many)
 
 
 def _rule_of(mixer: nn.Module) -> Lifetimes | None:

@@ -19,6 +19,9 @@ from .environments import Environments, EnvironmentStep
 from .replay import Window
 from .reward_scale import RewardScale
 
+STAGGERED = 4
+"""Windows over which the first episodes are cut off."""
+
 
 @dataclass
 class EpisodeSums:
@@ -61,10 +64,15 @@ class Player:
         task: EnvTask,
         scale: RewardScale | None = None,
         credit: CreditWeights | None = None,
+        unit: RewardScale | None = None,
+        stagger: bool = False,
     ) -> None:
         """scale: the unit of rewards in what is learned from; None leaves them as they are. credit: weights of the parts of
-        advantages; None leaves them as they are."""
+        advantages; None leaves them as they are. unit: that of predicted rewards; None where none are predicted.
+        stagger: cut first episodes off at different steps."""
         self.policy, self.envs, self.task, self.scale, self.credit = policy, envs, task, scale, credit
+        self.unit = unit
+        self.stagger, self.time = stagger, 0
         device = envs.device
         self.state: list[Any] = policy.initial_state(envs.count, "hidden")
         self.begins = torch.ones(envs.count, dtype=torch.bool, device=device)
@@ -92,7 +100,7 @@ class Player:
                 expert = self._ask_expert()
                 seen.add(expert=expert)
                 actions = torch.cat([expert[:expert_rows], actions[expert_rows:]])
-            frame = self.envs.step(actions)
+            frame = self.envs.step(actions, self._cut(length))
             seen.add(reward=frame.reward, beyond=self._value_beyond(frame, out.state))
             seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], ended=frame.ended)
             seen.add(live=_mean_live(out.state, held))
@@ -108,7 +116,18 @@ class Player:
             reward = seen.stacked("reward") * (self.scale.factor if self.scale is not None else 1.0)
             parts = seen.stacked("features"), seen.stacked("score")
             window = replace(window, advantage=self.credit.weigh(reward, window.advantage, *parts))
+        if self.unit is not None:
+            self.unit.update(seen.stacked("reward"), seen.stacked("ended"), 0.0)
+            window = replace(window, reward=self.unit.scaled(seen.stacked("reward")))
         return Played(window, episodes, torch.stack(seen.columns["live"]).mean(0), bytes_of(self.state))
+
+    def _cut(self, length: int) -> Tensor | None:
+        """The rows whose episode is cut off at this step, each once in the first windows; None: none is."""
+        self.time += 1
+        if not self.stagger or self.time > STAGGERED * length:
+            return None
+        rows = torch.arange(self.envs.count, device=self.envs.device)
+        return rows * (STAGGERED * length) // self.envs.count == self.time - 1
 
     def _go_on(self, state: list[Any], ended: Tensor) -> None:
         self.begins = ended
@@ -147,19 +166,24 @@ class Player:
             "begins": self.begins,
             "returns": self.returns,
             "steps": self.steps,
+            "time": self.time,
             **({"scale": self.scale.state_dict()} if self.scale is not None else {}),
             **({"credit": self.credit.state_dict()} if self.credit is not None else {}),
+            **({"unit": self.unit.state_dict()} if self.unit is not None else {}),
             "envs": self.envs.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any], move: Any) -> None:
         self.envs.load_state_dict(saved["envs"])
         self.state = move(saved["state"])
+        self.time = saved["time"]
         self.begins, self.returns, self.steps = (move(saved[n]) for n in ("begins", "returns", "steps"))
         if self.scale is not None:
             self.scale.load_state_dict(saved["scale"], move)
         if self.credit is not None:
             self.credit.load_state_dict(saved["credit"], move)
+        if self.unit is not None:
+            self.unit.load_state_dict(saved["unit"], move)
 
 
 @dataclass

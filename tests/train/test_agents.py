@@ -183,15 +183,17 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     """A run that is broken after any step and resumed ends with the unbroken run's bytes."""
     budget = replace(tiny_agent().train.budget, live=3.0, gain=0.2, start_loss=0.9)
     options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
-    options["averaging"] = 0.5
+    options["averaging"], options["stagger"] = 0.5, True
     monkeypatch.setattr("expire_span.train.credit.FIRST", 1)
     monkeypatch.setattr("expire_span.train.credit.NOTABLE", 10.0)  # so that what is later weighs less
     options["weigh_credit"] = True
     task = {"previous_action": True, "success_return": 0.5, "clock": True, "joint_actions": 6}
     task["options"] = '{"max_length": 3}' if env == CORRIDOR else '{"multi": true}'
     config = tiny_agent(env, task, **options)
+    config = replace(config, model=replace(config.model, predict_rewards=True, guided=True))
     whole = train_whole_and_broken(config, tmp_path, monkeypatch)
     lines = whole.read_metrics()
+    assert all(line["reward_loss"] > 0 for line in lines if line["split"] == "train")
     assert "imitation_loss" in lines[0] and "policy_loss" in lines[2]
     assert any(line.get("later_credit", 1.0) != 1.0 for line in lines)
 
