@@ -32,6 +32,8 @@ from .timing import Deadline, guarded
 MILLION = 2**20
 VALUES, MARK, ASK = 6, 6, 7
 PIECES = 4
+WHOLE = 2**20
+"""Tokens of a step that are read at once."""
 LEAST = 16
 """Steps for which every memory lives at least."""
 
@@ -85,21 +87,23 @@ def build_recall(length: int, seed: int, device: torch.device) -> Decoder:
 def price_of(aux: BackboneAux, ramp: float) -> Tensor:
     """The logarithm of the mean life by layer, so that lives shrink as fast when they are short as when they are long."""
     lives = [torch.log(layer.loss.mean() + ramp) for layer in aux.layers if layer.loss is not None]
-    return torch.stack(lives).sum() / PIECES
+    return torch.stack(lives).sum()
 
 
 def learn_in_pieces(decoder: Decoder, x: Tensor, y: Tensor, weight: float) -> Tensor:
+    """Rows that fit are read at once, which gives the same gradients sooner."""
     answers: list[Tensor] = []
+    pieces = PIECES if x.numel() > WHOLE else 1
 
     def loss_of(n: int) -> Tensor:
-        logits, _, aux = decoder(x.chunk(PIECES, 1)[n], keep="nothing")
-        price = weight * price_of(aux, 2 * x.shape[1])
-        if n < PIECES - 1:
+        logits, _, aux = decoder(x.chunk(pieces, 1)[n], keep="nothing")
+        price = weight / pieces * price_of(aux, 2 * x.shape[1])
+        if n < pieces - 1:
             return price
         answers.append(logits[:, -1, :VALUES].detach())
         return F.cross_entropy(logits[:, -1, :VALUES], y) + price
 
-    backward_in_pieces(loss_of, PIECES)
+    backward_in_pieces(loss_of, pieces)
     return answers[-1]
 
 
@@ -107,7 +111,7 @@ def learn_truncated(decoder: Decoder, x: Tensor, y: Tensor, weight: float) -> Te
     state, answers = None, x
     for n, part in enumerate(x.chunk(PIECES, 1)):
         logits, state, aux = decoder(part, detach(state), keep="hidden")
-        loss = weight * price_of(aux, 2 * x.shape[1])
+        loss = weight / PIECES * price_of(aux, 2 * x.shape[1])
         if n == PIECES - 1:
             answers = logits[:, -1, :VALUES]
             loss = loss + F.cross_entropy(answers, y)

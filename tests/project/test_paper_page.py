@@ -1,5 +1,6 @@
 """The page that sets our figures beside the published ones says of every row on what ground the two stand."""
 
+import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs/paper.md"
@@ -26,3 +27,19 @@ def test_the_published_collision_errors_never_stand_without_their_doubt():
                     page.name,
                     line,
                 )
+
+
+def test_the_readme_says_of_how_many_runs_its_figures_are_and_against_what():
+    text = (PAGE.parents[1] / "README.md").read_text()
+    results = text[text.index("## Results") : text.index("## Beside other ways")]
+    assert "Each figure here is of one run" in results or "seeds" in results
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
+    assert rows[0] == ["what", "ours", "rival"] and len(rows) > 6
+    assert all(re.search("[a-z]{4}", rival) for _, _, rival in rows[2:]), "a row without a rival"
+    prose = " ".join(line for line in text.splitlines() if line[:1] != "|")
+    ratios = [sentence for sentence in re.split(r"[.:] ", prose) if re.search(r"\d(\.\d+)?x\b", sentence)]
+    assert len(ratios) > 1
+    for sentence in ratios:
+        assert re.search(r"\b(than|against|the time of)\b", sentence), (
+            f"a ratio that does not say against what: {sentence}"
+        )
