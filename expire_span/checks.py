@@ -8,7 +8,8 @@ import math
 import operator
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,24 +20,41 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def at_least(settings: Any, least: int, *names: str) -> None:
-    """Refuse settings whose named fields, or any number in a list there, are smaller than `least`; None is allowed."""
-    for name in names:
-        given = getattr(settings, name)
-        for value in given if isinstance(given, (tuple, list)) else (given,):
-            require(value is None or value >= least, f"{name} must be at least {least}, got {show(given)}")
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A limit of a number, or of every number in a list, as part of a field's type: `steps: Annotated[int, at_least(1)]`."""
+
+    must: str
+    """What the number must do or be, such as "be at least 1"."""
+    holds: Callable[[Any], bool]
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value, or every value in a list, keeps the limit; None is always allowed."""
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        return all(x is None or self.holds(x) for x in values)
 
 
-def above_zero(settings: Any, *names: str) -> None:
-    """Refuse settings whose named fields are zero or negative; None is allowed."""
-    for name in names:
-        value = getattr(settings, name)
-        require(value is None or value > 0, f"{name} must be greater than 0, got {value}")
+def at_least(least: float) -> Bound:
+    """The limit of numbers that must not be smaller than `least`."""
+    return Bound(f"be at least {least}", lambda x: x >= least)
 
 
-def check_seed(seed: int, name: str = "seed") -> None:
-    """Refuse a number that cannot be a seed of a random generator."""
-    require(0 <= seed < 2**63, f"{name} must lie between 0 and 2**63 - 1, got {seed}")
+def between(least: int, most: int, unit: str = "") -> Bound:
+    """The limit of whole numbers from `least` to `most`, both included."""
+    return Bound(f"lie between {least:,} and {most:,}{unit}", lambda x: least <= x <= most)
+
+
+Count = Annotated[int, at_least(1)]
+Natural = Annotated[int, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, Bound("be greater than 0", lambda x: x > 0)]
+Duration = Annotated[float, Bound("be greater than 0 and finite", lambda x: 0 < x < math.inf)]
+Share = Annotated[float, Bound("lie in [0, 1]", lambda x: 0 <= x <= 1)]
+ShareBelowOne = Annotated[float, Bound("lie in [0, 1)", lambda x: 0 <= x < 1)]
+ShareAboveZero = Annotated[float, Bound("lie in (0, 1]", lambda x: 0 < x <= 1)]
+Temperature = Annotated[float, Bound("be 0 or more and finite", lambda x: 0 <= x < math.inf)]
+Seed = Annotated[int, Bound("lie between 0 and 2**63 - 1", lambda x: 0 <= x < 2**63)]
+Port = Annotated[int, Bound("lie between 1 and 65535", lambda x: 1 <= x <= 65535)]
 
 
 def as_whole(value: Any) -> int | None:
@@ -84,6 +102,25 @@ def check_fields(config: Any, *, finite: bool = True, **hints: Any) -> None:
         if not endless and not any(_holds(member, value) for member in members):
             wanted = " or ".join(dict.fromkeys(map(describe, members)))
             raise ValueError(f"{name} must be {wanted}, got {show(value)}{_settings_hint(members, value)}")
+    for name, bound, value in out_of_bounds(config):
+        raise ValueError(f"{name} must {bound.must}, got {show(value)}")
+
+
+def out_of_bounds(config: Any) -> Iterator[tuple[str, Bound, Any]]:
+    """The fields whose values break a limit of their type, each with that limit and the value."""
+    for name, bounds in _bounds_of(type(config)).items():
+        value = getattr(config, name)
+        yield from ((name, bound, value) for bound in bounds if not bound.admits(value))
+
+
+@functools.cache
+def _bounds_of(cls: type) -> dict[str, list[Bound]]:
+    """The limits in the types of a config's fields."""
+    return {name: _bounds_in(hint) for name, hint in typing.get_type_hints(cls, include_extras=True).items()}
+
+
+def _bounds_in(hint: Any) -> list[Bound]:
+    return [hint] if isinstance(hint, Bound) else [x for part in typing.get_args(hint) for x in _bounds_in(part)]
 
 
 @functools.cache

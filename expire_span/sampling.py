@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from expire_span.checks import check_fields, check_seed
+from expire_span.checks import Count, Seed, ShareAboveZero, Temperature, check_fields
 from expire_span.field_docs import documented
 
 COLDEST = 1e-30
@@ -20,24 +20,17 @@ COLDEST = 1e-30
 class Sampling:
     """How the next token is drawn."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Below 1 sharpens the distribution; 0 takes the likeliest token."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Draw from the k likeliest tokens only."""
-    top_p: float | None = None
+    top_p: ShareAboveZero | None = None
     """Draw from the smallest set of tokens that holds this share of the probability."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
         check_fields(self, finite=False)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        check_seed(self.seed)
 
 
 def narrow(logits: Tensor, sampling: Sampling) -> Tensor:

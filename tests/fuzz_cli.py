@@ -17,12 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from expire_span.checks import members_of
 from expire_span.cli import main
 from expire_span.recipes import RECIPES
 from expire_span.train import supervised
@@ -76,7 +76,7 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def values_for(hint: Any, option: str) -> list[str]:
     """Four values of a kind that the option does not expect; which ones depends on its name."""
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    members = members_of(hint)
     pool = NUMBERS if {int, float} & set(members) else WORDS
     return random.Random(option).sample(pool, 4)
 

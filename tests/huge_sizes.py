@@ -13,11 +13,12 @@ import random
 import resource
 import signal
 import sys
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from expire_span.checks import members_of
 
 SIZES = (999_999_999_999, 2**62)
 SPARE = 2 * 2**30
@@ -85,7 +86,7 @@ def numbers_of(kind: Any, prefix: str = "") -> Iterator[str]:
             yield from numbers_of(getattr(kind, field.name), f"{name}.")
         elif dataclasses.is_dataclass(hint) and field.name != "config":  # a recipe's, of which `train` has them all
             yield from numbers_of(hint, prefix if field.name in UNNAMED else f"{name}.")
-        elif {int, float} & set(typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)):
+        elif {int, float} & set(members_of(hint)):
             yield name
 
 

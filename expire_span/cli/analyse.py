@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from expire_span.checks import at_least
 from expire_span.runs import UserError, find_run
 from expire_span.shipped import SAMPLE
 
@@ -23,7 +24,7 @@ class Analyse:
     """Name or folder of a run on text or books, with learned spans; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
-    tokens: int = 32_768
+    tokens: Annotated[int, at_least(2)] = 32_768
     """Number of letters of the test split that are read, memory carried."""
     word: str | None = None
     """Word that is replaced; None takes Egypt where the text has it, else the commonest name."""
@@ -42,8 +43,6 @@ class Analyse:
 
 def run_analyse(args: list[str]) -> int:
     command = parse(Analyse, args, f"{PROGRAM} analyse")
-    if command.tokens < 2:
-        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     limits = parse_limits(command.limits)
     run = find_run(command.run, command.runs_dir)
     raw = None if command.text is None else read_text_option(command.text)

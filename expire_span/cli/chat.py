@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from expire_span.checks import Count
 from expire_span.errors import UserError
 
-from .parsing import PROGRAM, options_at_least, parse
+from .parsing import PROGRAM, parse
 
 if TYPE_CHECKING:
     from expire_span.sampling import Sampling
@@ -31,7 +32,7 @@ class ChatCommand:
     """Folder, .gguf file or hub name of a causal language model."""
     adapter: Path | None = None
     """Adapter folder."""
-    max_tokens: int = 256
+    max_tokens: Count = 256
     """Most tokens of one answer."""
     temperature: float = 0.7
     """Below 1 sharpens the distribution; 0 takes the likeliest token."""
@@ -47,7 +48,6 @@ class ChatCommand:
 
 def run_chat(args: list[str]) -> int:
     command = parse(ChatCommand, args, f"{PROGRAM} chat")
-    options_at_least(command, 1, "max_tokens")
     if command.adapter is None:
         raise UserError(
             f"chat needs a model that knows turns, with its --adapter; a run such as {command.model} has learned plain text: "

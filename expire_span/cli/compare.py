@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic
 
 import tyro
 
+from expire_span.checks import Duration, between
 from expire_span.lab.compare.plan import (
     Comparison,
     System,
@@ -29,6 +30,11 @@ from .short_help import show_usual
 if TYPE_CHECKING:
     from expire_span.lab.compare.suite import Suite
 
+MOST_SEEDS = 1000
+"""Largest number of seeds: every run is planned, and its folder named, before the first begins."""
+MOST_JOBS = 1024
+"""Largest number of runs at once."""
+
 
 @dataclass(frozen=True)
 class Compare(Generic[Settings]):
@@ -38,17 +44,17 @@ class Compare(Generic[Settings]):
     mixers: str = ""
     """The memory systems, like full,transformer_xl,expire_span; see expire-span memories. A hybrid of two has layers of both in
     turn, like 3xgated_deltanet+expire_span."""
-    seeds: int = 1
+    seeds: Annotated[int, between(1, MOST_SEEDS)] = 1
     """Runs of each system: seeds from the recipe's on."""
     sweep: bool = False
     """Try several budgets of memory with the systems that have a memory knob."""
     budgets: str | None = None
     """The budgets, in memories, like 8,32,128; without it, what the recipe says (or a sweep around it)."""
-    train_seconds: float | None = None
+    train_seconds: Duration | None = None
     """Seconds to train every system, instead of the recipe's steps."""
     envs: str | None = None
     """Environments of agents, like a,b,module:c: the systems are compared in each of them, side by side on all cores."""
-    jobs: int | None = None
+    jobs: Annotated[int, between(1, MOST_JOBS)] | None = None
     """With --envs, the number of runs in training at once, one thread each; by default one for each core, or one on a GPU."""
     name: str | None = None
     """Name of the comparison's folder; compare-RECIPE by default. The same name continues it, or adds systems to it."""
@@ -56,12 +62,6 @@ class Compare(Generic[Settings]):
     """Folder that holds the comparison's folder."""
 
 
-MOST_SEEDS = 1000
-"""Largest number of seeds: every run is planned, and its folder named, before the first begins."""
-
-
-MOST_JOBS = 1024
-"""Largest number of runs at once."""
 USUAL = ("mixers", "budgets", "sweep", "seeds", "train-seconds", "envs", "name")
 """Options of compare that most people need, beside those of the kind of run."""
 
@@ -114,10 +114,6 @@ def _parse(recipe: str, args: list[str]) -> Compare:
 def _systems(command: Compare) -> list[System]:
     """The runs that the options ask for; everything that can be checked without data or device is checked here."""
     kinds = parse_mixers(command.mixers)
-    if not 1 <= command.seeds <= MOST_SEEDS:
-        raise UserError(f"--seeds must lie between 1 and {MOST_SEEDS:,}, got {command.seeds:,}")
-    if command.train_seconds is not None and not 0 < command.train_seconds < float("inf"):
-        raise UserError(f"--train-seconds must be greater than 0 and finite, got {command.train_seconds:g}")
     budgets = parse_budgets(command.budgets, command.sweep, command.config)
     first = command.config.seed
     systems = list_systems(kinds, budgets, range(first, first + command.seeds))
@@ -166,8 +162,6 @@ def _compare_environments(command: Compare, recipe: str, path: Path, systems: li
         raise UserError(f"--envs lists environments of agents, got the recipe {recipe}; give agent")
     if task.env != given.env:
         raise UserError(f"--envs lists all environments, got --task.env {task.env} too; leave it out")
-    if command.jobs is not None and not 1 <= command.jobs <= MOST_JOBS:
-        raise UserError(f"--jobs must lie between 1 and {MOST_JOBS:,}, got {command.jobs:,}")
     named, before = parse_environments(command.envs or ""), check_suite_place(path, recipe)
     from expire_span.lab.compare.prepare import prepare
 
@@ -192,8 +186,8 @@ def _cores(device: str) -> int:
 
 def _run_suite(suite: Suite, jobs: int) -> int:
     """Train the runs that are not finished, then write the table and the picture; failed runs are reported too."""
+    from expire_span.lab.compare.conduct import Conductor
     from expire_span.lab.compare.random_play import random_score
-    from expire_span.lab.compare.side_by_side import SideBySide
     from expire_span.lab.compare.suite_outcome import read_suite, write_suite
 
     def describe(comparison: Comparison, name: str) -> str:
@@ -207,7 +201,9 @@ def _run_suite(suite: Suite, jobs: int) -> int:
     for name, comparison in suite.comparisons.items():
         chance: Any = random_score(comparison.path, comparison.config)  # type: ignore[arg-type]
         print(f"  {name}: random play {chance['score_name']} {chance['score']:.4f}", flush=True)
-    failed = SideBySide(suite, jobs, describe).run()
+    runs = {f"{comparison.path.name}/{name}": (comparison, name) for comparison, name in suite.list_runs()}
+    one_thread = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    failed = Conductor(runs, jobs, describe, one_thread).run()
     outcome = read_suite(suite)
     write_suite(suite, outcome)
     print(f"{outcome.as_markdown()}\ntable {suite.path / 'table.md'}, picture {suite.path / 'curves.png'}")

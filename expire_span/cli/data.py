@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from expire_span.checks import Count
 from expire_span.runs import UserError
 
 from .bars import progress_bar
@@ -38,7 +39,7 @@ class Data:
     easy: Literal["latest", "now"] = "latest"
     """collision: what the easy questions ask about: the pair that collided last, or the colours that the particles have now, as
     in the released process."""
-    books: int | None = None
+    books: Count | None = None
     """books: number of books of PG-19 to download for each split; None downloads all."""
 
 
@@ -78,8 +79,6 @@ def _check(name: str, command: Data) -> None:
             raise UserError(f"--{option.replace('_', '-')} is an option of {owner}, and {name} does not take it")
     if command.books is not None and command.source is not None:
         raise UserError(f"--books limits the download of PG-19 and takes no --from, got {command.source}")
-    if command.books is not None and command.books < 1:
-        raise UserError(f"--books must be at least 1, got {command.books}")
 
 
 def _make(name: str, place: Path, command: Data, report: Callable[[int, int | None], None]) -> Path:

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from expire_span.checks import Count, between
 from expire_span.disk.files import write_picture
 from expire_span.errors import UserError
 
-from .parsing import PROGRAM, options_at_least, parse
+from .parsing import PROGRAM, parse
 
-MOST_QUESTIONS = 100_000
-"""Largest number of questions of each kind: all of them are held in memory."""
+Questions = Annotated[int, between(0, 100_000)]
+"""Number of questions of each kind: all of them are held in memory."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,23 @@ class EvaluateCache:
     """The caches to compare, separated by commas."""
     budgets: str = "0.5,0.25,0.125"
     """Peak bytes as shares of the full cache, separated by commas."""
-    context: int = 4096
+    context: Count = 4096
     """Number of tokens of each document."""
-    documents: int = 16
+    documents: Count = 16
     """Largest number of documents to read."""
-    questions: int = 8
+    questions: Questions = 8
     """Number of retrieval questions of each kind (passkey, pairs)."""
-    prompts: int = 50
+    prompts: Count = 50
     """Number of prompts of each task of a suite."""
     tasks: str | None = None
     """The tasks of the suite ruler, separated by commas; all of them if None."""
     seed: int = 0
     """Seed of a suite's prompts."""
-    rows: int = 8
+    rows: Count = 8
     """Largest number of a suite's contexts that are read side by side."""
     plain: bool = False
     """Ask a suite's prompts without the model's chat template."""
-    chunk: int = 128
+    chunk: Count = 128
     """Tokens per forward pass."""
     out: Path = Path("evaluate_cache")
     """Name of the output files without their ending: .json and .png, and of a suite .json, .html, and .jsonl with every answer.
@@ -65,10 +66,6 @@ class EvaluateCache:
 
 def run_evaluate_cache(args: list[str]) -> int:
     command = parse(EvaluateCache, args, f"{PROGRAM} evaluate-cache")
-    options_at_least(command, 1, "context", "documents", "chunk", "prompts", "rows")
-    options_at_least(command, 0, "questions")
-    if command.questions > MOST_QUESTIONS:
-        raise UserError(f"--questions must be at most {MOST_QUESTIONS:,}, got {command.questions:,}")
     methods = [x.strip() for x in command.methods.split(",")]
     budgets = [_share(x) for x in command.budgets.split(",")]
     if command.suite != "text":

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.checks import between
 from expire_span.disk.files import check_output, to_json, write_output
 from expire_span.models.systems import SYSTEMS
 from expire_span.runs import RunFolder, UserError, find_run
@@ -66,11 +67,11 @@ class FigureCommand:
     """Of cut: the longest span; None is 1/16 of the model's own, unless --live is given."""
     live: float | None = None
     """Of cut: a budget of memories alive on average."""
-    needed: int | None = None
+    needed: Annotated[int, between(0, OLDEST)] | None = None
     """Of ages: an age that memories must reach, drawn as a line; in popgym's RepeatPrevious it is k - 1."""
     mixers: str = ""
     """Memory systems of growth and patterns without a run, like full,expire_span; all of them where none is named."""
-    longest: int = 8192
+    longest: Annotated[int, between(1, MOST_STEPS, unit=" steps")] = 8192
     """Steps up to which growth without a run is measured."""
 
 
@@ -102,8 +103,6 @@ def _check(command: FigureCommand, is_trace: bool) -> None:
             raise UserError(
                 f"{flag} counts in {' and '.join(figures)} only, got {given} for the figure {name}; leave it out"
             )
-    if command.needed is not None and not 0 <= command.needed <= OLDEST:
-        raise UserError(f"--needed is an age between 0 and {OLDEST:,}, got {command.needed}")
     if command.run is not None and name == "patterns":
         raise UserError(f"patterns is a figure of the memory systems and takes no run, got {command.run}")
     if is_trace and name in PAIRED:
@@ -178,8 +177,6 @@ def _figure_of_systems(command: FigureCommand, out: Path) -> int:
     for kind in kinds:
         if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
-    if not 1 <= command.longest <= MOST_STEPS:
-        raise UserError(f"--longest must lie between 1 and {MOST_STEPS:,} steps, got {command.longest:,}")
     from expire_span.view.figures import save_figure
     from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
 

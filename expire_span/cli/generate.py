@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from expire_span.checks import check_seed
+from expire_span.checks import Natural, Seed, Temperature, between
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
@@ -29,17 +30,17 @@ class Generate(OnAnyRun):
     """Text to go on from; - reads it from standard input."""
     file: Path | None = None
     """File to go on from, of any length, in place of --prompt."""
-    max_tokens: int | None = 256
+    max_tokens: Natural | None = 256
     """How many tokens to write (bytes, characters or words, as the run reads them); None never stops."""
-    samples: int = 1
+    samples: Annotated[int, between(1, MOST_SAMPLES)] = 1
     """How many continuations to write; with more than one they are printed one after another at the end."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Below 1 sharpens the distribution; 0 takes the likeliest token."""
     top_k: int | None = None
     """Draw from the k likeliest tokens only."""
     top_p: float | None = None
     """Draw from the smallest set of tokens that holds this much of the probability."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draws."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -65,13 +66,6 @@ def run_generate(args: list[str]) -> int:
 
 
 def _check(command: Generate) -> None:
-    if not 1 <= command.samples <= MOST_SAMPLES:
-        raise UserError(f"--samples must lie between 1 and {MOST_SAMPLES:,}, got {command.samples:,}")
-    if not 0 <= command.temperature < float("inf"):
-        raise UserError(f"--temperature must be 0 or more and finite, got {command.temperature:g}")
-    check_seed(command.seed, "--seed")
-    if command.max_tokens is not None and command.max_tokens < 0:
-        raise UserError(f"--max-tokens must be 0 or more, got {command.max_tokens}")
     if command.samples > 1 and command.max_tokens is None:
         raise UserError(f"several samples need --max-tokens, got samples {command.samples} and max-tokens None")
 

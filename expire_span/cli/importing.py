@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from expire_span.runs import UserError, check_name, check_new
+from expire_span.checks import Count
+from expire_span.runs import check_name, check_new
 from expire_span.settings.run import TrainConfig
 
 from .parsing import PROGRAM, parse
@@ -27,13 +28,13 @@ class Import:
     """The file; it is loaded as weights alone, so code in it is never run."""
     out: str
     """Name of the new run under --runs-dir, or the path of its folder."""
-    ramp: int
+    ramp: Count
     """--expire-span-ramp of its training."""
-    max_span: int | None = None
+    max_span: Count | None = None
     """--attn-lim of its training; None derives it from the file."""
     temperature: float = 1.0
     """--expire-span-pre-div of its training."""
-    heads: int | None = None
+    heads: Count | None = None
     """--nheads of its training; None derives it from the file."""
     dropout: float = 0.0
     """Dropout of further training."""
@@ -52,10 +53,6 @@ def run_import(args: list[str]) -> int:
     path = Path(command.out) if "/" in command.out else command.runs_dir / command.out
     check_name(path.name)
     check_new(path)
-    for name in ("ramp", "max_span", "heads"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     from expire_span.train.import_official import Given, import_checkpoint
 
     given = Given(

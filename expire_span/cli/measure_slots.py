@@ -8,7 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from .parsing import PROGRAM, options_at_least, parse
+from expire_span.checks import Count
+
+from .parsing import PROGRAM, parse
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class MeasureSlots:
     """Text to read: a file, or a folder of .txt files. It should be like what will be served."""
     model: str | None = None
     """The base model; None takes the one that the adapter names."""
-    context: int = 8192
+    context: Count = 8192
     """Number of tokens of each document."""
-    documents: int = 8
+    documents: Count = 8
     """Largest number of documents to read."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -32,7 +34,6 @@ class MeasureSlots:
 
 def run_measure_slots(args: list[str]) -> int:
     command = parse(MeasureSlots, args, f"{PROGRAM} measure-slots")
-    options_at_least(command, 1, "context", "documents")
     import torch
 
     from expire_span.hf import load_adapter

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from expire_span.checks import out_of_bounds
 from expire_span.errors import UserError
 from expire_span.field_docs import without_fields
 
@@ -54,6 +55,7 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
         with contextlib.redirect_stderr(said), without_fields():
             found = tyro.cli(kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,), **options)
         check_widths(found)
+        check_bounds(found)
         return found
     except SystemExit as stop:
         if not stop.code:
@@ -117,12 +119,10 @@ def warn(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
 
 
-def options_at_least(command: Any, least: float, *names: str) -> None:
-    """Refuse options of a command whose values are smaller than `least`; None is allowed."""
-    for name in names:
-        value = getattr(command, name)
-        if value is not None and not value >= least:  # NaN is refused too
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+def check_bounds(command: Any) -> None:
+    """Refuse options that break a limit of their type."""
+    for name, bound, value in out_of_bounds(command):
+        raise UserError(f"--{name.replace('_', '-')} must {bound.must}, got {value}")
 
 
 UNNAMED = ("config", "expiry", "learning")
@@ -138,12 +138,6 @@ def check_widths(command: Any, prefix: str = "") -> None:
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, int) and not -(2**63) <= number < 2**63:
                 raise UserError(f"--{name} must be less than 2**63 in size, got {number}")
-
-
-def check_port(port: int) -> None:
-    """Refuse a number that is not a port."""
-    if not 1 <= port <= 65535:
-        raise UserError(f"--port must lie between 1 and 65535, got {port}")
 
 
 def read_text_option(path: Path) -> bytes:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from expire_span.checks import check_seed
+from expire_span.checks import Seed
 from expire_span.runs import UserError
 
 from .parsing import PROGRAM, nearest, parse, take_name
@@ -30,7 +30,7 @@ class Play:
 
     level: Literal["Easy", "Medium", "Hard"] = "Easy"
     """How long the corridor is, how many rooms or instructions there are."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the episodes."""
     colour: bool = True
     """Draw with the terminal's colours."""
@@ -44,7 +44,6 @@ def run_play(args: list[str]) -> int:
     if world not in WORLDS:
         raise UserError(f"unknown world {world!r}; {nearest(world, list(WORLDS))}")
     command = parse(Play, rest, f"{PROGRAM} play {world}")
-    check_seed(command.seed, "--seed")
     from expire_span.tasks.gridworlds.levels import build_engine, level_config
 
     engine = build_engine(level_config(WORLDS[world], command.level), 1)

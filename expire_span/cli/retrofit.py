@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from expire_span.checks import check_seed
+from expire_span.checks import Seed, at_least
 from expire_span.errors import UserError
 from expire_span.runs import RunFolder, check_name, check_new
 from expire_span.settings.retrofit import DistillConfig, RetrofitConfig, RetrofitTask
@@ -35,7 +35,7 @@ class RetrofitCommand:
     )
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of the model; int8 and nf4 need bitsandbytes. The predictors are always float32."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the choice of contexts."""
 
 
@@ -47,7 +47,7 @@ class VerifyCommand:
     """Adapter folder."""
     model: str | None = None
     """Base model; None takes the one that the adapter names."""
-    tokens: int = 512
+    tokens: Annotated[int, at_least(2)] = 512
     """Tokens to stream with deletion and compare with the undeleted computation."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -56,7 +56,6 @@ class VerifyCommand:
 def run_retrofit(args: list[str]) -> int:
     args = _one_budget(args)
     command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
-    check_seed(command.seed, "--seed")
     check_name(command.out.name)
     check_new(command.out, "--out")
     if not command.data.exists():
@@ -105,8 +104,6 @@ def run_verify(args: list[str]) -> int:
     from expire_span.hf.loading import open_base
     from expire_span.hf.verify import streamed_error
 
-    if command.tokens < 2:
-        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     read_weights(command.adapter, read_head(command.adapter))
     name, model, _ = open_base(command.adapter, command.model, command.device)
     error, kept = streamed_error(load_adapter(model, command.adapter), command.tokens)

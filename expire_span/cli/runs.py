@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
+from expire_span.checks import Count
 from expire_span.memories import find_limits
 from expire_span.recipes import RECIPES, get_recipe, stages_of
 from expire_span.runs import RunFolder, UserError, find_run
@@ -81,15 +82,15 @@ class Eval(OnRun):
 
     split: Literal["valid", "test", "train"] = "test"
     """Which part of the data."""
-    batches: int | None = None
+    batches: Count | None = None
     """Number of batches to score; None scores the whole split."""
-    batch: int | None = None
+    batch: Count | None = None
     """Number of rows; None takes the training's. With one row, memory is carried through the whole split."""
-    block: int | None = None
+    block: Count | None = None
     """Tokens per row and forward pass; None takes the training's."""
     path: str | None = None
     """A file or folder to score instead of the run's own data; for runs on text and words."""
-    episodes: int = 1000
+    episodes: Count = 1000
     """Least number of whole episodes of an agent."""
     greedy: bool = False
     """Let an agent take the likeliest actions; off, they are drawn, as in training."""
@@ -207,10 +208,6 @@ def run_eval(args: list[str]) -> int:
     _check_fits_run(command, run)
     if command.file is not None:
         return eval_file(run, command.file, command.device)
-    for name in ("batches", "batch", "block", "episodes"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} must be at least 1, got {value}")
     print(json.dumps(run.config.kind.load("command").evaluate(run, command), indent=2))
     return 0
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from expire_span.checks import Count, Natural, NonNegative, Port, at_least
 from expire_span.errors import UserError, describe
 from expire_span.extras import install_command
 from expire_span.shipped import SHIPPED
 
-from .parsing import PROGRAM, check_port, options_at_least, parse, warn
+from .parsing import PROGRAM, parse, warn
 
 if TYPE_CHECKING:
     from expire_span.serve.scheduler import Scheduler
@@ -40,9 +41,9 @@ class Serve:
     """Folder of runs."""
     host: str = "127.0.0.1"
     """Address to listen on. For any other address, set keys (EXPIRE_SPAN_API_KEYS) and put a proxy with TLS before it."""
-    port: int = 8000
+    port: Port = 8000
     """Port to listen on."""
-    rows: int = 8
+    rows: Count = 8
     """Largest number of requests that run at a time; others wait."""
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of a retrofitted model; a run has its own."""
@@ -50,34 +51,30 @@ class Serve:
     """auto, cpu, cuda, cuda:N; with an adapter also spread: layers on all GPUs, and the rest in the memory beside them."""
     allow_host: tuple[str, ...] = ()
     """Names under which clients may ask, besides this machine's addresses and localhost: that of a proxy, for example."""
-    max_waiting: int = 1024
+    max_waiting: Count = 1024
     """Largest number of texts that wait for their turn; more are refused with 429."""
-    max_prompt: int = 500_000
+    max_prompt: Count = 500_000
     """Largest number of tokens of a prompt."""
-    max_kept: int = 4096
+    max_kept: Natural = 4096
     """Largest number of tokens of a chat that are marked "keep"."""
-    session_memory: int = 1_000_000_000
+    session_memory: Natural = 1_000_000_000
     """Bytes of memory for what earlier requests have read, so that a prompt that begins as they did goes on from there; 0 reads
     every prompt whole."""
     session_folder: Path | None = None
     """Folder for sessions that leave the memory, and for the ends of answers, so that chats outlive the server. It holds what
     the model remembers of texts: protect it as you would protect them."""
-    session_disk: int = 10_000_000_000
+    session_disk: Natural = 10_000_000_000
     """Bytes of files in that folder; the sessions that were not used for longest are deleted."""
-    max_body: int = 4_000_000
+    max_body: Count = 4_000_000
     """Largest number of bytes of a request."""
-    patience: float = 30.0
+    patience: Annotated[float, at_least(0.1)] = 30.0
     """Seconds that a client may let the server wait: for a whole request, or for reading on in an answer."""
-    grace: float = 5.0
+    grace: NonNegative = 5.0
     """Seconds that answers have to end after SIGTERM or Ctrl-C; then they are cut off. A second signal ends at once."""
 
 
 def run_serve(args: list[str]) -> int:
     command = parse(Serve, args, f"{PROGRAM} serve")
-    check_port(command.port)
-    options_at_least(command, 1, "rows", "max_waiting", "max_prompt", "max_body")
-    options_at_least(command, 0, "grace", "max_kept", "session_memory", "session_disk")
-    options_at_least(command, 0.1, "patience")
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"serve needs {package}; install it with: {install_command('hf')}")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.checks import Count
 from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse
@@ -30,7 +31,7 @@ class Ship:
     """Text to store with the model; None takes the first bytes of the test data."""
     path: str | None = None
     """Where the data is now, if it has moved since training."""
-    batches: int = 16
+    batches: Count = 16
     """Number of batches of the test data on which the score is measured."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -40,8 +41,6 @@ class Ship:
 
 def run_ship(args: list[str]) -> int:
     command = parse(Ship, args, f"{PROGRAM} ship")
-    if command.batches < 1:
-        raise UserError(f"--batches must be at least 1, got {command.batches}")
     run = find_run(command.run, command.runs_dir)
     if "path" in run.config.kind.eval_options:
         with_data(run, command.path)  # a place that is not there is refused with the option that this command has

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.checks import Count
 from expire_span.runs import UserError
 
 from .parsing import PROGRAM, nearest, parse
@@ -18,9 +19,9 @@ class Entrances:
 
     quick: bool = False
     """Few sizes, few steps: half a minute, and little is learned."""
-    jobs: int | None = None
+    jobs: Count | None = None
     """Processes side by side; None takes one per processor."""
-    seeds: int | None = None
+    seeds: Count | None = None
     """Random starts of every size; None takes 5 (2 with --quick)."""
     out: Path | None = None
     """Folder of the study; the same command goes on with it. None takes studies/entrances (or entrances-quick)."""
@@ -32,11 +33,11 @@ class WordRNN:
 
     path: str = ""
     """A text file; none takes built-in tales."""
-    steps: int = 400
+    steps: Count = 400
     """Training steps."""
-    seeds: int = 2
+    seeds: Count = 2
     """Random starts."""
-    jobs: int | None = None
+    jobs: Count | None = None
     """Processes side by side; None takes one per processor."""
     out: Path = Path("studies/word-rnn")
     """Folder of the study; the same command goes on with it."""
@@ -48,9 +49,9 @@ class Questions:
 
     quick: bool = False
     """Few models, few steps: half a minute, and little is learned."""
-    jobs: int | None = None
+    jobs: Count | None = None
     """Processes side by side; None takes one per processor."""
-    seeds: int | None = None
+    seeds: Count | None = None
     """Random starts of every model; None takes 3 (1 with --quick)."""
     out: Path | None = None
     """Folder of the study; the same command goes on with it. None takes studies/questions (or questions-quick)."""
@@ -72,43 +73,38 @@ def run_study(args: list[str]) -> int:
 
 def run_entrances(args: list[str]) -> int:
     command = parse(Entrances, args, f"{PROGRAM} study entrances")
-    jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("entrances-quick" if command.quick else "entrances")
     from expire_span.lab.study.entrances import EntrancesSettings, collect_facts, run_study
 
     quick, seeds = command.quick, command.seeds
     settings = EntrancesSettings.quick(seeds or 2) if quick else EntrancesSettings(seeds=seeds or 5)
-    return _show(*run_study(settings, out, jobs), collect_facts, quick=command.quick)
+    return _show(*run_study(settings, out, _processes(command.jobs)), collect_facts, quick=command.quick)
 
 
 def run_word_rnn(args: list[str]) -> int:
     command = parse(WordRNN, args, f"{PROGRAM} study word-rnn")
-    jobs = check_counts(jobs=command.jobs, seeds=command.seeds, steps=command.steps)
     if command.path and not Path(command.path).is_file():
         raise UserError(f"--path {command.path} is not a file; give a text file, or none for the built-in tales")
     from expire_span.lab.study.word_rnn import WordSettings, collect_facts, run_study
 
-    return _show(*run_study(WordSettings(command.path, command.steps, command.seeds), command.out, jobs), collect_facts)
+    settings = WordSettings(command.path, command.steps, command.seeds)
+    return _show(*run_study(settings, command.out, _processes(command.jobs)), collect_facts)
 
 
 def run_questions(args: list[str]) -> int:
     command = parse(Questions, args, f"{PROGRAM} study questions")
-    jobs = check_counts(jobs=command.jobs, seeds=command.seeds)
     out = command.out or Path("studies") / ("questions-quick" if command.quick else "questions")
     from expire_span.lab.study.questions.page import collect_facts
     from expire_span.lab.study.questions.study import QuestionsSettings, run_study
 
     quick, seeds = command.quick, command.seeds
     settings = QuestionsSettings.quick(seeds or 1) if quick else QuestionsSettings(seeds=seeds or 3)
-    return _show(*run_study(settings, out, jobs), collect_facts, quick=command.quick)
+    return _show(*run_study(settings, out, _processes(command.jobs)), collect_facts, quick=command.quick)
 
 
-def check_counts(**counts: int | None) -> int:
-    """Refuse counts below one; returns how many processes to use."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise UserError(f"--{name} must be at least 1, got {value}")
-    return counts["jobs"] or os.cpu_count() or 1
+def _processes(jobs: int | None) -> int:
+    """How many processes to use; None is one per processor."""
+    return jobs or os.cpu_count() or 1
 
 
 def _show(path: Path, result: dict, collect_facts: Callable[[dict], list[tuple[str, str]]], quick: bool = False) -> int:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from expire_span.checks import Count, Natural
 from expire_span.disk.files import check_output, seal_line, write_output
 from expire_span.runs import UserError, find_run
 
@@ -27,18 +28,14 @@ class TraceCommand(OnAnyRun):
     """Shorten all lifetimes by one factor, so that this many memories are alive on average, to see what the model loses."""
     model: str | None = None
     """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Number of tokens after which to stop; None reads everything."""
-    episode: int | None = None
+    episode: Natural | None = None
     """Of an agent: which of its test episodes; None takes a long one."""
 
 
 def run_trace(args: list[str]) -> int:
     command = parse(TraceCommand, args, f"{PROGRAM} trace")
-    if command.tokens is not None and command.tokens < 1:
-        raise UserError(f"--tokens must be at least 1, got {command.tokens}")
-    if command.episode is not None and command.episode < 0:
-        raise UserError(f"--episode must be 0 or more, got {command.episode}")
     if command.out is not None:
         check_output(command.out)
     adapter = find_adapter(command.run)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from expire_span.checks import at_least
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
@@ -31,7 +32,7 @@ class Verify(OnRun):
     """Of an adapter: its base model; None takes the one that the adapter names."""
     file: Path | None = None
     """Text to stream; random tokens by default."""
-    tokens: int | None = None
+    tokens: Annotated[int, at_least(2)] | None = None
     """How many of them; None takes three times the model's longest memory, at most 4096 (512 of an adapter)."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N. On a GPU float32 sums are taken in another order, and differ by more."""
@@ -46,8 +47,6 @@ def run_verify(args: list[str]) -> int:
     run = find_run(command.run, command.runs_dir)
     if command.model is not None:
         raise UserError(f"--model {command.model} is for adapters; {run.path} is a run, which has a model of its own")
-    if command.tokens is not None and command.tokens < 2:
-        raise UserError(f"--tokens must be at least 2, got {command.tokens}")
     from expire_span.checkpoint import load_model
     from expire_span.stream.verify import verify
     from expire_span.train.devices import check_device

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import tyro
 
+from expire_span.checks import Port
 from expire_span.extras import install_command
 from expire_span.runs import UserError, find_run
 
-from .parsing import PROGRAM, check_port, parse
+from .parsing import PROGRAM, parse
 from .runs import find_adapter
 
 
@@ -25,7 +26,7 @@ class View:
     """Folder that holds the run folders."""
     model: str | None = None
     """Of an adapter: its base model, a folder, a .gguf file or a hub name; None is where the adapter was made."""
-    port: int = 8700
+    port: Port = 8700
     """Port to listen on; if it is taken, the next free one."""
     no_browser: bool = False
     """Print the address only, and open no browser."""
@@ -33,7 +34,6 @@ class View:
 
 def run_view(args: list[str]) -> int:
     command = parse(View, args, f"{PROGRAM} view")
-    check_port(command.port)
     path = None if command.source is None else Path(command.source)
     trace = path if path is not None and path.is_file() else None
     adapter = find_adapter(command.source)

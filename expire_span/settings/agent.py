@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import Count, Natural, NonNegative, Positive, Share, ShareBelowOne, checked, require
 from expire_span.field_docs import documented
 from expire_span.settings.models import BackboneConfig
 from expire_span.settings.train import BudgetConfig, LearningConfig
@@ -56,12 +56,12 @@ class EnvTask:
     clock: bool = False
     """Show the agent how many steps its episode has lasted, as sines and cosines: what is still to come, and so the value of a
     state, often depends on it, and memories can be addressed by when they were made."""
-    joint_actions: int = 1
+    joint_actions: Count = 1
     """Where an action is several choices with at most this many combinations, make them as one choice among all combinations,
     so that one may depend on another. 1 makes them independently of each other."""
-    text_words: int = 32
+    text_words: Count = 32
     """Most words of a text in an observation, such as MiniGrid's mission."""
-    patience: float = 300.0
+    patience: Positive = 300.0
     """Seconds that the environments may take for one step or reset; then training ends with an error and can be resumed."""
     success_return: float | None = None
     """Where the environment does not report success itself: an episode with at least this return is one. Until `train.goal` is
@@ -73,9 +73,6 @@ class EnvTask:
         require(
             isinstance(self.arguments, dict), f"task.options must be a JSON table of arguments, got {self.options!r}"
         )
-        require(self.joint_actions >= 1, f"task.joint_actions must be at least 1, got {self.joint_actions}")
-        require(self.text_words >= 1, f"task.text_words must be at least 1, got {self.text_words}")
-        require(self.patience > 0, f"task.patience must be greater than 0 seconds, got {self.patience}")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -98,7 +95,7 @@ class PolicyConfig(BackboneConfig):
     """Number of values of each choice of an action; filled in from the environment."""
     continuous: tuple[bool, ...] = ()
     """For each continuous number of an action, whether its range is bounded; filled in from the environment."""
-    cell_dim: int = 16
+    cell_dim: Count = 16
     """Width of the embedding of a grid's cell, or of a word."""
     wide_choices: bool = False
     """Give choices among more than `cell_dim` values an embedding as wide as the model, so that a mean of memories tells which
@@ -115,7 +112,6 @@ class PolicyConfig(BackboneConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.predict_rewards or not self.guided, "guided needs predict_rewards, got guided without it")
-        require(self.cell_dim >= 1, f"cell_dim must be at least 1, got {self.cell_dim}")
         for name in ("dropout", "layer_drop"):
             why = "since replayed steps must give the probabilities that were acted on"
             require(getattr(self, name) == 0, f"{name} of a policy must be 0, {why}, got {getattr(self, name)}")
@@ -126,50 +122,50 @@ class PolicyConfig(BackboneConfig):
 class AgentTrainConfig(LearningConfig):
     """How an agent learns: PPO with generalised advantages, or imitation of an expert."""
 
-    steps: int = 300
+    steps: Count = 300
     """Updates. Each plays `window` steps in every environment and learns from them."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
     """Adam's running-mean factors."""
-    clip: float = 0.5
+    clip: NonNegative = 0.5
     """Largest gradient norm; 0 switches clipping off."""
-    warmup: int = 10
+    warmup: Natural = 10
     """Updates of linear warm-up."""
     schedule: Literal["cosine", "constant", "linear"] = "linear"
     """Learning rate after the warm-up: down to final_lr along a cosine or a line, or constant."""
-    span_weight: float = 0.0
+    span_weight: NonNegative = 0.0
     """Fixed weight of the mean span of new memories, used when no budget is set."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Budget controller; replaces span_weight when its target is set. Its losses are shares of failed episodes here."""
-    eval_every: int = 50
+    eval_every: Count = 50
     """Updates between evaluations; the last update always has one."""
-    checkpoint_every: int = 100
+    checkpoint_every: Count = 100
     """Updates between checkpoints; the last update always has one."""
-    envs: int = 64
+    envs: Count = 64
     """Environments side by side, over all processes together."""
-    window: int = 32
+    window: Count = 32
     """Steps between two updates, replayed from one stored state as one block: the horizon of the gradient."""
-    epochs: int = 2
+    epochs: Count = 2
     """Number of passes over each window."""
-    minibatches: int = 1
+    minibatches: Count = 1
     """Optimizer steps per epoch, each on a part of the environments."""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """Discount of rewards per step."""
-    gae_lambda: float = 0.95
+    gae_lambda: Share = 0.95
     """Lambda of generalised advantage estimation: 0 is one-step advantages, 1 those of whole returns."""
-    clip_ratio: float = 0.2
+    clip_ratio: Positive = 0.2
     """Clipping range of PPO: relative change of an action's probability beyond which the objective no longer improves."""
-    kl_limit: float = 0.02
+    kl_limit: Positive = 0.02
     """Stop learning from a window once an epoch has changed the policy by this much (Kullback-Leibler divergence, nats)."""
-    least_spread: float = 0.1
+    least_spread: Positive = 0.1
     """Smallest standard deviation by which advantages are divided: those of an agent that always succeeds are noise, which
     would undo what was learned if it were scaled up. Environments with small rewards need a smaller value."""
-    entropy: float = 0.01
+    entropy: NonNegative = 0.01
     """Weight of the entropy bonus, which keeps the agent exploring."""
     anneal_entropy: bool = False
     """Lower that weight with the learning rate, so that the agent explores at first and does what it knows at the end."""
-    value_weight: float = 0.5
+    value_weight: NonNegative = 0.5
     """Weight of the value's squared error."""
-    reward_weight: float = 0.5
+    reward_weight: NonNegative = 0.5
     """Weight of the squared error of predicted rewards, in units of their variance; used with `model.predict_rewards`."""
     scale_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return, so that their unit does not matter."""
@@ -179,30 +175,22 @@ class AgentTrainConfig(LearningConfig):
     weigh_credit: bool = False
     """Weight the two parts of an advantage, the reward of the step itself and all that is later, by how much of each is seen to
     depend on the action. Where actions change nothing later, as answers to questions do, the later part is noise."""
-    imitate: int = 0
+    imitate: Natural = 0
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
-    expert_share: float = 0.5
+    expert_share: Share = 0.5
     """Share of the environments in which the expert acts while the agent imitates; the agent acts in the others."""
-    averaging: float = 0.0
+    averaging: Share = 0.0
     """Evaluate an exponential moving average of the weights with this decay, since policy gradients are noisy. The agent plays
     and learns with the newest weights. 0 evaluates the newest weights."""
-    goal: float = 0.95
+    goal: Share = 0.95
     """Success, in the hardest band of episodes, from which weights count as solving the task. Among those the ones with the
     fewest live memories are best; once the budget's target is met, those with the highest success, and of equals the newest."""
-    eval_episodes: int = 256
+    eval_episodes: Count = 256
     """Episodes of an evaluation during training."""
-    test_episodes: int = 1000
+    test_episodes: Count = 1000
     """Episodes of the final evaluation, with the best weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("envs", "window", "epochs", "minibatches", "eval_episodes", "test_episodes"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         fits = f"minibatches must divide envs, got minibatches {self.minibatches} and envs {self.envs}"
         require(self.envs % self.minibatches == 0, fits)
-        for name in ("clip_ratio", "kl_limit", "least_spread"):
-            require(getattr(self, name) > 0, f"{name} must be greater than 0, got {getattr(self, name)}")
-        for name in ("entropy", "value_weight", "reward_weight", "imitate"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda", "expert_share", "goal", "averaging"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import Count, ShareBelowOne, at_least, checked, require
 from expire_span.field_docs import documented
 from expire_span.models import systems
 from expire_span.models.systems import AttentionShape, LayerShape
@@ -18,9 +18,9 @@ from expire_span.models.systems.expire_span import ExpireSpanConfig, PaperDetail
 class BackboneConfig(AttentionShape):
     """Blocks of a memory system and a feed-forward part, from hidden states to hidden states."""
 
-    layers: int = 4
+    layers: Count = 4
     """Number of blocks."""
-    ff_dim: int = 1024
+    ff_dim: Count = 1024
     """Inner width of the feed-forward part."""
     norm: Literal["pre", "post"] = "pre"
     """Normalise before each part (with a final norm), or after adding it."""
@@ -28,9 +28,9 @@ class BackboneConfig(AttentionShape):
     """RMSNorm or LayerNorm."""
     activation: Literal["relu", "relu2", "swiglu"] = "relu2"
     """Feed-forward non-linearity: ReLU, squared ReLU or SwiGLU."""
-    dropout: float = 0.0
+    dropout: ShareBelowOne = 0.0
     """Dropout on the mixer's output and inside the feed-forward part."""
-    layer_drop: float = 0.0
+    layer_drop: ShareBelowOne = 0.0
     """Chance of skipping a block in training; the spans of a skipped block still age and expire."""
     mixer: systems.MixerConfig = field(default_factory=ExpireSpanConfig)  # type: ignore[reportInvalidTypeForm]
     """The memory system of every block, or of the blocks marked m in the pattern."""
@@ -42,10 +42,6 @@ class BackboneConfig(AttentionShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers", "ff_dim"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("dropout", "layer_drop"):
-            require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
         require(set(self.pattern) <= {"m", "p"}, f"pattern must consist of m and p, got {self.pattern!r}")
         paired = ("p" in self.pattern) == (self.partner is not None)
         require(paired, f"pattern and partner go together, got pattern {self.pattern!r} and partner {self.partner}")
@@ -101,9 +97,5 @@ class BackboneConfig(AttentionShape):
 class DecoderConfig(BackboneConfig):
     """Tokens in, logits of the next token out: embedding, backbone, head. `paper()` and `modern()` are two presets."""
 
-    vocab: int = 256
+    vocab: Annotated[int, at_least(2)] = 256
     """Number of token kinds."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.vocab >= 2, f"vocab must be at least 2, got {self.vocab}")

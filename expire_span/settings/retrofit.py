@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expire_span.checks import above_zero, at_least, checked, require
+from expire_span.checks import Count, Natural, Positive, Share, checked, require
 from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig, HeadReach
+from expire_span.settings.train import Kept
 
 
 @documented
@@ -27,14 +28,13 @@ class RetrofitConfig:
     keep_first: int = 0
     """Number of first tokens that are never deleted, whatever their predicted span: pretrained models use the first tokens,
     mostly four, as attention sinks."""
-    cap: int | None = None
+    cap: Count | None = None
     """Hard limit on stored memories per row and head: the one with the fewest steps left is evicted, which is not exact."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the operator; auto takes triton on a GPU and chunked elsewhere."""
 
     def __post_init__(self) -> None:
         self.lifetimes()  # checks the fields that both have
-        require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
         require(0 <= self.keep_first <= self.max_span, f"keep_first must lie in [0, max_span], got {self.keep_first}")
         require(
             self.cap is None or self.keep_first < self.cap,
@@ -86,60 +86,60 @@ class DistillConfig:
 
     budget: float | None = None
     """Living memories at the end of a context, as a fraction of its tokens."""
-    budget_tokens: float | None = None
+    budget_tokens: Positive | None = None
     """The same as a number of memories per head."""
-    budget_bytes: int | None = None
+    budget_bytes: Count | None = None
     """The same in bytes of keys, values, spans and positions per row, over all layers that learn."""
     more_budgets: str = ""
     """Further budgets as fractions, separated by commas, such as 0.5,0.25: each gets predictors of its own, which are trained
     in turn with the others and lie in the same adapter folder, as its subfolders budget-0.5 and budget-0.25."""
-    context: int = 4096
+    context: Count = 4096
     """Tokens of a training context; the budget is met at its end."""
-    block: int = 1024
+    block: Count = 1024
     """Tokens per forward pass: the gradient horizon. The memory is carried from block to block."""
-    batch: int = 4
+    batch: Count = 4
     """Contexts per optimizer step."""
     mixture: str = "text"
     """What training contexts are made of, as shares such as text=0.6,lookups=0.4: text (--data), code (sources of installed
     Python packages), lookups (facts in many formats, asked for at the end), repeats (passages to be repeated at the end), chat
     (the model's own answers under a system prompt). auto takes all of them if the model has a chat template, else text alone;
     chat only on a GPU."""
-    steps: int = 400
+    steps: Count = 400
     """Optimizer steps."""
-    seconds: float | None = None
+    seconds: Positive | None = None
     """Time limit in seconds since the start or the last resume; the schedule then follows the clock, and steps are skipped."""
-    lora_rank: int = 0
+    lora_rank: Natural = 0
     """Rank of LoRA weights for the model's linear layers, which are trained too (needs peft); 0 trains the predictors only."""
-    lora_lr: float = 1e-4
+    lora_lr: Positive = 1e-4
     """Learning rate of the LoRA weights."""
-    calibrate: int = 0
+    calibrate: Natural = 0
     """Number of contexts from whose attention in the base model the initial spans are fitted; 0 starts with spans so long that
     nothing expires."""
-    anneal: float = 0.6
+    anneal: Share = 0.6
     """Share of the steps over which the budget falls from the whole context to its target; calibrated spans begin there."""
-    budget_from: float = 1.0
+    budget_from: Share = 1.0
     """Share of a context after which the budget applies, in proportion to the tokens read; 1 applies it at the end only."""
-    lr: float | None = None
+    lr: Positive | None = None
     """Learning rate of the predictors; None is 0.5 over the model's width, since a predictor sums over the width."""
-    bias_lr: float = 0.02
+    bias_lr: Positive = 0.02
     """Learning rate of the predictors' biases, where it is above lr: the mean span of a head is one number."""
-    decay: float = 0.3
+    decay: Share = 0.3
     """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
-    gain: float = 0.1
+    gain: Positive = 0.1
     """How fast the weight of the span loss follows the budget."""
-    initial_weight: float = 1e-5
+    initial_weight: Positive = 1e-5
     """Weight of the span loss (mean span in tokens) to start from."""
-    clip: float = 1.0
+    clip: Positive = 1.0
     """Largest gradient norm."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between evaluations on held-out text; the last step always has one."""
-    eval_contexts: int = 4
+    eval_contexts: Count = 4
     """Contexts of an evaluation."""
-    checkpoint_every: int = 50
+    checkpoint_every: Count = 50
     """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Kept = 2
     """How many checkpoints stay on disk."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
     tracker: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
     """Viewer that the metrics also go to: TensorBoard files in the run folder, Weights & Biases, MLflow, or none."""
@@ -156,19 +156,12 @@ class DistillConfig:
             share is None or 0 < share <= 1,
             f"budget is a share of the context and must lie in (0, 1], got {share}; budget_tokens takes a number of memories",
         )
-        counts = ("context", "block", "batch", "steps", "eval_every", "eval_contexts", "checkpoint_every", "log_every")
-        at_least(self, 1, *counts, "budget_bytes")
-        above_zero(self, "budget_tokens", "seconds", "lr", "bias_lr", "lora_lr", "gain", "initial_weight", "clip")
-        at_least(self, 0, "calibrate", "lora_rank")
         parse_mixture(self.mixture)
         for share in self.further:
             require(
                 0 < share <= 1 and share != self.budget and self.further.count(share) == 1,
                 f"more_budgets must be different shares in (0, 1] beside budget {self.budget}, got {self.more_budgets!r}",
             )
-        for name in ("anneal", "decay", "budget_from"):
-            require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        require(self.keep_checkpoints >= 2, f"keep_checkpoints must be at least 2, got {self.keep_checkpoints}")
 
     @property
     def further(self) -> tuple[float, ...]:
@@ -235,18 +228,15 @@ class BaseModel:
     """Its model type, like llama."""
     hash: str = ""
     """Hash that identifies its weights; see hf/adapter.py."""
-    dim: int = 1
+    dim: Count = 1
     """Width of its hidden states."""
-    ff_dim: int = 1
+    ff_dim: Count = 1
     """Inner width of its feed-forward part, where it has one number for it."""
-    layers: int = 1
+    layers: Count = 1
     """Number of attention layers."""
-    kv_heads: int = 1
+    kv_heads: Count = 1
     """Key/value heads of a layer."""
-    head_dim: int = 64
+    head_dim: Count = 64
     """Width of a head."""
     expiry: RetrofitConfig = field(default_factory=RetrofitConfig)
     """How memories expire."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "dim", "ff_dim", "layers", "kv_heads", "head_dim")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from expire_span.checks import check_fields, check_seed, describe, fits, members_of, require, show
+from expire_span.checks import Seed, check_fields, describe, fits, members_of, require, show
 from expire_span.field_docs import documented
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.settings.agent import AgentTrainConfig, EnvTask, PolicyConfig
@@ -73,7 +73,7 @@ class RunConfig(Generic[Task, Model, Learning]):
     """The decoder, an agent's policy, or what a retrofit's base model is."""
     train: Learning
     """The training."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of weights, data order and noise."""
 
     @property
@@ -88,10 +88,6 @@ class RunConfig(Generic[Task, Model, Learning]):
 
     def __post_init__(self) -> None:
         check_fields(self, **self.kind.hints)
-        check_seed(self.seed)
-        for name in ("dim", "ff_dim"):
-            value = getattr(self.model, name)
-            require(value >= 1, f"model.{name} must be at least 1, got {value}")
         layers = self.model.layers
         require(layers <= MOST_LAYERS, f"model.layers must be at most {MOST_LAYERS:,}, got {layers:,}")
         for name, value in walk(self):

@@ -33,7 +33,7 @@ REFUSED = [
     ("figure cut reader --max-span -1 --out runs/a.png", "the longest span must be 0 or more and finite, got -1.0"),
     (f"figure ages reader --needed {10**40} --out runs/a.png", f"must be less than 2**63 in size, got {10**40}"),
     ("figure growth --max-span 999999999999", "--max-span counts in cut only, got 999999999999.0 for the figure growth"),
-    ("figure growth --longest 999999999999", "--longest must lie between 1 and 1,048,576 steps, got 999,999,999,999"),
+    ("figure growth --longest 999999999999", "--longest must lie between 1 and 1,048,576 steps, got 999999999999"),
     ("ship reader --data w --out runs/b --sample empty.txt", "--sample empty.txt is empty"),
     ("trace reader --tokens 3 --out missing/x.jsonl", "--out missing/x.jsonl lies in missing, and there is no such folder"),
     ("trace reader --tokens 3 --out runs", "--out runs is a folder; give the name of a file in it"),

@@ -21,7 +21,7 @@ from expire_span import checkpoint, runs
 from expire_span.cli import main
 from expire_span.disk import files
 from expire_span.errors import RunError, StorageError, UserError, explain
-from expire_span.lab.compare.conduct import describe_end
+from expire_span.lab.compare.children import describe_end
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import recall, text_tiny
 from expire_span.runs import RunFolder, find_run

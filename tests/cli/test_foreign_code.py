@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expire_span.lab.compare.conduct import start_child
+from expire_span.lab.compare.children import start_child
 from expire_span.recipes import text_tiny
 from tests.tiny import as_options, spawn, tiny_config, write_text
 

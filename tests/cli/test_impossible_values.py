@@ -67,7 +67,7 @@ COMMANDS = [
     ("evaluate-cache m --data d --adapter a --context 0", "--context must be at least 1, got 0"),
     ("evaluate-cache m --data d --adapter a --documents 0", "--documents must be at least 1, got 0"),
     ("evaluate-cache m --data d --adapter a --chunk -1", "--chunk must be at least 1, got -1"),
-    ("evaluate-cache m --data d --adapter a --questions -1", "--questions must be at least 0, got -1"),
+    ("evaluate-cache m --data d --adapter a --questions -1", "--questions must lie between 0 and 100,000, got -1"),
     ("evaluate-cache m --data d --adapter a --budgets nan", "--budgets are shares in (0, 1], got nan"),
     ("play corridor --seed -1", "--seed must lie between 0 and 2**63 - 1, got -1"),
     ("retrofit m --data d --seed -1", "--seed must lie between 0 and 2**63 - 1, got -1"),
@@ -76,7 +76,10 @@ COMMANDS = [
     (f"verify wikibooks --tokens {10**21}", f"--tokens must be less than 2**63 in size, got {10**21}"),
     (f"evaluate-cache m --data d --context {2**63}", f"--context must be less than 2**63 in size, got {2**63}"),
     (f"retrofit m --data d --context {10**30}", f"--context must be less than 2**63 in size, got {10**30}"),
-    ("evaluate-cache m --data d --adapter a --questions 1000000", "--questions must be at most 100,000, got 1,000,000"),
+    (
+        "evaluate-cache m --data d --adapter a --questions 1000000",
+        "--questions must lie between 0 and 100,000, got 1000000",
+    ),
     ("retrofit m --data d --lr -0.1", "lr must be greater than 0, got -0.1"),
 ]
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,19 @@ def child_of(name: str) -> list[int]:
     return found
 
 
+class Child:
+    """A run that was made in this process, in the place of a child process; `reason` is why it failed."""
+
+    def __init__(self, said, reason: str | None) -> None:
+        self.stdin, self.returncode = SimpleNamespace(close=lambda: None), int(reason is not None)
+        said.write((reason or "").encode())
+
+    def wait(self, seconds: float | None = None) -> int:
+        return self.returncode
+
+    poll = wait
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Path:
     """A comparison of two systems that was not interrupted.
@@ -84,15 +98,15 @@ def unbroken(tmp_path_factory) -> Path:
     The first system has a process of its own, as users' systems do; the second one is trained in this process.
     """
     folder, said, threads = tmp_path_factory.mktemp("compare"), io.StringIO(), torch.get_num_threads()
-    real = conduct._run_child
+    real = conduct.start_child
 
-    def run(comparison: Comparison, name: str, *more) -> str | None:
-        return real(comparison, name, *more) if name == "gru_torch-seed0" else run_system(comparison.path, name)
+    def start(folder: Path, name: str, said, *more) -> Any:
+        return real(folder, name, said, *more) if name == "gru_torch-seed0" else Child(said, run_system(folder, name))
 
     torch.set_num_threads(1)  # as child processes have it: equal bits need equally many threads
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-            patch.setattr(conduct, "_run_child", run)
+            patch.setattr(conduct, "start_child", start)
             patch.setenv("OMP_NUM_THREADS", "1")
             assert main(command(folder, "whole")) == 0
     finally:
@@ -144,11 +158,9 @@ def test_ctrl_c_ends_the_worker_and_says_how_to_go_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(conduct, "start_child", start)
-    monkeypatch.setattr(conduct, "_watch", watch)
+    monkeypatch.setattr(conduct.Conductor, "_wait", watch)
     comparison = SimpleNamespace(path=tmp_path, runs=["gru-seed0"], run_of=lambda _name: None)
-    with pytest.raises(
-        conduct.Stopped, match="stopped during gru-seed0, 0 of 1 systems finished; the same command goes on"
-    ):
+    with pytest.raises(conduct.Stopped, match="stopped with 0 of 1 runs finished; the same command goes on"):
         conduct.conduct(comparison, str)  # type: ignore[arg-type]
     assert workers[0].poll() is not None, "the worker must not go on alone"
 
@@ -157,7 +169,7 @@ def test_ctrl_c_ends_the_worker_and_says_how_to_go_on(tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     code, err, first = interrupt(tmp_path, "asked", "gru_torch-seed0", signal.SIGINT)
-    assert code == 130 and "0 of 2 systems finished; the same command goes on" in err and "Traceback" not in err, err
+    assert code == 130 and "0 of 2 runs finished; the same command goes on" in err and "Traceback" not in err, err
     newest = max(p.name for p in (first / "checkpoints").iterdir())
     steps = [json.loads(line)["step"] for line in (first / "metrics.jsonl").read_text().splitlines()]
     assert int(newest.removeprefix("step-")) >= max(steps), "what was trained when the signal came is saved"
@@ -199,9 +211,7 @@ def test_other_settings_are_refused_and_more_systems_are_added(unbroken, call_co
     code, _, err = call_compare("recall", "--mixers", "full", "--name", "grown", "--runs-dir", str(unbroken / "runs"))
     assert code == 2 and "is of recipe text_tiny, got recall" in err
     made = []
-    monkeypatch.setattr(
-        "expire_span.lab.compare.conduct._run_child", lambda c, name, *_: made.append(name) or "no time"
-    )
+    monkeypatch.setattr(conduct, "start_child", lambda _, name, said, *__: made.append(name) or Child(said, "no time"))
     code, _, err = call_compare(*base, "--mixers", "gru_torch,expire_span,full", "--seeds", "2")
     assert code == 1 and "the same command tries again" in err
     assert made == ["full-seed0", "gru_torch-seed1", "expire_span-seed1", "full-seed1"]

@@ -8,17 +8,16 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("gymnasium")
 
-from expire_span.lab.compare import side_by_side
+from expire_span.lab.compare import conduct
 from expire_span.lab.compare.suite import parse_environments
 from expire_span.lab.compare.suite_outcome import Cell, EnvironmentRow, SuiteOutcome, half_width
 from expire_span.lab.compare.worker import run_system
-from tests.lab.test_compare_runs import child_of, wait_until
+from tests.lab.test_compare_runs import Child, child_of, wait_until
 from tests.tiny import spawn
 
 CORRIDOR, ECHO = "ExpireSpan/Corridor-Easy-v0", "tests.tiny_agents:Tiny/Echo-v0"
@@ -39,33 +38,17 @@ def words(folder: Path, *more: str, envs: str = f"{ECHO},{CORRIDOR}", steps: int
     return ["agent", "--envs", envs, *usual, *train, "--runs-dir", str(folder / "runs"), *more]
 
 
-class Child:
-    """A run in this process, in the place of a child process."""
-
-    def __init__(self, folder: Path, name: str, said, environment) -> None:
-        assert environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
-        self.stdin, self.started, self.returncode = SimpleNamespace(close=lambda: None), (folder.name, name), 0
-        if "fails" in os.environ.get("TINY", "") and name == "gru-seed0":
-            said.write(b"the environment is closed today")
-            self.returncode = 1
-        else:
-            run_system(folder, name)
-
-    def wait(self, seconds: float | None = None) -> int:
-        return self.returncode
-
-    poll = wait
-
-
 def test_systems_in_several_environments(call_compare, tmp_path, monkeypatch):
     """A failed run is told and tried again; finished ones are not run again; environments are added under the same name."""
     started = []
 
-    def start(*given) -> Child:
-        started.append((given[0].name, given[1]))
-        return Child(*given)
+    def start(folder: Path, name: str, said, environment) -> Child:
+        assert environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+        started.append((folder.name, name))
+        fails = "fails" in os.environ.get("TINY", "") and name == "gru-seed0"
+        return Child(said, "the environment is closed today" if fails else run_system(folder, name))
 
-    monkeypatch.setattr(side_by_side, "start_child", start)
+    monkeypatch.setattr(conduct, "start_child", start)
     monkeypatch.setenv("TINY", "fails")
     code, out, err = call_compare(*words(tmp_path, envs=ECHO))
     assert code == 1 and "Echo" in err and "the environment is closed today" in err and "tries again" in err

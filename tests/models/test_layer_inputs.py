@@ -26,7 +26,7 @@ from expire_span import (
 from expire_span.models.mixer import build_mixer
 from expire_span.models.state import bytes_of, fork
 from expire_span.models.systems import SYSTEMS, LayerShape
-from expire_span.settings import agent, models, retrofit, tasks, train
+from expire_span.settings import agent, gridworld_tasks, models, retrofit, sequence_tasks, text_tasks, train
 
 X = torch.ones(2, 5, 16)
 
@@ -255,7 +255,7 @@ def test_settings_of_memory_systems(name):
 def test_every_field_of_every_config_refuses_what_it_cannot_hold():
     """Each was a TypeError of a comparison inside, or was accepted and failed later."""
     classes = [system.settings for system in SYSTEMS.values()]
-    for module in (agent, models, retrofit, sampling, tasks, train):
+    for module in (agent, gridworld_tasks, models, retrofit, sampling, sequence_tasks, text_tasks, train):
         classes += [x for x in vars(module).values() if dataclasses.is_dataclass(x) and x.__module__ == module.__name__]
     plain = [cls for cls in dict.fromkeys(classes) if all(_has_default(field) for field in dataclasses.fields(cls))]
     assert len(plain) > 40

@@ -300,7 +300,7 @@ def test_needed_until_of_instructions():
         (lambda: CorridorTask(min_length=0), "min_length must be at least 2 .* got 0"),
         (lambda: CorridorTask(colours=6), r"colours must lie in 2..5.* got 6"),
         (lambda: CorridorTask(min_length=9, max_length=5), "got 5 and 9"),
-        (lambda: CorridorTask(view=4), "view must be 3, 5 or 7, got 4"),
+        (lambda: CorridorTask(view=4), "view must be one of 3, 5, 7, got 4"),
         (lambda: PortalTask(rooms=0), r"rooms must lie in 1..60.* got 0"),
         (lambda: PortalTask(width=4), "odd and at least 3, got 4"),
         (lambda: InstructionTask(instructions=10), r"1..9, the number of places, got 10"),

@@ -117,7 +117,7 @@ def test_the_span_loss_waits_for_a_number_of_steps():
     assert weights[:3] == [0, 0, 0] and weights[3] > 0
     controller.load_state_dict({"state": controller.state_dict()["state"][:4]})
     assert float(controller.weight) > 0
-    with pytest.raises(ValueError, match="wait must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="wait must be at least 0, got -1"):
         BudgetConfig(live=4, wait=-1)
 
 

@@ -1,76 +1,34 @@
-"""Runs a comparison: one child process per system, one after the other, with progress and time left."""
+"""Trains the runs of comparisons: one child process each, several at once or one after the other, with the time left."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from expire_span.disk.files import write_atomic
 from expire_span.runs import RunError
 from expire_span.train.progress import show_time
 
+from .children import start_child, stop_child, tell_failure
 from .plan import Comparison
 
 POLL = 0.2
 """Seconds between two checks of a child process."""
-PATIENCE = 60.0
-"""Seconds that a child gets to save its work when the comparison is stopped."""
-
-
-START = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-place = sys.argv[1]
-spec = spec_from_file_location("expire_span", place + "/__init__.py", submodule_search_locations=[place])
-sys.modules["expire_span"] = package = module_from_spec(spec)
-spec.loader.exec_module(package)
-from expire_span.lab.compare.worker import main
-sys.exit(main(sys.argv[2:]))
-"""
-"""The program of a child process, run with -P: the current folder is not searched for modules, so that a file in it with the
-name of a library is never run; and the package is loaded from the same folder as in this process."""
 
 
 class Stopped(RunError):
     """The comparison was interrupted; finished runs and checkpoints are kept."""
 
     exit_code = 130
-
-
-@dataclass
-class Pace:
-    """Measures how long systems take, to estimate the remaining time."""
-
-    total: int
-    finished: list[float] = field(default_factory=list)
-    done: int = 0
-
-    def left(self, elapsed: float, share: float) -> float | None:
-        """Estimated seconds until the end. share: of the running system's steps that are done; None while unknown."""
-        whole = elapsed / share if share > 0.02 else None
-        known = [*self.finished, *([whole] if whole is not None else [])]
-        if not known:
-            return None
-        mean = sum(known) / len(known)
-        rest = self.total - self.done - 1
-        return max((whole if whole is not None else mean) - elapsed, 0) + rest * mean
-
-    def rest(self) -> str:
-        """The estimated time of the systems after this one, in words; empty for the last."""
-        count = self.total - self.done
-        return f", left {show_time(count * sum(self.finished) / len(self.finished))}" if count and self.finished else ""
 
 
 class ComparisonDisplay:
@@ -103,107 +61,129 @@ class ComparisonDisplay:
             self.bar.update(self.job, completed=done, description=text)
 
 
-def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str, str]:
-    """Train every run that is not finished; returns the reasons of failed runs, by name.
+@dataclass
+class Running:
+    """A run whose child process has been started."""
 
-    describe: gives a finished run's result in words.
+    label: str
+    comparison: Comparison
+    name: str
+    child: subprocess.Popen[bytes]
+    said: IO[bytes]
+    begun: float
+
+    @property
+    def share(self) -> float:
+        """Share of its steps that are done."""
+        return share_done(self.comparison, self.name)
+
+
+class Conductor:
+    """Starts runs while fewer than `jobs` are in training, and says how each ended.
+
+    runs: each run's comparison and its name there, by the label under which it is told of. describe: gives a finished run's
+    result in words. environment: that of the children; None is this process's.
     """
-    waiting = [name for name in comparison.runs if not is_finished(comparison, name)]
-    pace, failed = Pace(len(waiting)), {}
-    with ComparisonDisplay(len(waiting)) as display:
-        for name in waiting:
-            start = time.monotonic()
-            reason = _run_child(comparison, name, pace, display)
-            spent = time.monotonic() - start
-            pace.done += 1
-            if reason is None:
-                pace.finished.append(spent)
-                display.say(f"{pace.done}/{pace.total} {name}: {describe(name)}, {show_time(spent)}{pace.rest()}")
-            else:
-                failed[name] = reason
-                display.say(f"{pace.done}/{pace.total} {name} failed: {reason}")
-    return failed
+
+    def __init__(
+        self,
+        runs: dict[str, tuple[Comparison, str]],
+        jobs: int,
+        describe: Callable[[Comparison, str], str],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.waiting = [(label, *run) for label, run in runs.items() if not is_finished(*run)]
+        self.jobs, self.describe, self.environment = jobs, describe, environment
+        self.total = len(self.waiting)
+        self.running: list[Running] = []
+        self.failed: dict[str, str] = {}
+        self.spent: list[float] = []
+
+    @property
+    def done(self) -> int:
+        return self.total - len(self.waiting) - len(self.running)
+
+    def run(self) -> dict[str, str]:
+        """Train every run that is not finished; returns the reasons of failed ones, by label."""
+        with ComparisonDisplay(self.total) as display:
+            try:
+                while self.waiting or self.running:
+                    self._start()
+                    self._wait()
+                    for ended in [run for run in self.running if run.child.poll() is not None]:
+                        self.running.remove(ended)
+                        display.say(self._end(ended))
+                    if display.bar is not None:
+                        self._show(display)
+            except BaseException as error:
+                self._stop()
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                advice = "the same command goes on from here"
+                raise Stopped(f"stopped with {self.done} of {self.total} runs finished; {advice}") from error
+        return self.failed
+
+    def _start(self) -> None:
+        while self.waiting and len(self.running) < self.jobs:
+            label, comparison, name = self.waiting.pop(0)
+            said = tempfile.TemporaryFile()  # noqa: SIM115 (closed where the run ends)
+            child = start_child(comparison.path, name, said, self.environment)
+            self.running.append(Running(label, comparison, name, child, said, time.monotonic()))
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.running[0].child.wait(POLL)
+
+    def _show(self, display: ComparisonDisplay) -> None:
+        """The live line: how many runs are finished, what is in training, and the time left."""
+        shares = [run.share for run in self.running]
+        paces = [(time.monotonic() - run.begun) / share for run, share in zip(self.running, shares) if share > 0.02]
+        left = self.left(sum(shares), paces)
+        what = f"{self.running[0].label} {shares[0]:.0%}" if len(shares) == 1 else f"{len(shares)} in training"
+        rest = "" if left is None else f"  left {show_time(left)}"
+        display.show(self.done + sum(shares), f"{self.done}/{self.total} {what}{rest}")
+
+    def left(self, begun: float = 0.0, paces: list[float] | None = None) -> float | None:
+        """Estimated seconds until the end, None while nothing is known of the speed.
+
+        begun: runs' worth of work that the runs in training have done. paces: seconds that a whole run will take, for each of
+        them of which it can be told.
+        """
+        known = [*self.spent, *(paces or [])]
+        return (self.total - self.done - begun) * statistics.fmean(known) / self.jobs if known else None
+
+    def _end(self, run: Running) -> str:
+        """What to say of a run that has ended."""
+        with run.said:
+            reason = tell_failure(run.child, run.said, run.comparison.path / f"{run.name}.error.txt")
+        spent, place = time.monotonic() - run.begun, f"{self.done}/{self.total} {run.label}"
+        if reason is not None:
+            self.failed[run.label] = reason
+            return f"{place} failed: {reason}"
+        self.spent.append(spent)
+        rest = f", left about {show_time(self.left() or 0)}" if self.done < self.total else ""
+        return f"{place}: {self.describe(run.comparison, run.name)}, {show_time(spent)}{rest}"
+
+    def _stop(self) -> None:
+        """Ask all children to save and end, at once, then wait for them."""
+        for run in self.running:
+            assert run.child.stdin is not None
+            with contextlib.suppress(OSError):
+                run.child.stdin.close()
+        for run in self.running:
+            stop_child(run.child)
+            run.said.close()
+
+
+def conduct(comparison: Comparison, describe: Callable[[str], str]) -> dict[str, str]:
+    """Train every run of a comparison that is not finished, one after the other, so that their times can be compared; returns
+    the reasons of failed runs, by name."""
+    return Conductor({name: (comparison, name) for name in comparison.runs}, 1, lambda _, name: describe(name)).run()
 
 
 def is_finished(comparison: Comparison, name: str) -> bool:
     run = comparison.run_of(name)
     return run is not None and run.finished
-
-
-def _run_child(comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay) -> str | None:
-    """Run one system in its own process; None, or the reason why it failed."""
-    with tempfile.TemporaryFile() as said:
-        child = start_child(comparison.path, name, said)
-        try:
-            _watch(child, comparison, name, pace, display)
-        except BaseException as error:
-            stop_child(child)
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            advice = "the same command goes on from here"
-            raise Stopped(f"stopped during {name}, {pace.done} of {pace.total} systems finished; {advice}") from error
-        return tell_failure(child, said, comparison.path / f"{name}.error.txt")
-
-
-def tell_failure(child: subprocess.Popen[bytes], said: IO[bytes], log: Path) -> str | None:
-    """Why an ended child failed, or None; what it said in several lines is written into the log."""
-    log.unlink(missing_ok=True)  # the log of an earlier attempt
-    if child.returncode == 0:
-        return None
-    said.seek(0)
-    words = said.read().decode(errors="replace").strip()
-    if not words or child.returncode < 0:
-        return describe_end(child.returncode)
-    if "\n" not in words:
-        return words
-    write_atomic(log, f"{words}\n".encode())
-    return f"{find_reason(words)}; all it said is in {log}"
-
-
-def find_reason(words: str) -> str:
-    """The line of a traceback that names the error, without the paragraphs of advice that may follow it."""
-    lines = words.splitlines()
-    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported)\b", line)]
-    return (named or lines)[-1]
-
-
-def describe_end(code: int) -> str:
-    """In words, how a child process ended that printed no reason."""
-    if code >= 0:
-        return f"its process ended with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    cause = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"its process was killed by {name}{cause}"
-
-
-def start_child(
-    folder: Path, name: str, said: IO[bytes], environment: dict[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a child that gets no signals from the terminal: closing its standard input asks it to stop."""
-    command = [sys.executable, "-P", "-c", START, str(Path(__file__).parents[2]), str(folder.resolve()), name]
-    out = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True, env=environment
-    )
-
-
-def _watch(
-    child: subprocess.Popen[bytes], comparison: Comparison, name: str, pace: Pace, display: ComparisonDisplay
-) -> None:
-    """Show how far the child is until it ends."""
-    start = time.monotonic()
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(POLL)
-            return
-        if display.bar is not None:
-            share = share_done(comparison, name)
-            left = pace.left(time.monotonic() - start, share)
-            rest = "" if left is None else f"  left {show_time(left)}"
-            display.show(pace.done + share, f"{pace.done + 1}/{pace.total} {name} {share:.0%}{rest}")
 
 
 def share_done(comparison: Comparison, name: str) -> float:
@@ -214,15 +194,3 @@ def share_done(comparison: Comparison, name: str) -> float:
     run = comparison.run_of(name)
     lines = run.read_speed() if run is not None else []
     return lines[-1]["step"] / run.config.train.steps if run is not None and lines else 0.0
-
-
-def stop_child(child: subprocess.Popen[bytes]) -> None:
-    """Ask the child to save and end; after `PATIENCE` seconds it is killed."""
-    assert child.stdin is not None
-    with contextlib.suppress(OSError):
-        child.stdin.close()
-    try:
-        child.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from expire_span.checks import at_least, checked
+from expire_span.checks import Count, checked
 
 from .exercise import SOLVED, TRAINED, Size, measure, train_size
 from .expire import Model, train_model
@@ -34,16 +34,13 @@ LEAD = (
 class EntrancesSettings:
     """Which networks and decoders are trained; saved as the settings of the study folder."""
 
-    layers: tuple[int, ...] = (1, 2, 3)
-    units: tuple[int, ...] = (2, 4, 8, 16, 32)
-    seeds: int = 5
-    steps: int = 800
+    layers: tuple[Count, ...] = (1, 2, 3)
+    units: tuple[Count, ...] = (2, 4, 8, 16, 32)
+    seeds: Count = 5
+    steps: Count = 800
     decoders: tuple[tuple[str, int], ...] = (("expire_span", 2), ("gru", 1))
     """Memory systems of the decoders, with the number of seeds of each."""
-    decoder_steps: int = 800
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "layers", "units", "seeds", "steps", "decoder_steps")
+    decoder_steps: Count = 800
 
     @classmethod
     def quick(cls, seeds: int = 2) -> EntrancesSettings:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from expire_span.checkpoint import load_model
-from expire_span.checks import at_least, checked
+from expire_span.checks import Count, checked
 from expire_span.models.decoder import Decoder
 from expire_span.recipes import words
 from expire_span.settings.run import RunConfig
@@ -53,11 +53,8 @@ class WordSettings:
     """Which word models are trained; saved as the settings of the study folder."""
 
     path: str = ""
-    steps: int = 400
-    seeds: int = 2
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "steps", "seeds")
+    steps: Count = 400
+    seeds: Count = 2
 
     @property
     def jobs(self) -> list[WordModel]:

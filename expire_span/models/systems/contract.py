@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from expire_span.checks import at_least, checked, require
+from expire_span.checks import Bound, Count, Natural, checked, require
 from expire_span.field_docs import documented
 
 Positions = Literal["rotary", "relative", "none"]
@@ -23,17 +23,17 @@ Positions = Literal["rotary", "relative", "none"]
 class AttentionShape:
     """The width of a model's layers, their heads, and how attention sees positions."""
 
-    dim: int = 256
+    dim: Count = 256
     """Width of the hidden state (C)."""
-    heads: int = 4
+    heads: Count = 4
     """Query heads; must divide dim."""
     kv_heads: int | None = None
     """Key/value heads, each shared by heads / kv_heads query heads; None means as many as heads."""
     positions: Positions = "rotary"
     """How attention sees positions: rotary angles, a learned key embedding of the last `relative_window` distances, or not."""
-    relative_window: int = 256
+    relative_window: Count = 256
     """How many distances have a learned key embedding (M), with positions=relative."""
-    rotary_base: float = 10_000.0
+    rotary_base: Annotated[float, Bound("be greater than 1", lambda x: x > 1)] = 10_000.0
     """Base of the rotary frequencies."""
     qk_norm: bool = True
     """Normalise queries and keys per head before the product."""
@@ -42,16 +42,12 @@ class AttentionShape:
     A head whose memories say nothing can then be silent, which softmax alone does not allow."""
 
     def __post_init__(self) -> None:
-        require(self.dim >= 1, f"dim must be at least 1, got {self.dim}")
-        require(self.heads >= 1, f"heads must be at least 1, got {self.heads}")
         require(self.dim % self.heads == 0, f"heads must divide dim, got heads {self.heads} and dim {self.dim}")
         kv = self.num_kv_heads
         divides = kv >= 1 and self.heads % kv == 0
         require(divides, f"kv_heads must divide heads, got kv_heads {kv} and heads {self.heads}")
         even = self.positions != "rotary" or self.head_dim % 2 == 0
         require(even, f"rotary positions need an even head dim, got {self.head_dim}")
-        require(self.relative_window >= 1, f"relative_window must be at least 1, got {self.relative_window}")
-        require(self.rotary_base > 1, f"rotary_base must be greater than 1, got {self.rotary_base}")
 
     @property
     def head_dim(self) -> int:
@@ -68,12 +64,8 @@ class AttentionShape:
 class LayerShape(AttentionShape):
     """The shape of one layer: what every memory system is built from, beside its own settings."""
 
-    depth: int = 0
+    depth: Natural = 0
     """Number of layers below this one; longformer's windows and bigbird's random blocks depend on it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "depth")
 
 
 @documented

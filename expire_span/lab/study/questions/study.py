@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from expire_span.checks import at_least, checked
+from expire_span.checks import Count, checked
 from expire_span.disk.files import write_picture
 from expire_span.lab.study.folder import StudyFolder
 from expire_span.lab.study.page import write_page
@@ -36,21 +36,17 @@ FEW: dict[Penalty, tuple[float, ...]] = {"none": (0.0,), "unnormalised": (0.01,)
 class QuestionsSettings:
     """Which models are trained; saved as the settings of the study folder."""
 
-    seeds: int = 3
-    encoder_steps: int = 400
-    span_steps: int = 400
-    attention_steps: int = 250
-    other_steps: int = 300
+    seeds: Count = 3
+    encoder_steps: Count = 400
+    span_steps: Count = 400
+    attention_steps: Count = 250
+    other_steps: Count = 300
     """Training steps of attention on the other two tasks."""
-    windows: tuple[int, ...] = (15, 96)
-    encoder_budgets: tuple[int, ...] = (16,)
-    budgets: tuple[int, ...] = (10, 16)
+    windows: tuple[Count, ...] = (15, 96)
+    encoder_budgets: tuple[Count, ...] = (16,)
+    budgets: tuple[Count, ...] = (10, 16)
     everything: bool = True
     """If False, train only one weight of one penalty, and only on the task of notes."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "seeds", "encoder_steps", "span_steps", "attention_steps", "other_steps")
-        at_least(self, 1, "windows", "encoder_budgets", "budgets")
 
     @classmethod
     def quick(cls, seeds: int = 1) -> QuestionsSettings:

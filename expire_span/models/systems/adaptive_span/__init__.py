@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
+from expire_span.checks import Count, Share, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,12 @@ class AdaptiveSpanConfig:
     """A learned span per key/value head, the same for all its memories, with a soft edge."""
 
     kind: Literal["adaptive_span"] = "adaptive_span"
-    max_span: int = 1024
+    max_span: Count = 1024
     """Longest span a head can learn, in steps (L)."""
-    ramp: int = 32
+    ramp: Count = 32
     """Soft edge of the mask, in steps (R)."""
-    initial_span: float = 0.1
+    initial_span: Share = 0.1
     """Share of max_span that every head starts with."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "max_span", "ramp")
-        require(0 <= self.initial_span <= 1, f"initial_span must lie in [0, 1], got {self.initial_span}")
 
 
 def _with_budget(recipe: Recipe, memories: int | None) -> AdaptiveSpanConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
+from expire_span.checks import Count, Natural, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe
 
 
 @dataclass(frozen=True)
@@ -15,20 +15,16 @@ class BigBirdConfig:
     """The last blocks, the first blocks, and some random earlier blocks that a fixed seed picks."""
 
     kind: Literal["bigbird"] = "bigbird"
-    block: int = 64
+    block: Count = 64
     """Tokens of a block."""
-    window_blocks: int = 3
+    window_blocks: Count = 3
     """How many of the last blocks are read, the query's own included."""
-    global_blocks: int = 1
+    global_blocks: Natural = 1
     """How many first blocks are read by all."""
-    random_blocks: int = 2
+    random_blocks: Natural = 2
     """How many random earlier blocks each query block reads."""
-    seed: int = 0
+    seed: Natural = 0
     """Picks the random blocks."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "block", "window_blocks")
-        at_least(self, 0, "global_blocks", "random_blocks", "seed")
 
 
 def _with_budget(recipe: Recipe, memories: int) -> BigBirdConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize, at_least
+from expire_span.checks import Count, checked, require
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class CompressiveConfig:
     """A window of raw memories; groups that leave it are pooled to one, and live on in a second queue."""
 
     kind: Literal["compressive"] = "compressive"
-    window: int = 256
+    window: Count = 256
     """Steps for which a memory is kept unpooled; it is pooled together with its group, so up to rate - 1 steps later."""
-    compressed: int = 256
+    compressed: Count = 256
     """Number of pooled memories that are kept."""
-    rate: int = 4
+    rate: Count = 4
     """Number of memories that are pooled into one (c)."""
     pooling: Literal["mean", "max", "conv"] = "mean"
     """How a group's hidden states are pooled: mean, maximum, or a learned convolution."""
@@ -28,7 +28,6 @@ class CompressiveConfig:
     trains the pooling only."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "window", "compressed", "rate")
         learned = not self.reconstruction or self.pooling == "conv"
         require(learned, f"reconstruction trains a learned pooling, got pooling {self.pooling}; use conv")
 

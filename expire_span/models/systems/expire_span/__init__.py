@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import Bound, Count, Natural, NonNegative, Positive, at_least, checked, require
 from expire_span.field_docs import documented
 from expire_span.models.systems.contract import Budget, MemorySystem
 
@@ -20,14 +20,10 @@ class PaperDetails:
     """Whether a token attends to itself (the paper's does not)."""
     noisy: bool = False
     """In training, clamp all spans to one random fraction of max_span per forward pass; deletion uses the unclamped spans."""
-    initial_memories: int = 0
+    initial_memories: Natural = 0
     """Number of zero vectors that the memory holds before the first token (the released code starts with a block of them)."""
-    normalizer_eps: float = 0.0
+    normalizer_eps: NonNegative = 0.0
     """Added to the attention normaliser, in units of the sum of the living memories' unmasked weights (released code: 1e-8)."""
-
-    def __post_init__(self) -> None:
-        require(self.initial_memories >= 0, f"initial_memories must be 0 or more, got {self.initial_memories}")
-        require(self.normalizer_eps >= 0, f"normalizer_eps must be 0 or more, got {self.normalizer_eps}")
 
 
 @documented
@@ -39,9 +35,9 @@ class HeadReach:
     learned: bool = False
     """Let each head learn its average span in steps, as Adaptive-Span does; `own_heads` of them distribute it over tokens, the
     others give every token the same span. Off, a head's average span follows from the predictor's bias."""
-    own_heads: int | None = None
+    own_heads: Count | None = None
     """Number of heads that give each token a span of its own; all others share one more. None is all heads."""
-    spread: float = 1.0
+    spread: Annotated[float, at_least(1)] = 1.0
     """Ratio of the longest to the shortest initial span of a layer's heads, which form a geometric sequence around
     initial_span."""
     shortest_shared: float | None = None
@@ -50,8 +46,6 @@ class HeadReach:
     """Stop the span predictor's gradient at the hidden states that it reads: it trains its own weights only, and costs less."""
 
     def __post_init__(self) -> None:
-        require(self.spread >= 1, f"spread must be at least 1, got {self.spread}")
-        require(self.own_heads is None or self.own_heads >= 1, f"own_heads must be at least 1, got {self.own_heads}")
         usable = self.shortest_shared is None or (self.learned and self.own_heads is not None)
         given = f"learned and own_heads, got learned {self.learned} and own_heads {self.own_heads}"
         require(usable, f"shortest_shared is of heads beyond own_heads and needs {given}")
@@ -64,16 +58,16 @@ class ExpireSpanConfig:
     """Learned expiry: each memory gets, at birth, a span after which it fades out and is deleted."""
 
     kind: Literal["expire_span"] = "expire_span"
-    max_span: int = 1024
+    max_span: Count = 1024
     """Longest span a memory can be given, in steps (L)."""
-    ramp: int = 32
+    ramp: Annotated[int, Bound("be greater than 0", lambda x: x > 0)] = 32
     """Soft edge of the mask, in steps (R). Only memories on the ramp send gradient to the span predictor."""
-    initial_span: float = 0.1
+    initial_span: Annotated[float, Bound("be a share of max_span above 0 and below 1", lambda x: 0 < x < 1)] = 0.1
     """Share of max_span that every memory gets before training (p)."""
     min_span: float = 0.0
     """Shortest span that can be predicted, in steps. Below 0, memories may be born on their ramp and live for less than it; at
     -ramp they would be born dead."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divides the predictor's logit w . h (tau); above 1 it keeps one optimizer step from moving spans by thousands of
     steps."""
     span_per: Literal["layer", "kv_head"] = "layer"
@@ -81,7 +75,7 @@ class ExpireSpanConfig:
     span_loss: Literal["ramp", "l1"] = "ramp"
     """What the loss counts: ramp, memories while they are on their ramp (the released code's form); l1, the mean span at
     birth."""
-    cap: int | None = None
+    cap: Count | None = None
     """Hard limit on stored memories per row: those with the fewest steps left are evicted, and counted. None: no limit."""
     subtract_own: bool = False
     """Subtract from each head's output its projection on the token's own value, so that heads tell what other tokens say."""
@@ -93,18 +87,12 @@ class ExpireSpanConfig:
     """Details of the paper's released code."""
 
     def __post_init__(self) -> None:
-        require(self.max_span >= 1, f"max_span must be at least 1, got {self.max_span}")
-        require(self.ramp > 0, f"ramp must be greater than 0, got {self.ramp}")
-        share = "a share of max_span above 0 and below 1"
-        require(0 < self.initial_span < 1, f"initial_span must be {share}, got {self.initial_span}")
         longest = self.initial_span * self.reach.spread**0.5
         require(longest < 1, f"initial_span x sqrt(reach.spread) must lie below 1, got {longest:g}")
         self._check_heads()
         for name, span in (("min_span", self.min_span), ("reach.shortest_shared", self.reach.shortest_shared)):
             limits = f"between -ramp and max_span, {-self.ramp} and {self.max_span}"
             require(span is None or -self.ramp < span < self.max_span, f"{name} must lie {limits}, got {span}")
-        require(self.temperature > 0, f"temperature must be greater than 0, got {self.temperature}")
-        require(self.cap is None or self.cap >= 1, f"cap must be at least 1, got {self.cap}")
 
     def _check_heads(self) -> None:
         r = self.reach

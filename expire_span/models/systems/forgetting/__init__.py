@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+from expire_span.checks import Bound, Count, checked
+from expire_span.models.systems.contract import Budget, MemorySystem
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,13 @@ class ForgettingConfig:
     """Never deletes, but fades: scores get the sum of log forget gates since the memory was written."""
 
     kind: Literal["forgetting"] = "forgetting"
-    initial_gate: float = 0.99
+    initial_gate: Annotated[float, Bound("lie between 0 and 1", lambda x: 0 < x < 1)] = 0.99
     """Forget gate of every head before training: the fraction of weight a memory keeps each step."""
-    chunk: int = 512
+    chunk: Count = 512
     """Queries that are scored at once; it does not change the result."""
     impl: Literal["auto", "torch", "fla"] = "auto"
     """torch: plain PyTorch; fla: the GPU kernel of the fla package, for blocks with no memory before them; auto: the kernel
     where it can run."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.initial_gate < 1, f"initial_gate must lie between 0 and 1, got {self.initial_gate}")
-        at_least(self, 1, "chunk")
 
 
 SYSTEM = MemorySystem(

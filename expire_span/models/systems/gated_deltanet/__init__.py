@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, LayerShape, MemorySystem, StateSize, at_least
+from expire_span.checks import Count, checked
+from expire_span.models.systems.contract import Budget, LayerShape, MemorySystem, StateSize
 
 KEY_DIM = 128
 """Default size of a key, for which the rule's GPU kernels are tuned."""
@@ -18,21 +18,18 @@ class GatedDeltaNetConfig:
     """One matrix a head: it fades by a learned gate, and what a key held is replaced by its new value."""
 
     kind: Literal["gated_deltanet"] = "gated_deltanet"
-    key_dim: int | None = None
+    key_dim: Count | None = None
     """Size of a query and a key of one head; None takes 128, or a quarter of dim where that is smaller."""
-    own_heads: int | None = None
+    own_heads: Count | None = None
     """Number of heads, each with keys and values of its own; None takes so many that all keys together are 3/4 of dim wide."""
-    value_factor: int = 2
+    value_factor: Count = 2
     """Size of a value, as a multiple of key_dim."""
-    conv: int = 4
+    conv: Count = 4
     """Width in steps of the short causal convolution over queries, keys and values."""
-    chunk: int = 64
+    chunk: Count = 64
     """Tokens that training computes at once; it does not change the result."""
     impl: Literal["auto", "torch", "fla"] = "auto"
     """torch: plain PyTorch; fla: the GPU kernels of the fla package; auto: the kernels where they can run."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "value_factor", "conv", "chunk", "key_dim", "own_heads")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, StateSize, at_least
+from expire_span.checks import Count, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, StateSize
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,8 @@ class LinearConfig:
     """Linear attention: running sums of phi(k) v and phi(k), with phi = elu + 1; rotary positions turn phi."""
 
     kind: Literal["linear"] = "linear"
-    chunk: int = 64
+    chunk: Count = 64
     """Tokens that training computes at once; it does not change the result."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "chunk")
 
 
 def sums_held(s: StateSize, features: int) -> int:

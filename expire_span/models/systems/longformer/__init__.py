@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize, at_least
+from expire_span.checks import Count, Natural, at_least, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize
 
 
 @dataclass(frozen=True)
@@ -15,23 +15,18 @@ class LongformerConfig:
     """A window that grows with depth, some heads dilated, and global first tokens that all queries read."""
 
     kind: Literal["longformer"] = "longformer"
-    window: int = 128
+    window: Count = 128
     """Tokens a query reads in the first layer, itself included."""
-    growth: float = 1.5
+    growth: Annotated[float, at_least(1)] = 1.5
     """Each layer's window is the one below times this."""
-    max_window: int = 1024
+    max_window: Count = 1024
     """No layer's window is larger."""
-    dilation: int = 4
+    dilation: Count = 4
     """Dilated heads read every d-th token, for this d, and so see d times further back."""
-    dilated_heads: int = 0
+    dilated_heads: Natural = 0
     """Number of key/value heads that are dilated."""
-    global_tokens: int = 1
+    global_tokens: Natural = 1
     """The first tokens of a row that every later query reads."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "window", "max_window", "dilation")
-        at_least(self, 0, "dilated_heads", "global_tokens")
-        require(self.growth >= 1, f"growth must be at least 1, got {self.growth}")
 
 
 def window_at(settings: LongformerConfig, depth: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+from expire_span.checks import Count, Natural, checked
+from expire_span.models.systems.contract import Budget, MemorySystem
 from expire_span.models.systems.linear import sums_held
 
 
@@ -16,16 +16,12 @@ class PerformerConfig:
     """Linear attention whose positive random features estimate softmax attention without bias."""
 
     kind: Literal["performer"] = "performer"
-    features: int = 128
+    features: Count = 128
     """Random features per head; more give a better estimate."""
-    seed: int = 0
+    seed: Natural = 0
     """Draws the features; they are saved with the weights."""
-    chunk: int = 64
+    chunk: Count = 64
     """Tokens that training computes at once; it does not change the result."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "features", "chunk")
-        at_least(self, 0, "seed")
 
 
 SYSTEM = MemorySystem(

@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from expire_span.checks import checked, require
+from expire_span.checks import Count, checked
 from expire_span.models.systems.contract import Budget, MemorySystem, StateSize
 
 
 @dataclass(frozen=True)
 @checked
 class _RecurrentConfig:
-    hidden: int | None = None
+    hidden: Count | None = None
     """Size of the recurrent state; None takes the model's dim."""
-
-    def __post_init__(self) -> None:
-        require(self.hidden is None or self.hidden >= 1, f"hidden must be at least 1, got {self.hidden}")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
+from expire_span.checks import Bound, Count, Natural, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe
 
 
 @dataclass(frozen=True)
@@ -15,22 +15,17 @@ class ReformerConfig:
     """Queries are hashed into buckets and read the last members of their own bucket; several rounds are merged."""
 
     kind: Literal["reformer"] = "reformer"
-    buckets: int = 16
+    buckets: Annotated[int, Bound("be 1 or even", lambda x: x == 1 or (x > 0 and x % 2 == 0))] = 16
     """Buckets per round: 1, or an even number."""
-    rounds: int = 2
+    rounds: Count = 2
     """Independent hashes whose results are merged."""
-    members: int = 64
+    members: Count = 64
     """Members of a bucket that are kept and read."""
     selection: Literal["recent", "chunks"] = "recent"
     """Training reads a bucket's last members, as streaming does, or the own and the previous chunk of the sorted block (the
     original's, where later tokens shift the chunks)."""
-    seed: int = 0
+    seed: Natural = 0
     """Draws the hashes; they are saved with the weights."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "buckets", "rounds", "members")
-        at_least(self, 0, "seed")
-        require(self.buckets == 1 or self.buckets % 2 == 0, f"buckets must be 1 or even, got {self.buckets}")
 
 
 def _with_budget(recipe: Recipe, memories: int) -> ReformerConfig:

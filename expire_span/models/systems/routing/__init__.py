@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked, require
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize, at_least
+from expire_span.checks import Count, Natural, Share, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, StateSize
 
 
 @dataclass(frozen=True)
@@ -15,25 +15,19 @@ class RoutingConfig:
     """Tokens are routed to the nearest of learned centroids and read the last members of their own cluster."""
 
     kind: Literal["routing"] = "routing"
-    clusters: int = 16
+    clusters: Count = 16
     """Centroids per head; about the square root of the sequence length."""
-    members: int = 64
+    members: Count = 64
     """Members of a cluster that are kept and read (w)."""
-    window: int = 64
+    window: Count = 64
     """Tokens that the local heads read."""
-    local_heads: int | None = None
+    local_heads: Natural | None = None
     """Heads that read a window instead of a cluster; None means half."""
-    decay: float = 0.999
+    decay: Share = 0.999
     """Share of the old centroid that a training step keeps; 1 freezes the centroids."""
     selection: Literal["recent", "top"] = "recent"
     """Training reads a cluster's last members, as streaming does, or its closest in the whole block (the original's, which
     looks ahead and reads no carried memory)."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "clusters", "members", "window")
-        require(0 <= self.decay <= 1, f"decay must lie in [0, 1], got {self.decay}")
-        heads = self.local_heads
-        require(heads is None or heads >= 0, f"local_heads must be 0 or more, got {heads}")
 
 
 def _held(s: StateSize, n: int) -> int:

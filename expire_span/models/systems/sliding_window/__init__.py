@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+from expire_span.checks import Count, checked
+from expire_span.models.systems.contract import Budget, MemorySystem
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,8 @@ class SlidingWindowConfig:
     """Every query reads the last `window` tokens, held in a ring of exactly that size."""
 
     kind: Literal["sliding_window"] = "sliding_window"
-    window: int = 512
+    window: Count = 512
     """Tokens a query reads, itself included."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "window")
 
 
 SYSTEM = MemorySystem(

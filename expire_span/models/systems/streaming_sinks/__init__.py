@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, Recipe, at_least
+from expire_span.checks import Count, Natural, checked
+from expire_span.models.systems.contract import Budget, MemorySystem, Recipe
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,10 @@ class StreamingSinksConfig:
     """The first tokens of a row, and the last `window`."""
 
     kind: Literal["streaming_sinks"] = "streaming_sinks"
-    sinks: int = 4
+    sinks: Natural = 4
     """First tokens that stay for ever (k)."""
-    window: int = 508
+    window: Count = 508
     """Tokens a query reads besides, itself included."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "sinks")
-        at_least(self, 1, "window")
 
 
 def _with_budget(recipe: Recipe, memories: int) -> StreamingSinksConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from expire_span.checks import checked
-from expire_span.models.systems.contract import Budget, MemorySystem, at_least
+from expire_span.checks import Count, checked
+from expire_span.models.systems.contract import Budget, MemorySystem
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,8 @@ class TransformerXLConfig:
     """Fixed span: every query reads the last `span` steps, itself included; older memories are deleted."""
 
     kind: Literal["transformer_xl"] = "transformer_xl"
-    span: int = 512
+    span: Count = 512
     """How many steps a memory lives, its own included (L)."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "span")
 
 
 SYSTEM = MemorySystem(
