@@ -10,7 +10,7 @@ from pathlib import Path
 from expire_span.checks import Count
 from expire_span.runs import UserError
 
-from .parsing import PROGRAM, nearest, parse
+from .parsing import PROGRAM, nearest, parse, take_name
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,19 @@ class Questions:
 
 
 def run_study(args: list[str]) -> int:
-    known = ", ".join(STUDIES)
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            lines = "\n".join(f"  {name:<12}{text}" for name, (text, _) in STUDIES.items())
-            print(f"usage: {PROGRAM} study NAME [OPTIONS]\n\nstudies:\n{lines}")
-            return 0
-        raise UserError(f"study needs a name before its options; known are: {known}")
-    if args[0] not in STUDIES:
-        near = nearest(args[0], list(STUDIES))
-        raise UserError(f"unknown study {args[0]!r}; {near if 'known' in near else f'{near} known are: {known}'}")
-    return STUDIES[args[0]][1](args[1:])
+    taken = take_name(args, "study", "name", STUDIES, _usage)
+    if taken is None:
+        return 0
+    name, rest = taken
+    if name not in STUDIES:
+        near, known = nearest(name, list(STUDIES)), f"known are: {', '.join(STUDIES)}"
+        raise UserError(f"unknown study {name!r}; {near if near == known else f'{near} {known}'}")
+    return STUDIES[name][1](rest)
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:<12}{text}" for name, (text, _) in STUDIES.items())
+    return f"usage: {PROGRAM} study NAME [OPTIONS]\n\nstudies:\n{lines}"
 
 
 def run_entrances(args: list[str]) -> int:

@@ -1,6 +1,6 @@
 """What a retrofit must know about a model's attention: read from its config and from one short forward pass, for any family.
 
-`find_layers` refuses, by name and with the reason, what expiring attention cannot compute.
+`find_layout` refuses, by name and with the reason, what expiring attention cannot compute.
 """
 
 from __future__ import annotations
@@ -86,11 +86,6 @@ def find_layout(model: Any) -> Layout:
         tokens,
         seen.logits,
     )
-
-
-def find_layers(model: Any) -> list[AttentionLayer]:
-    """The attention layers that get spans, in order. ValueError if the model cannot be retrofitted."""
-    return find_layout(model).layers
 
 
 def text_config(model: Any) -> Any:
