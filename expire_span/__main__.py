@@ -12,7 +12,7 @@ def main() -> int:
     # Without this, worker processes would look for modules in the current folder first and could run a file that lies there.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        from expire_span.launcher import follow_launcher
+        from expire_span.train.launcher import follow_launcher
 
         follow_launcher()  # before torch is loaded: workers wait for each other right after that
         from expire_span.cli import main as run

@@ -12,11 +12,12 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from expire_span.launcher import follow_launcher
 from expire_span.models.kit.fla import resolve_kernels
 from expire_span.models.systems import find
 from expire_span.ops import resolve_impl
 from expire_span.settings.run import BackboneConfig, RunConfig
+
+from .launcher import follow_launcher
 
 
 def check_device(device: str) -> torch.device:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expire_span.launcher import MARK
+from expire_span.train.launcher import MARK
 from tests.tiny import ROOT, spawn
 from tests.train.test_ddp import launcher
 
@@ -21,7 +21,7 @@ worker = subprocess.Popen(sys.argv[1:], stderr=open("err", "w"), stdout=subproce
 print(worker.pid, flush=True)
 time.sleep(100)
 """
-WAITS = "from expire_span.launcher import follow_launcher as f; f(); f(); import signal; signal.sigwait([])"
+WAITS = "from expire_span.train.launcher import follow_launcher as f; f(); f(); import signal; signal.sigwait([])"
 TRAINS = ("-m", "expire_span", "train", "recall", "--train.steps", "1000000", "--runs-dir", "runs")
 
 
@@ -56,8 +56,10 @@ def test_a_worker_ends_with_its_launcher(tmp_path, command):
     )
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    time.sleep(1.0)
-    assert is_alive(worker)
+    end = time.monotonic() + 30
+    while len(list(Path(f"/proc/{worker}/task").iterdir())) == 1:  # it looks for its launcher in a thread of its own
+        assert is_alive(worker) and time.monotonic() < end, "the worker does not look for its launcher"
+        time.sleep(0.05)
     parent.kill()
     parent.communicate()
     wait_until_gone([worker], 20)

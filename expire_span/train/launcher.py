@@ -31,7 +31,7 @@ def _watch(launcher: int) -> None:
     print(
         f"expire-span: the launcher of this worker (process {launcher}) has ended, so the worker ends too; start it "
         "again, with resume if the run had begun",
-        file=sys.stderr,
+        file=sys.__stderr__,  # options are parsed with sys.stderr put aside
         flush=True,
     )
     os._exit(1)
