@@ -59,9 +59,9 @@ def run_retrofit(args: list[str]) -> int:
     check_seed(command.seed, "--seed")
     check_name(command.out.name)
     check_new(command.out, "--out")
-    if not command.data.exists():
-        raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
-    command.learning.check_budget(command.expiry.ramp, command.expiry.keep_first)
+    check_text(command.data)
+    expiry = command.expiry
+    command.learning.check_budget(expiry.ramp, expiry.keep_first, expiry.max_span)
     from expire_span.train.distill import begin, check_extras
 
     check_extras(command.learning)
@@ -70,6 +70,15 @@ def run_retrofit(args: list[str]) -> int:
     print(tell(run, run.read_result() or {}))
     print(tell_next(run, command.model))
     return 0
+
+
+def check_text(path: Path) -> None:
+    """Refuse a place without text, before a model is loaded."""
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise UserError(f"no text at {path}: give a text file, or a folder of .txt files")
+    if not any(x.is_dir() or x.stat().st_size for x in files):
+        raise UserError(f"the text at {path} is empty (.txt files: {len(files)}); give files with text in them")
 
 
 def tell(run: RunFolder, result: dict[str, Any]) -> str:

@@ -304,7 +304,9 @@ def read_contexts(tokenizer: Any, path: Path, length: int, beginning: Beginning)
     if found := cut_contexts(documents, length, beginning.context):
         return found
     longest = max(len(x) for x in documents) + len(beginning.context)
-    raise UserError(f"no document has {length} tokens, the longest has {longest}; give --context or more text")
+    raise UserError(
+        f"no document has {length} tokens, the longest has {longest}; give a shorter --context or more text"
+    )
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], *, begins: Sequence[int] | None = None) -> list[int]:

@@ -301,6 +301,10 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
         ),
         (["verify", str(adapter)], "does not say where its LlamaForCausalLM is; give it with --model"),
         (
+            ["generate", str(adapter)],
+            "holds an adapter and no run; it goes with its model: expire-span generate or chat MODEL",
+        ),
+        (
             ["retrofit", str(bad["t5"]), *data],
             "needs a decoder-only model, got the encoder-decoder T5Config (t5)",
         ),
