@@ -89,6 +89,7 @@ def _generate(command: Generate, run: RunFolder, prompt: bytes) -> Iterator[list
     from expire_span.tasks.registry import text_codec
     from expire_span.train.devices import check_device
 
+    run.check_can("generate")
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     codec = text_codec(run.config.task, "generate")
     decoder, _ = load_model(run, check_device(command.device), warn)

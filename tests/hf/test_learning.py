@@ -224,6 +224,8 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     assert f"next: expire-span verify {adapter}" in said.out and f"chat {folder} --adapter {adapter}" in said.out
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
     assert "intact, made for" in capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
+    assert f"with: expire-span generate {folder} --adapter {adapter}" in capsys.readouterr().err
     out = ["--context", "400", "--documents", "2", "--questions", "1", "--out", str(tmp_path / "table")]
     asked = ["--methods", "none,sinks,snap,expire", "--budgets", "0.25", "--chunk", "32"]
     assert main(["evaluate-cache", str(folder), "--adapter", adapter, *common, *out, *asked]) == 0
