@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from expire_span.checks import check_seed
+from expire_span.disk.files import read_json
 from expire_span.errors import UserError
 from expire_span.runs import RunFolder, check_name, check_new
 from expire_span.settings.retrofit import DistillConfig, RetrofitConfig, RetrofitTask
@@ -90,12 +91,14 @@ def tell(run: RunFolder, result: dict[str, Any]) -> str:
 
 
 def tell_next(run: RunFolder, model: str) -> str:
-    """What to type now."""
+    """What to type now: a chat where the model's contexts begin with a user's turn, else a text to go on from."""
+    begins = read_json(run.path / "adapter" / "adapter.json").get("begins_with") or {}
     adapter, model = shlex.quote(str(run.path / "adapter")), shlex.quote(model)
+    talk, end = ("chat", "") if begins.get("context") != begins.get("text") else ("generate", " --prompt 'The old'")
     return (
         f"next: {PROGRAM} verify {adapter}\n"
         f"      {PROGRAM} view {adapter}\n"
-        f"      {PROGRAM} chat {model} --adapter {adapter}"
+        f"      {PROGRAM} {talk} {model} --adapter {adapter}{end}"
     )
 
 
