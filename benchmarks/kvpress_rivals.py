@@ -106,12 +106,13 @@ def plain_folder(name: str) -> Path:
     file, or a name on the hub, is written into such a folder once."""
     if Path(name).is_dir():
         return Path(name).resolve()
-    told = str(Path(name).resolve()) if Path(name).exists() else name
+    told, file = name, Path(name)
+    if file.exists():
+        told = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
     folder = PLACE / "models" / hashlib.sha256(told.encode()).hexdigest()[:16]
     if not (folder / "ready").is_file():
         from expire_span.hf.loading import open_model
 
-        model: Any
         model, tokenizer = open_model(name, "fp32", "cpu")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

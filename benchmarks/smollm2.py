@@ -12,7 +12,6 @@ from its last checkpoint, for another --minutes.
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import time
 from dataclasses import replace
@@ -22,7 +21,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.record import save
 from benchmarks.retrieval_lessons import weave_facts
@@ -108,11 +106,7 @@ def saved_model(asked: argparse.Namespace) -> Path:
     folder = asked.out / "model"
     if not (folder / "config.json").exists():
         model, tokenizer = open_model(asked.gguf or find_gguf(), "fp32", "cpu")
-        config = copy.deepcopy(model.config)
-        del config.quantization_config  # a model with the GGUF file's quantisation settings cannot be saved
-        plain = AutoModelForCausalLM.from_config(config)
-        plain.load_state_dict(model.state_dict())
-        plain.save_pretrained(folder)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 

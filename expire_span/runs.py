@@ -126,6 +126,10 @@ def find_run(run: str | None, runs_dir: Path) -> RunFolder:
             return found
     if run == SHIPPED.name:
         return RunFolder.open(SHIPPED)
+    if (Path(run) / "adapter.json").is_file():
+        raise UserError(
+            f"{run} holds an adapter and no run; it goes with its model: expire-span generate or chat MODEL --adapter {run}"
+        )
     known = sorted(p.parent.name for p in runs_dir.glob("*/config.json"))
     near = difflib.get_close_matches(run, known, n=1)
     advice = f"did you mean {near[0]}?" if near else f"known runs: {', '.join(known) or 'none'}"

@@ -124,8 +124,19 @@ def read(handle, ids):
     return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
-def write_gguf(path, tensors, fields=()):
-    """A GGUF file of float32 tensors and fields (whole numbers, numbers, texts, and lists of numbers or texts)."""
+def q4_1(x):
+    """The bytes of a tensor in GGUF's format Q4_1: blocks of 32 numbers with a scale, a least value, and four bits a number."""
+    blocks = x.detach().reshape(-1, 32)
+    low = blocks.amin(1, keepdim=True)
+    scale = (blocks.amax(1, keepdim=True) - low) / 15
+    found = ((blocks - low) / scale).round().clamp(0, 15).to(torch.uint8)
+    numbers = torch.cat([scale, low], 1).half().view(torch.uint8)
+    return torch.cat([numbers, found[:, :16] | found[:, 16:] << 4], 1).numpy().tobytes()
+
+
+def write_gguf(path, tensors, fields=(), rounded=False):
+    """A GGUF file of float32 tensors and fields (whole numbers, numbers, texts, and lists of numbers or texts).
+    rounded: matrices whose rows divide into blocks are in Q4_1."""
     import struct
 
     def text(word):
@@ -145,14 +156,15 @@ def write_gguf(path, tensors, fields=()):
     head += b"".join(text(name) + value(x) for name, x in fields.items())
     data = b""
     for name, x in tensors.items():
-        head += text(name) + struct.pack(f"<I{x.dim()}QIQ", x.dim(), *reversed(x.shape), 0, len(data))
-        data += x.detach().numpy().tobytes()
+        few = rounded and x.dim() == 2 and x.shape[1] % 32 == 0
+        head += text(name) + struct.pack(f"<I{x.dim()}QIQ", x.dim(), *reversed(x.shape), 3 * few, len(data))
+        data += q4_1(x) if few else x.detach().numpy().tobytes()
         data += bytes(-len(data) % 32)
     path.write_bytes(head + bytes(-len(head) % 32) + data)
     return path
 
 
-def llama_gguf(path, drop=(), more=(), **fields):
+def llama_gguf(path, drop=(), more=(), rounded=False, **fields):
     """A GGUF file of the tiny llama that reads bytes, without some of its tensors, with more, and with other fields."""
     config = FAMILIES["llama"]()
     config.vocab_size = 259
@@ -180,4 +192,4 @@ def llama_gguf(path, drop=(), more=(), **fields):
     told |= {"tokenizer.ggml.tokens": words, "tokenizer.ggml.merges": ["a b", "ab c"], "tokenizer.ggml.eos_token_id": 2}
     told |= {"tokenizer.ggml.scores": [0.0] * len(words)}
     told |= {"tokenizer.ggml.bos_token_id": 2}  # transformers 5.17 looks the end up by it
-    return write_gguf(path, {name: x for name, x in tensors.items() if name not in drop}, told)
+    return write_gguf(path, {name: x for name, x in tensors.items() if name not in drop}, told, rounded)

@@ -14,6 +14,7 @@ from expire_span.disk.files import write_picture
 from expire_span.errors import UserError
 
 from .parsing import PROGRAM, parse
+from .retrofit import check_text
 
 Questions = Annotated[int, between(0, 100_000)]
 """Number of questions of each kind: all of them are held in memory."""
@@ -78,6 +79,7 @@ def run_evaluate_cache(args: list[str]) -> int:
         )
     if "expire" in methods and command.adapter is None:
         raise UserError("method expire needs --adapter, got none; leave it out of --methods or name an adapter folder")
+    check_text(command.data)
     from expire_span.disk.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
     from expire_span.hf.evaluate import check_methods, evaluate

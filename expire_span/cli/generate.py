@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from expire_span.checks import Natural, Seed, Temperature, between
 from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
 from .runs import OnAnyRun
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from expire_span.serve.text import TextModel
 
 MOST_SAMPLES = 100_000
 """Largest number of continuations that are generated side by side."""
@@ -77,6 +82,7 @@ def _generate(command: Generate, run: RunFolder, prompt: bytes) -> Iterator[list
     from expire_span.tasks.registry import text_codec
     from expire_span.train.devices import check_device
 
+    run.check_can("generate")
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
     codec = text_codec(run.config.task, "generate")
     decoder, _ = load_model(run, check_device(command.device), warn)
@@ -84,11 +90,10 @@ def _generate(command: Generate, run: RunFolder, prompt: bytes) -> Iterator[list
 
 
 def _continue(command: Generate, prompt: bytes) -> Iterator[list[bytes]]:
-    """New text of all samples, step by step, from a retrofitted model; it ends where each sample has an end token."""
+    """New text of all samples, step by step, from a retrofitted model, which is opened before anything is printed."""
     import torch
 
     from expire_span.generate import Sampling, generate_tokens
-    from expire_span.serve.detokenizer import TextWriter
     from expire_span.serve.text import open_retrofit
 
     if command.run is None or command.adapter is None:
@@ -100,9 +105,16 @@ def _continue(command: Generate, prompt: bytes) -> Iterator[list[bytes]]:
     ids = text.encode(prompt.decode(errors="replace"))
     if not ids:
         raise UserError("the prompt has no token; give --prompt some words")
-    writers: list[TextWriter | None] = [TextWriter(text.tokenizer, (), ids) for _ in range(command.samples)]
     options = {"samples": command.samples, "max_tokens": command.max_tokens}
-    for step in generate_tokens(text.model, torch.tensor(ids), sampling, **options):
+    return _as_text(generate_tokens(text.model, torch.tensor(ids), sampling, **options), text, ids, command.samples)
+
+
+def _as_text(steps: Iterable[Tensor], text: TextModel, ids: list[int], samples: int) -> Iterator[list[bytes]]:
+    """The bytes of each step's tokens; it ends where each sample has an end token."""
+    from expire_span.serve.detokenizer import TextWriter
+
+    writers: list[TextWriter | None] = [TextWriter(text.tokenizer, (), ids) for _ in range(samples)]
+    for step in steps:
         writers = [None if token in text.ends else writer for writer, token in zip(writers, step.tolist())]
         if not any(writers):
             return

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from expire_span.checks import Seed, at_least
+from expire_span.disk.files import read_json
 from expire_span.errors import UserError
 from expire_span.runs import RunFolder, check_name, check_new
 from expire_span.settings.retrofit import DistillConfig, RetrofitConfig, RetrofitTask
@@ -58,9 +59,9 @@ def run_retrofit(args: list[str]) -> int:
     command = parse(RetrofitCommand, args, f"{PROGRAM} retrofit")
     check_name(command.out.name)
     check_new(command.out, "--out")
-    if not command.data.exists():
-        raise UserError(f"no text at {command.data}: give a text file, or a folder of .txt files")
-    command.learning.check_budget(command.expiry.ramp, command.expiry.keep_first)
+    check_text(command.data)
+    expiry = command.expiry
+    command.learning.check_budget(expiry.ramp, expiry.keep_first, expiry.max_span)
     from expire_span.train.distill import begin, check_extras
 
     check_extras(command.learning)
@@ -69,6 +70,15 @@ def run_retrofit(args: list[str]) -> int:
     print(tell(run, run.read_result() or {}))
     print(tell_next(run, command.model))
     return 0
+
+
+def check_text(path: Path) -> None:
+    """Refuse a place without text, before a model is loaded."""
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise UserError(f"no text at {path}: give a text file, or a folder of .txt files")
+    if not any(x.is_dir() or x.stat().st_size for x in files):
+        raise UserError(f"the text at {path} is empty (.txt files: {len(files)}); give files with text in them")
 
 
 def tell(run: RunFolder, result: dict[str, Any]) -> str:
@@ -80,12 +90,14 @@ def tell(run: RunFolder, result: dict[str, Any]) -> str:
 
 
 def tell_next(run: RunFolder, model: str) -> str:
-    """What to type now."""
+    """What to type now: a chat where the model's contexts begin with a user's turn, else a text to go on from."""
+    begins = read_json(run.path / "adapter" / "adapter.json").get("begins_with") or {}
     adapter, model = shlex.quote(str(run.path / "adapter")), shlex.quote(model)
+    talk, end = ("chat", "") if begins.get("context") != begins.get("text") else ("generate", " --prompt 'The old'")
     return (
         f"next: {PROGRAM} verify {adapter}\n"
         f"      {PROGRAM} view {adapter}\n"
-        f"      {PROGRAM} chat {model} --adapter {adapter}"
+        f"      {PROGRAM} {talk} {model} --adapter {adapter}{end}"
     )
 
 

@@ -24,6 +24,7 @@ def run_suite_command(command: Command, methods: list[str], budgets: list[float]
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
     from expire_span.hf.evaluate import check_budgets
     from expire_span.hf.loading import open_model
+    from expire_span.hf.texts import check_tokenizer
     from expire_span.lab.suites.page import write_results
     from expire_span.lab.suites.prompts import Frame
     from expire_span.lab.suites.record import Record, answers_path, write_prompts
@@ -35,6 +36,7 @@ def run_suite_command(command: Command, methods: list[str], budgets: list[float]
     frame = Frame(tokenizer, plain=command.plain)
     suite, settings = _make_suite(command, model, frame)
     handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+    check_tokenizer(handle, tokenizer)
     check_budgets(handle, methods, budgets, suite.context)
     record = Record(answers_path(command.out), settings)
     write_prompts(command.out, suite.samples, settings)

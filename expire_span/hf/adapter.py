@@ -29,6 +29,7 @@ from expire_span.settings.retrofit import RetrofitConfig
 from expire_span.settings.run import from_dict
 
 from .fingerprint import check_record, find_difference, reader_of, record_of
+from .gguf import check_unpacked
 from .texts import Beginning
 
 FORMAT = 1
@@ -192,6 +193,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
+    check_unpacked(model)
     base, ours = head["base"], base_hash(model)
     if base["hash"] == ours:
         return

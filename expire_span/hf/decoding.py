@@ -39,7 +39,7 @@ class RetrofitModel:
         self.can_step = plain and handle.endless and handle.layout.takes_positions
         """Whether slots can hold all that the model remembers: keys whose rotation does not depend on the context's length,
         each read by one layer, no recurrent states, and all weights on one device."""
-        self.prefers_steps = self.device.type == "cuda"
+        self.prefers_steps = self.device.type in ("cpu", "cuda")  # elsewhere slots are not tried
 
     @property
     def capped(self) -> bool:

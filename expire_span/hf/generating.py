@@ -1,10 +1,10 @@
 """`generate` of a retrofitted model as people call it: it gets an expiring cache by itself, and decodes over slots.
 
 While a retrofit is attached, its model makes a `SteppingCache` wherever `generate`, a pipeline, or a call with `use_cache=True`
-gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, and where that is faster (on a
-GPU), its memories move into the slots of a stream's engine (stream/engines.py), so that a step is one replay of a CUDA graph.
-Whatever else is asked of the cache moves them back first. The handle keeps the last engine that is no longer used, so that the
-next answer with as many rows records nothing anew.
+gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, its memories move into the slots of
+a stream's engine (stream/engines.py); on a GPU a step is then one replay of a CUDA graph. Whatever else is asked of the cache
+moves them back first, and where that happens after every step, as for beams, they stay out. The handle keeps the last engine
+that is no longer used, so that the next answer with as many rows records nothing anew.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ MORE = ("inputs_embeds", "output_attentions", "output_hidden_states", "labels", 
 """Arguments of a forward pass with which a step is computed by the model itself."""
 
 
+MOVES = 2
+"""Number of times in a row that memories leave slots after a single step before they stay out, since moving costs more than a
+step over slots saves."""
+
+
 class SteppingCache(ExpiringCache):
     """An `ExpiringCache` that steps of single tokens move into slots."""
 
@@ -34,6 +39,10 @@ class SteppingCache(ExpiringCache):
     """Holds the memories of all layers while single tokens are decoded; the layers are then empty."""
     _give_back: Any = None
     _layers: list[Any]
+    _steps = 0
+    """Steps since the memories moved into slots."""
+    _single = 0
+    """How often in a row they have left after a single one."""
 
     @property
     def layers(self) -> list[Any]:  # type: ignore[override]
@@ -66,11 +75,18 @@ class SteppingCache(ExpiringCache):
         for x in layers:
             x.memory = None
         self.engine, self._give_back = engine, weakref.finalize(self, spare.keep, engine, mark)
+        self._steps = 0
         self._give_back.atexit = False
+
+    @property
+    def stays_out(self) -> bool:
+        """Whether the memories are moved no more, since they have left their slots after every step."""
+        return self._single >= MOVES
 
     def step(self, tokens: Tensor) -> Tensor:
         """Read one token of each row, [B], and return logits [B, V]."""
         assert self.engine is not None
+        self._steps += 1
         self.engine.tokens.copy_(tokens)
         self.engine.advance(None)
         for x in self._layers:
@@ -82,6 +98,7 @@ class SteppingCache(ExpiringCache):
         engine, self.engine = self.engine, None
         if engine is None:
             return
+        self._single = self._single + 1 if self._steps == 1 else 0
         column, seen = engine.clock.column, self._layers[0].seen
         for x, memory in zip(self._layers, engine.stepper.memories):
             x.memory = memory.to_memory(column, seen - column)
@@ -181,7 +198,7 @@ def _may_step(handle: Any, cache: SteppingCache, tokens: Any, kwargs: dict[str, 
             return engine.rows == len(tokens) and in_slots(cache, handle)
     model = handle.for_stream()
     wanted = model.prefers_steps if handle.steps_in_slots is None else handle.steps_in_slots
-    if not (wanted and model.can_step) or handle._nothing_expires or cache.get_seq_length() == 0:
+    if not (wanted and model.can_step) or cache.stays_out or handle._nothing_expires or cache.get_seq_length() == 0:
         return False
     layers = cache.expiring
     if any(x.memory is None or x.memory.rows[0] != len(tokens) for x in layers):

@@ -1,4 +1,5 @@
-"""The head of a GGUF file: its fields and the shapes of its tensors, with every length checked against the file's size."""
+"""The head of a GGUF file: its fields and the shapes of its tensors, with every length checked against the file's size; and
+models whose weights were left in the file's blocks."""
 
 from __future__ import annotations
 
@@ -35,6 +36,16 @@ def check_gguf(path: Path) -> Shapes:
     sizes = {name.removeprefix(f"{kind}."): value for name, value in fields.items() if not isinstance(value, list)}
     check_sizes(sizes, shapes, path)
     return shapes
+
+
+def check_unpacked(model: Any) -> None:
+    """Refuse a model that transformers has left in the blocks of its GGUF file."""
+    rounding = getattr(getattr(model, "config", None), "quantization_config", None)
+    if getattr(rounding, "quant_method", None) == "gguf" and not all(x.is_floating_point() for x in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} holds its weights in the blocks of a GGUF file, for kernels that compute a few "
+            "tokens otherwise than many; load it with quantization_config=GgufConfig(dequantize=True)"
+        )
 
 
 class _Reader:

@@ -116,7 +116,7 @@ class Retrofit:
         self._nothing_expires = False
         self._angles: list[Any] = []
         self.steps_in_slots: bool | None = None
-        """Whether `generate` decodes over slots where the model can; None does so where that is faster, on a GPU."""
+        """Whether `generate` decodes over slots where the model can; None does so on CPUs and GPUs, where that is faster."""
         self.spare_engine = SpareEngine()
         self._replaced: dict[str, Any] = {}
         self._hooks: list[Any] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .gguf import check_unpacked
 from .probing import AttentionCall, Probe, probe
 from .recurrent import EmptyLayer, recurrent_layers
 
@@ -66,6 +67,7 @@ def find_layout(model: Any) -> Layout:
     """The model's attention. ValueError if the model cannot be retrofitted."""
     config = text_config(model)
     check_config(model.config, type(model).__name__)
+    check_unpacked(model)
     _check_parts(model, config)
     name = f"{type(model).__name__} ({config.model_type})"
     tokens = _tokens(model, config)

@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils import logging
+from transformers.utils import logging, quantization_config
 from transformers.utils.hub import cached_file
 
 from expire_span.checks import as_whole, show
@@ -38,6 +38,10 @@ BITS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 """Weights in 8 and 4 bits, by bitsandbytes; keys and values are then bfloat16."""
+_GGUF: Any = getattr(quantization_config, "GgufConfig", None)
+_UNPACKED: dict[str, Any] = {"quantization_config": _GGUF(dequantize=True)} if _GGUF else {}
+"""Read a GGUF file into plain numbers. Newer transformers would else keep its blocks on a GPU with the package kernels, and
+they are no weights that a fingerprint, low-rank additions or another precision could use."""
 SPREAD = "spread"
 """The device that means all GPUs, and where these are too small the memory beside them: accelerate's device_map="auto"."""
 
@@ -68,6 +72,7 @@ def open_model(name: str, dtype: str = "fp32", device: str = "auto") -> tuple[An
     if "gguf_file" in files:
         model.name_or_path = name  # transformers names the file's folder, where nothing tells which file it was
         _check_numbers(name, model, shapes or {})
+        _make_plain(model)
     with _quiet(), _explained(lambda: f"the model {name} has no tokenizer that can be read{_blame(path)}"):
         tokenizer = AutoTokenizer.from_pretrained(place, **extra)
         _try_tokenizer(tokenizer)
@@ -79,7 +84,7 @@ def _options(dtype: str, extra: dict[str, Any], where: torch.device) -> dict[str
     safe = {} if "gguf_file" in extra else {"use_safetensors": True}
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, **safe, **extra}
     if dtype not in BITS:
-        return {"dtype": DTYPES[dtype], **told}
+        return {"dtype": DTYPES[dtype], **(_UNPACKED if "gguf_file" in extra else {}), **told}
     if "gguf_file" in extra:
         raise UserError(
             f"--dtype {dtype} rounds a model of safetensors, got a .gguf file, which is rounded already; give bf16"
@@ -247,6 +252,15 @@ def _check_numbers(name: str, model: Any, shapes: Shapes) -> None:
         )
 
 
+def _make_plain(model: Any) -> None:
+    """Remove the marks of rounding from a model whose weights were read from a GGUF file into plain numbers; with these marks
+    transformers would refuse to save it."""
+    for held, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(held, name):
+            delattr(held, name)
+    model.is_quantized = False
+
+
 def find_device(device: str) -> torch.device:
     """The device that auto, cpu, cuda or cuda:N means here."""
     count = torch.cuda.device_count()
@@ -290,7 +304,9 @@ def read_contexts(tokenizer: Any, path: Path, length: int, beginning: Beginning)
     if found := cut_contexts(documents, length, beginning.context):
         return found
     longest = max(len(x) for x in documents) + len(beginning.context)
-    raise UserError(f"no document has {length} tokens, the longest has {longest}; give --context or more text")
+    raise UserError(
+        f"no document has {length} tokens, the longest has {longest}; give a shorter --context or more text"
+    )
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], *, begins: Sequence[int] | None = None) -> list[int]:

@@ -37,7 +37,7 @@ def make_questions(
     made = []
     for n, (facts, question, answer) in enumerate(texts):
         text = documents[n % len(documents)]
-        context = _hide(facts, text[: len(text) - longest], rng, len(begins.context))
+        context = _hide(facts, text[: max(0, len(text) - longest)], rng, len(begins.context))
         made.append(Question(context, question.to(text.device), answer.to(text.device), kind))
     return made
 
@@ -63,7 +63,10 @@ def _hide(facts: list[Tensor], text: Tensor, rng: numpy.random.Generator, first:
     head, text = text[:first], text[first:]
     room = len(text) - sum(map(len, facts))
     if room < len(facts):
-        raise ValueError(f"the documents have {len(text)} tokens, too few for {len(facts)} facts and a question")
+        raise ValueError(
+            f"a document has {len(text)} tokens beside its question, too few for facts of {sum(map(len, facts))} tokens; give "
+            "a longer --context, or --questions 0"
+        )
     places = numpy.sort(rng.integers(room, size=len(facts)))
     parts, start = [head], 0
     for place, fact in zip(places, facts):

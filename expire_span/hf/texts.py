@@ -7,6 +7,7 @@ tokens before a text. An adapter records them (`begins_with`), and what reads wi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,12 +180,13 @@ def describe_beginning(model: Any, tokenizer: Any, documents: list[Tensor], begi
     if not tried or max(map(len, documents), default=0) < 2:
         return "contexts begin with their text, as the model's tokenizer begins one"
     loss, plain = compare_losses(model, documents, tried)
+    clear = CLEAR if max(map(len, documents)) >= SCORED else math.inf  # a few tokens do not tell
     told = f"{loss:.3f} nats a token with {_words(tokenizer, tried)} before a text, {plain:.3f} without"
     if not beginning.context:
-        advice = '; set "add_bos_token": true in tokenizer_config.json to read with it' if loss < plain - CLEAR else ""
+        advice = '; set "add_bos_token": true in tokenizer_config.json to read with it' if loss < plain - clear else ""
         return f"contexts begin with their text, as the model's tokenizer begins one: {told}{advice}"
     why = "tokenizer begins one" if beginning.context == beginning.text else "chat template begins a user's turn"
-    hurts = "; this beginning hurts: check the tokenizer's files" if loss > plain + CLEAR else ""
+    hurts = "; this beginning hurts: check the tokenizer's files" if loss > plain + clear else ""
     return f"contexts begin as the model's {why}: {told}{hurts}"
 
 

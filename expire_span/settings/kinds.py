@@ -133,6 +133,7 @@ RETROFIT = RunKind(
     trained_on="",
     cannot={
         "read tokens": f"{_TAUGHT}; use its adapter with: expire-span chat, serve, verify or evaluate-cache",
+        "generate": f"{_TAUGHT}; go on from a text with: expire-span generate {{task.model}} --adapter {{path}}/adapter",
         "play": "run {path} is not an agent's: its task is {task.kind}",
         "eval": f"{_TAUGHT}; score it with: expire-span evaluate-cache",
         "look inside": "This run taught a Hugging Face model to forget: expire-span evaluate-cache compares what it keeps.",

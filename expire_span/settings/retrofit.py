@@ -171,12 +171,17 @@ class DistillConfig:
         except ValueError:
             raise ValueError(f"more_budgets must be numbers separated by commas, got {self.more_budgets!r}") from None
 
-    def check_budget(self, ramp: int, keep_first: int) -> None:
+    def check_budget(self, ramp: int, keep_first: int, max_span: int | None = None) -> None:
         """Refuse what can be seen to be impossible before the model is known, whose sizes a budget in bytes needs."""
-        if self.budget_bytes is None:
-            self.target(ramp, 1, keep_first)
-        for share in self.further:
-            self.target(ramp, 1, keep_first, share)
+        known = () if self.budget_bytes is not None else (None,)
+        for share in (*known, *self.further):
+            live = self.target(ramp, 1, keep_first, share)
+            most = live if max_span is None else max_span + ramp + keep_first
+            require(
+                live <= most,
+                f"with spans of up to {max_span} tokens, a ramp of {ramp} and {keep_first} first tokens a head keeps at most "
+                f"{most} memories, got a budget of {live:g}; give a longer max_span or a smaller budget",
+            )
         require(
             ramp < self.context,
             f"a ramp must be shorter than the context, or nothing is ever deleted in training, got ramp {ramp} and context "
@@ -186,20 +191,25 @@ class DistillConfig:
     def target(self, ramp: int, bytes_per_token: int, keep_first: int = 0, share: float | None = None) -> float:
         """The budget, or a further one that is given as a share, as living memories per head at the end of a context."""
         share = self.budget if share is None else share
+        in_bytes = share is None and self.budget_tokens is None
         if share is not None:
             live = share * self.context
         else:
             live = self.budget_tokens if self.budget_tokens is not None else (self.budget_bytes or 0) / bytes_per_token
+        got = f"{self.budget_bytes:,} bytes" if in_bytes else f"{live:g} memories"
+        unit = f" of {bytes_per_token:,} bytes each" if in_bytes else ""
         require(
             live <= self.context,
-            f"the budget of {live:g} memories is more than the context of {self.context} tokens; give less or a longer context",
+            f"the budget of {got} is more than the context of {self.context} tokens{unit}; give less or a longer context",
         )
         kept = f" and {keep_first} first tokens are kept" if keep_first else ""
-        least = (
-            f"every memory lives for its ramp of {ramp} tokens{kept}, so {ramp + keep_first} is the least budget, got "
-            f"{live:g} memories"
+        least = ramp + keep_first
+        told = f"{least * bytes_per_token:,} bytes ({least} memories{unit})" if in_bytes else f"{least}"
+        require(
+            live >= least,
+            f"every memory lives for its ramp of {ramp} tokens{kept}, so {told} is the least budget, got {got}; give more, or "
+            "a shorter ramp",
         )
-        require(live >= ramp + keep_first, f"{least}; give more, or a shorter ramp")
         return live
 
 

@@ -219,6 +219,30 @@ def engines_of(handle, monkeypatch):
     return found
 
 
+def test_slots_are_the_default_of_generate_and_of_streams(monkeypatch):
+    handle = forgetful(tiny())
+    assert handle.steps_in_slots is None and Stream(handle, rows=1).static_shapes
+    engines = engines_of(handle, monkeypatch)
+    handle.steps_in_slots = None
+    generate(handle, tokens(1, 20), max_new_tokens=4)
+    assert len(engines) == 1
+
+
+def test_memories_that_would_move_at_every_step_stay_out_of_slots(monkeypatch):
+    """Beams are put in another order after each step, which only layers can do."""
+    handle, ids = forgetful(tiny(), max_span=40, ramp=8, keep_first=2), tokens(2, 30)
+    engines, options = engines_of(handle, monkeypatch), dict(num_beams=3, max_new_tokens=12)
+    found = generate(handle, ids, **options)
+    assert len(engines) == 2 and found.equal(wanted(handle, ids, **options))
+    with torch.no_grad():  # looking now and then keeps them in
+        cache = handle.model(ids, use_cache=True).past_key_values
+        for n in range(12):
+            handle.model(ids[:, :1], past_key_values=cache, use_cache=True)
+            if n % 2:
+                cache.live()
+    assert len(engines) == 2 + 6
+
+
 def test_an_answer_uses_the_engine_that_the_last_one_left(monkeypatch):
     handle = forgetful(tiny(), max_span=40, ramp=8, keep_first=2)
     engines = engines_of(handle, monkeypatch)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.cli import main  # noqa: E402
+from expire_span.cli.retrofit import tell_next  # noqa: E402
 from expire_span.hf import RetrofitConfig, calibration, load_adapter, retrofit  # noqa: E402
 from expire_span.runs import RunFolder  # noqa: E402
 from expire_span.settings.retrofit import DistillConfig  # noqa: E402
@@ -207,6 +209,18 @@ def test_budgets_in_shares_tokens_and_bytes():
 # Commands
 
 
+def test_a_chat_is_proposed_where_contexts_begin_with_a_turn(tmp_path):
+    """Any other model would refuse it."""
+    (tmp_path / "adapter").mkdir()
+    for begins, word in (
+        ({"text": [1], "context": [1, 7]}, "chat"),
+        ({"text": [1], "context": [1]}, "generate"),
+        (None, "gen"),
+    ):
+        (tmp_path / "adapter" / "adapter.json").write_text(json.dumps({"begins_with": begins}))
+        assert f"expire-span {word}" in tell_next(SimpleNamespace(path=tmp_path), "M").splitlines()[-1]
+
+
 def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     folder, book = model_folder(tmp_path / "model"), tmp_path / "book.txt"
     book.write_text(text())
@@ -221,9 +235,12 @@ def test_the_commands_end_to_end(tmp_path, capsys, monkeypatch):
     )
     said = capsys.readouterr()
     assert "(budget 40)" in said.out and "tokens, documents: 1" in said.err and "fitting spans" in said.err
-    assert f"next: expire-span verify {adapter}" in said.out and f"chat {folder} --adapter {adapter}" in said.out
+    assert f"next: expire-span verify {adapter}" in said.out
+    assert f"generate {folder} --adapter {adapter} --prompt" in said.out  # it has no chat template
     assert main(["verify", adapter, "--tokens", "160", "--device", "cpu"]) == 0
     assert "intact, made for" in capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
+    assert f"with: expire-span generate {folder} --adapter {adapter}" in capsys.readouterr().err
     out = ["--context", "400", "--documents", "2", "--questions", "1", "--out", str(tmp_path / "table")]
     asked = ["--methods", "none,sinks,snap,expire", "--budgets", "0.25", "--chunk", "32"]
     assert main(["evaluate-cache", str(folder), "--adapter", adapter, *common, *out, *asked]) == 0
@@ -300,6 +317,10 @@ def test_commands_say_what_is_wrong(tmp_path, capsys):
             "holds a Hugging Face model (llama) and no run; teach it to forget with: expire-",
         ),
         (["verify", str(adapter)], "does not say where its LlamaForCausalLM is; give it with --model"),
+        (
+            ["generate", str(adapter)],
+            "holds an adapter and no run; it goes with its model: expire-span generate or chat MODEL",
+        ),
         (
             ["retrofit", str(bad["t5"]), *data],
             "needs a decoder-only model, got the encoder-decoder T5Config (t5)",

@@ -19,7 +19,7 @@ from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.estimate import check_retrofit_batch
 from expire_span.train.loop import TrainingLoop
 from tests.fuzz_models import fuzz, list_cases
-from tests.hf_models import forgetful, llama_gguf, model_folder, tiny
+from tests.hf_models import bos_tokenizer, forgetful, llama_gguf, model_folder, tiny
 
 SAMPLE = 40
 HUGE = 999_999_999_999
@@ -53,7 +53,11 @@ def without_reader(monkeypatch, folder):
     """Let transformers take the folder's safetensors for a GGUF file, since its reader needs the package gguf."""
     for kind in (loading.AutoConfig, loading.AutoModelForCausalLM, loading.AutoTokenizer):
         load = kind.from_pretrained
-        monkeypatch.setattr(kind, "from_pretrained", lambda _, load=load, gguf_file=None, **o: load(folder, **o))
+        monkeypatch.setattr(
+            kind,
+            "from_pretrained",
+            lambda _, load=load, gguf_file=None, quantization_config=None, **o: load(folder, **o),
+        )
 
 
 def test_a_gguf_file_without_a_tensor_is_refused(tmp_path, monkeypatch):
@@ -93,6 +97,21 @@ def test_a_gguf_file_through_its_own_reader(tmp_path, capfd):
     ]:
         with pytest.raises(UserError, match=said):
             loading.open_model(str(llama_gguf(tmp_path / "y.gguf", drop, more)), device="cpu")
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_gguf_file_becomes_plain_weights_that_can_be_saved(tmp_path, monkeypatch, rounded):
+    """Also where a kernel could compute with the blocks of a rounded file; transformers marks such a model as unsavable."""
+    pytest.importorskip("gguf")
+    module = pytest.importorskip("transformers.quantizers.quantizer_gguf")
+    monkeypatch.setattr(module, "get_gguf_kernel", object)
+    model, _ = loading.open_model(str(llama_gguf(tmp_path / "x.gguf", rounded=rounded)), device="cpu")
+    model.save_pretrained(tmp_path / "plain")
+    bos_tokenizer().save_pretrained(tmp_path / "plain")
+    plain, _ = loading.open_model(str(tmp_path / "plain"), device="cpu")
+    assert all(x.is_floating_point() for x in model.parameters())
+    ids = torch.arange(4, 40)[None]
+    assert torch.equal(plain(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,15 @@ def bidirectional():
     return AutoModelForCausalLM.from_config(config)
 
 
+def packed():
+    """A model as transformers leaves it where a kernel for the blocks of GGUF files is installed."""
+    rounding = pytest.importorskip("transformers.utils.quantization_config")
+    blocks = pytest.importorskip("transformers.integrations.gguf.utils")
+    model = tiny()
+    model.lm_head, model.config.quantization_config = blocks.GgufLinear(32, 97, 3), rounding.GgufConfig()
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -47,6 +56,7 @@ def bidirectional():
             "needs a causal language model with an output layer .* got LlamaModel",
         ),
         (bidirectional, "attends in both directions"),
+        (packed, r"LlamaForCausalLM holds its weights in the blocks of a GGUF file.*GgufConfig\(dequantize=True\)"),
     ],
 )
 def test_models_that_cannot_be_retrofitted(build, said):
@@ -192,6 +202,8 @@ def test_an_adapter_loads_with_one_call(tmp_path):
     assert torch.equal(other(ids, use_cache=False).logits, want)
     half = load_adapter(tiny().to(torch.bfloat16), tmp_path / "adapter")  # the same model in another precision
     assert half.config == handle.config
+    with pytest.raises(ValueError, match="holds its weights in the blocks of a GGUF file"):
+        load_adapter(packed(), tmp_path / "adapter")
 
 
 def test_adapters_that_do_not_fit(tmp_path):

@@ -377,3 +377,6 @@ def test_generate_continues_a_text_with_an_adapter(tmp_path, capsysbinary):
     ids = tokenizer.encode("Once") + write(handle, torch.tensor([tokenizer.encode("Once")]), 8, temperature=0)
     wanted, said = tokenizer.decode(ids, skip_special_tokens=True).encode(), capsysbinary.readouterr().out
     assert wanted.startswith(said.rstrip(b"\n")) and len(said) > len("Once")
+    other = model_folder(tmp_path / "other", family="qwen2")
+    assert main(["generate", str(other), "--adapter", str(tmp_path / "adapter"), *options]) == 2
+    assert capsysbinary.readouterr().out == b""  # nothing is written before it is known that the answer can follow

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from expire_span.cli import main
 from expire_span.errors import UserError
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
-from expire_span.hf.loading import chat_tokens, turn_tokens
+from expire_span.hf.loading import chat_tokens, read_contexts, turn_tokens
 from expire_span.hf.questions import make_questions
 from expire_span.hf.texts import (
     Beginning,
@@ -92,6 +92,13 @@ def test_the_loss_shows_whether_a_beginning_helps():
     )
 
 
+def test_a_beginning_is_blamed_by_many_tokens_only(monkeypatch):
+    monkeypatch.setattr("expire_span.hf.texts.compare_losses", lambda *_: (4.0, 3.0))
+    for count, blamed in ((127, False), (128, True)):
+        said = describe_beginning(None, bos_tokenizer(), [tokens(1, count)[0]], Beginning((BOS,), (BOS,)))
+        assert ("this beginning hurts" in said) == blamed
+
+
 def test_contexts_of_training_begin_with_it_and_the_adapter_says_so(tmp_path):
     handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
     handle.beginning = Beginning((BOS,), (BOS, 7))
@@ -140,6 +147,19 @@ def test_questions_of_a_chat_model_are_asked_and_answered_in_turns():
         assert "?[me]The " in tokenizer.decode(one.question.tolist())
 
 
+def test_contexts_without_room_for_a_question_are_refused(tmp_path):
+    told = (
+        r"has 0 tokens beside its question, too few for facts of \d+ tokens; give a longer --context, or --questions 0"
+    )
+    with pytest.raises(ValueError, match=told):
+        make_questions(byte_tokenizer(), [tokens(1, 40)[0]], 1, "passkey")
+    (tmp_path / "a.txt").write_text("A fox.")
+    with pytest.raises(
+        UserError, match="no document has 48 tokens, the longest has 6; give a shorter --context or more"
+    ):
+        read_contexts(byte_tokenizer(), tmp_path, 48, Beginning())
+
+
 def test_the_commands_read_behind_the_beginning(tmp_path, capsys):
     """Contexts began with their text whatever the tokenizer adds, so a model with a BOS token was taught in a regime that
     nobody runs it in."""
@@ -175,16 +195,23 @@ def test_another_models_tokenizer_is_noticed(tmp_path):
     [
         ("", [], "no text at"),
         ("A fox.", [], "no document has a context of 48 tokens, the longest has 6"),
-        (text(90), ["--context", "4096", "--block", "48"], "made for contexts of 2048 tokens, got --context 4096"),
-        (text(90), ["--budget-bytes", "900"], "is the least budget, got"),
+        (text(90), ["--context", "4096", "--max-span", "4096"], "made for contexts of 2048 tokens, got --context 4096"),
+        (
+            text(90),
+            ["--budget-bytes", "900"],
+            "so 2,432 bytes (8 memories of 304 bytes each) is the least budget, got 900",
+        ),
+        (text(90), ["--budget-bytes", "90000"], "90,000 bytes is more than the context of 48 tokens of 304 bytes each"),
+        (text(90), ["--max-span", "4"], "a head keeps at most 16 memories, got a budget of 24; give a longer max_span"),
+        (None, [], "is empty (.txt files: 1); give files with text in them"),
     ],
-    ids=["empty", "tiny", "long", "bytes"],
+    ids=["nothing", "tiny", "long", "few bytes", "many bytes", "short spans", "empty"],
 )
 def test_what_cannot_be_trained_is_one_sentence(tmp_path, capsys, write, words, said):
     folder, data = model_folder(tmp_path / "model"), tmp_path / "data"
     data.mkdir()
-    if write:
-        (data / "a.txt").write_text(write)
+    if write != "":
+        (data / "a.txt").write_text(write or "")
     base = ["--context", "48", "--ramp", "8", "--max-span", "48", "--batch", "1", "--steps", "1", "--tracker", "none"]
     base += ["--budget", "0.5"] if "--budget-bytes" not in words else []
     more = [*base, *words, "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "run")]

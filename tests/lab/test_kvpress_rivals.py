@@ -7,17 +7,21 @@ asked again. `python -m benchmarks.kvpress_rivals` runs the real ones.
 import contextlib
 import importlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import safetensors.torch
+import torch
 
 pytest.importorskip("transformers")
 
 from expire_span.cli import main
-from tests.hf_models import model_folder
+from expire_span.errors import UserError
+from tests.hf_models import llama_gguf, model_folder
 
 
 @dataclass
@@ -96,6 +100,30 @@ def test_presses_answer_the_same_prompts(worker, tmp_path: Path, capsys, monkeyp
     with pytest.raises(SystemExit, match="kvpress has no press Magic; it has First, Head"):
         worker.make_press("Magic", 0.5)
     assert path.read_bytes() == whole
+
+
+def test_a_gguf_file_becomes_a_folder_once(monkeypatch, tmp_path: Path) -> None:
+    """And again where the file has changed."""
+    pytest.importorskip("gguf")
+    from benchmarks import kvpress_rivals
+    from expire_span.hf.loading import open_model
+
+    monkeypatch.setattr(kvpress_rivals, "PLACE", tmp_path / "made")
+    file = llama_gguf(tmp_path / "x.gguf")
+    folder = kvpress_rivals.plain_folder(str(file))
+    model, tokenizer = open_model(str(file), device="cpu")
+    found = safetensors.torch.load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name], x) for name, x in model.state_dict().items())
+    assert open_model(str(folder), device="cpu")[1].encode("abc") == tokenizer.encode("abc")
+    assert kvpress_rivals.plain_folder(str(folder)) == folder
+    llama_gguf(file, more={"x": torch.ones(4)})
+    with pytest.raises(UserError, match="holds 32,100 numbers"):
+        kvpress_rivals.plain_folder(str(file))
+    llama_gguf(file)
+    os.utime(file, (1, 1))
+    other = kvpress_rivals.plain_folder(str(file))
+    monkeypatch.setattr("expire_span.hf.loading.open_model", lambda *_: pytest.fail("it was there"))
+    assert other != folder and kvpress_rivals.plain_folder(str(file)) == other
 
 
 def test_workers_share_prompts_and_the_first_prompts_come_first(worker) -> None:

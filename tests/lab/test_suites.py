@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from expire_span.cli import main  # noqa: E402
 from expire_span.errors import UserError  # noqa: E402
 from expire_span.hf.evaluate import method  # noqa: E402
+from expire_span.hf.texts import find_beginning  # noqa: E402
 from expire_span.lab.suites.asking import ask, in_batches  # noqa: E402
 from expire_span.lab.suites.gsm8k import make_problems  # noqa: E402
 from expire_span.lab.suites.haystack import Haystack, no_books, read_books, read_passages  # noqa: E402
@@ -28,7 +29,7 @@ from expire_span.lab.suites.scoring import (  # noqa: E402
     strings_found,
 )
 from expire_span.lab.suites.tasks import RULER, TASKS, make_samples  # noqa: E402
-from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny  # noqa: E402
+from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny, word_tokenizer  # noqa: E402
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 
@@ -265,6 +266,18 @@ def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_p
     monkeypatch.setattr(running, "find_dial", lambda *_: 0.0)
     assert run(folder, tmp_path / "suite", *more, "--budgets", "0.25,0.2") == 2
     assert "the adapter cannot meet a budget of 0.2: contexts of 400 tokens hold more" in capsys.readouterr().err
+
+
+def test_a_suite_refuses_another_tokenizer_than_the_adapters(folder: Path, tmp_path: Path, capsys) -> None:
+    from expire_span.hf.loading import open_model
+
+    model, _ = open_model(str(folder), device="cpu")
+    handle = forgetful(model, max_span=300, ramp=16)
+    handle.beginning = find_beginning(word_tokenizer())
+    handle.save(tmp_path / "adapter")
+    more = ["--methods", "expire", "--adapter", str(tmp_path / "adapter"), "--prompts", "1", "--tasks", "pairs"]
+    assert run(folder, tmp_path / "suite", *more) == 2
+    assert "the tokenizer is another one than the adapter was trained with" in capsys.readouterr().err
 
 
 def test_problems_are_asked_and_memories_counted(folder: Path, tmp_path: Path, monkeypatch) -> None:
