@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.sampling import Sampling
+from expire_span.serve.pace import Pace
 from expire_span.serve.requests import Request
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions
@@ -160,7 +161,7 @@ def summary(begin: float, times: list[list[float]]) -> dict[str, Any]:
 def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
     """The longest time between two tokens of an answer while a prompt of so many tokens is read beside it."""
     scheduler, arrived, joined = Scheduler(TextModel(handle, _Numbers()), rows=2), [], queue.Queue()
-    scheduler.shared_chunk = chunk
+    scheduler.pace = Pace(chunk, chunk)
     running = Request([5] * 40, 10**9, Sampling(), (), lambda piece: arrived.append(time.perf_counter()))
     scheduler.submit(running)
     while len(arrived) < 60:
