@@ -11,7 +11,7 @@ PAUSE = 1.0
 """Seconds for which running answers wait at most while a part of a prompt is read, on a CPU, unless a server is given another
 number."""
 CHUNK = 512
-"""Most tokens that are read in one call on a CPU. More cost no less per token there."""
+"""Most tokens that are read in one call on a CPU. More cost hardly less per token there."""
 CAPPED_CHUNK = 256
 """Tokens in every call for a model whose cap evicts at the end of a call: its answers must not depend on what else runs."""
 GPU_CHUNK, GPU_SHARED_CHUNK = 32_768, 8_192
