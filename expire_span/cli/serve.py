@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -49,8 +47,6 @@ class Serve:
     pause: float = 1.0
     """Seconds for which running answers wait at most while a part of another prompt is read, on a CPU. Less lets their tokens
     come more evenly, and reads prompts more slowly."""
-    pack: bool = False
-    """Hold a second copy of the weights, in an order that is faster for steps of 4 answers or more on a CPU in fp32."""
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of a retrofitted model; a run has its own."""
     device: str = "auto"
@@ -94,12 +90,11 @@ def run_serve(args: list[str]) -> int:
     with _listen(command.host, command.port) as listener:
         keys, text = _keys(), _open(command)
         sizes = dict(rows=command.rows, waiting=command.max_waiting)
-        with _packed(command, text):
-            scheduler = Scheduler(text, **sizes, sessions=_sessions(command, text), pause=command.pause)
-            try:
-                _serve(command, scheduler, listener, keys)
-            finally:
-                scheduler.close()
+        scheduler = Scheduler(text, **sizes, sessions=_sessions(command, text), pause=command.pause)
+        try:
+            _serve(command, scheduler, listener, keys)
+        finally:
+            scheduler.close()
     return 0
 
 
@@ -114,24 +109,6 @@ def _open(command: Serve) -> TextModel:
             )
         return open_retrofit(command.model, command.adapter, command.dtype, command.device)
     return open_run(command.model, command.runs_dir, check_device(command.device), warn)
-
-
-@contextlib.contextmanager
-def _packed(command: Serve, text: TextModel) -> Iterator[None]:
-    """Within, the weights are packed, if that was asked for."""
-    if not command.pack:
-        yield
-        return
-    from expire_span.serve.packing import find_packable, packed
-
-    layers = find_packable(text.model)
-    if not layers:
-        where = f"--dtype {command.dtype} --device {command.device}"
-        raise UserError(f"--pack needs linear layers in fp32 on a CPU with oneDNN, got none with {where}; leave it out")
-    with packed(layers):
-        size = sum(layer.weight.nbytes for layer in layers)
-        print(f"packed {len(layers)} layers, {size / 1e6:,.0f} MB more", file=sys.stderr)
-        yield
 
 
 def _keys() -> list[str]:
