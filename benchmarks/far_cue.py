@@ -165,7 +165,7 @@ class Lesson:
         steps = sum(before == length for before, _ in self.done)
         if steps < size.steps or self._recent(20) < 0.98:
             return length
-        return 4 * length if length < size.length else 0
+        return min(4 * length, size.length) if length < size.length else 0
 
     def _recent(self, count: int) -> float:
         """Fraction of right answers in the last steps, of this lesson only."""
