@@ -30,7 +30,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
+from expire_span.hf.decoding import SMALL_CHUNK
 from expire_span.sampling import Sampling
+from expire_span.serve.pace import Pace
 from expire_span.serve.requests import Request
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions
@@ -95,11 +97,18 @@ def make_prompts(args: argparse.Namespace, requests: int, vocab: int) -> list[li
     return [tokens[n * step : n * step + size] for n in range(requests)]
 
 
-def measure(handle: Any, prompts: list[list[int]], rows: int, tokens: int, temperature: float) -> dict[str, Any]:
-    """How long it takes until all requests are answered, after one round that warms up and records."""
+def measure(
+    handle: Any, prompts: list[list[int]], rows: int, tokens: int, temperature: float, chunk: int | None = None
+) -> dict[str, Any]:
+    """How long it takes until all requests are answered, after one round that warms up and records. chunk: tokens of prompts
+    in a call beside running answers, where the scheduler shall not choose them. `processor` is the process's processor time."""
     scheduler = Scheduler(TextModel(handle, _Numbers()), rows=rows)
+    if chunk is not None:
+        scheduler.pace = Pace(max(SMALL_CHUNK, chunk), chunk)
     answer(scheduler, prompts[: max(32, len(prompts) // 8)], min(80, tokens), temperature)
+    used = time.process_time()
     result = {"rows": rows, **answer(scheduler, prompts, tokens, temperature)}
+    result["processor"] = time.process_time() - used
     scheduler.close()
     return result
 
@@ -160,7 +169,7 @@ def summary(begin: float, times: list[list[float]]) -> dict[str, Any]:
 def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
     """The longest time between two tokens of an answer while a prompt of so many tokens is read beside it."""
     scheduler, arrived, joined = Scheduler(TextModel(handle, _Numbers()), rows=2), [], queue.Queue()
-    scheduler.shared_chunk = chunk
+    scheduler.pace = Pace(chunk, chunk)
     running = Request([5] * 40, 10**9, Sampling(), (), lambda piece: arrived.append(time.perf_counter()))
     scheduler.submit(running)
     while len(arrived) < 60:
@@ -252,7 +261,7 @@ def measure_all(args: argparse.Namespace, handle: Any, requests: int, lines: lis
     """So many requests in every way; each line is added and printed as soon as it is known."""
     prompts = make_prompts(args, requests, min(VOCAB, handle.model.config.vocab_size))
     ways: dict[str, Any] = {
-        name: partial(measure, handle, prompts, rows, args.tokens, args.temperature)
+        name: partial(measure, handle, prompts, rows, args.tokens, args.temperature, args.shared_chunk)
         for name, rows in {"one by one": 1, "together": requests}.items()
         if name in args.ways.split(",") and not (args.beside and name == "one by one")
     }
@@ -282,6 +291,8 @@ def _show(line: dict[str, Any]) -> str:
         first, between = line["first"], line["between"]
         told += f", steady {line['steady'] or 0:.0f}, first token {first['median']:.2f} s (99th {first['p99']:.2f})"
         told += f", between {1000 * between['median']:.1f} ms (99th {1000 * between['p99']:.1f})"
+    if "processor" in line:
+        told += f", processor {line['processor']:.1f} s"
     return told
 
 
@@ -306,6 +317,11 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true", help="also measure generate_batch, and a bare stream")
     parser.add_argument("--beside-tokens", type=int, help="tokens of an answer of generate_batch, where it is slow")
     parser.add_argument("--beside-cache", default="", help="blocks and tokens in a batch of generate_batch, as 64,256")
+    parser.add_argument(
+        "--shared-chunk",
+        type=int,
+        help="tokens of prompts in a call beside running answers; by default the scheduler chooses",
+    )
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--requests", default="1,8,32", help="numbers of requests at a time")

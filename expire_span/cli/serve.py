@@ -45,6 +45,9 @@ class Serve:
     """Port to listen on."""
     rows: Count = 8
     """Largest number of requests that run at a time; others wait."""
+    pause: Annotated[float, at_least(0.01)] = 1.0
+    """Seconds for which running answers wait at most while a part of another prompt is read, on a CPU. Less lets their tokens
+    come more evenly, and reads prompts more slowly."""
     dtype: Literal["fp32", "bf16", "fp16", "int8", "nf4"] = "fp32"
     """Precision of a retrofitted model; a run has its own."""
     device: str = "auto"
@@ -82,7 +85,8 @@ def run_serve(args: list[str]) -> int:
 
     with _listen(command.host, command.port) as listener:
         keys, text = _keys(), _open(command)
-        scheduler = Scheduler(text, rows=command.rows, waiting=command.max_waiting, sessions=_sessions(command, text))
+        sizes = dict(rows=command.rows, waiting=command.max_waiting)
+        scheduler = Scheduler(text, **sizes, sessions=_sessions(command, text), pause=command.pause)
         try:
             _serve(command, scheduler, listener, keys)
         finally:

@@ -19,8 +19,10 @@ from .adapter import base_hash
 from .layouts import AttentionLayer, text_config
 from .slots import SlotAttention, SlotCache, span_form
 
-CHUNK = 256
-"""Tokens of a row per forward pass while reading, on a CPU or where a cap evicts at the end of each pass."""
+CHUNK = 512
+"""Tokens of a row per forward pass while reading on a CPU: half as many take a sixth more time, twice as many hardly less."""
+SMALL_CHUNK = 256
+"""The same where a cap evicts at the end of each pass, on any device; on a GPU also the fewest for many rows."""
 GPU_CHUNK = 32_768
 """Tokens of all rows together per forward pass on a GPU, where a pass of few tokens takes as long as one of thousands."""
 
@@ -69,7 +71,8 @@ class RetrofitModel:
         for layer, part in zip(cache.expiring, state or ()):
             layer.memory, layer.seen = part["memory"], part["position"]
             cache.recurrent = part.get("recurrent", {})
-        size = CHUNK if self.capped or self.device.type != "cuda" else max(CHUNK, GPU_CHUNK // len(tokens))
+        size = CHUNK if self.device.type != "cuda" else max(SMALL_CHUNK, GPU_CHUNK // len(tokens))
+        size = SMALL_CHUNK if self.capped else size
         chunks = tokens.to(self.device).split(size, dim=1)
         for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(size, dim=1)):
             for layer in cache.expiring:

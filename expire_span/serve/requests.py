@@ -17,12 +17,6 @@ from .sessions import Snapshot
 from .text import TextModel
 from .turns import Prompt
 
-CHUNK, SHARED_CHUNK = 256, 64
-"""Tokens of prompts that are read in one call: while nothing else runs, and between two decode steps, for which the running
-answers wait."""
-GPU_CHUNK, GPU_SHARED_CHUNK = 32_768, 8_192
-"""The same on a GPU, where a call of few tokens takes as long as one of thousands."""
-
 
 class Chunk(NamedTuple):
     """A part of a prompt that is read in one call, and the lifetimes of its tokens."""

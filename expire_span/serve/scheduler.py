@@ -6,6 +6,7 @@ One thread runs the model. At most `rows` requests run at a time; the others wai
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ from expire_span.stream.decoders import model_of
 from expire_span.stream.interface import row_of, trimmed
 
 from .batch import Batch
-from .requests import CHUNK, GPU_CHUNK, GPU_SHARED_CHUNK, SHARED_CHUNK, Request, Response
+from .pace import PAUSE, Pace
+from .requests import Request, Response
 from .sessions import Sessions, Snapshot
 from .text import TextModel
 
@@ -37,10 +39,17 @@ class Scheduler:
     """Runs requests until it is closed; at most `rows` of them at a time, while at most `waiting` others wait."""
 
     def __init__(
-        self, text: TextModel, *, rows: int = 8, waiting: int = MOST_WAITING, sessions: Sessions | None = None
+        self,
+        text: TextModel,
+        *,
+        rows: int = 8,
+        waiting: int = MOST_WAITING,
+        sessions: Sessions | None = None,
+        pause: float = PAUSE,
     ) -> None:
         """sessions: known beginnings of prompts, or None, where every prompt is read whole. A model whose cap evicts living
-        memories has none, since what it keeps depends on where the reading was interrupted."""
+        memories has none, since what it keeps depends on where the reading was interrupted. pause: seconds for which running
+        answers wait at most while a part of a prompt is read, on a CPU."""
         check_count("rows", rows)
         check_count("waiting", waiting)
         self.text, self.rows, self.most_waiting = text, rows, waiting
@@ -54,9 +63,7 @@ class Scheduler:
         self._refusing = self._stopping = False
         self._active: list[Response] = []
         self._batch = Batch(text.model, rows)
-        on_gpu = self._batch.device.type == "cuda"
-        self.chunk, self.shared_chunk = (GPU_CHUNK, GPU_SHARED_CHUNK) if on_gpu else (CHUNK, SHARED_CHUNK)
-        """Tokens of prompts that are read in one call: while nothing else runs, and between two decode steps."""
+        self.pace = Pace.of(text.model, pause)
         self._thread = threading.Thread(target=self._run, daemon=True, name="expire-span-scheduler")
         self._thread.start()
 
@@ -166,7 +173,7 @@ class Scheduler:
         for response in self._active:
             if response.request.cancelled:
                 self._finish(response)
-        most = self.shared_chunk if self._batch.responses else self.chunk
+        most = self.pace.chunk(bool(self._batch.responses))
         for response in [x for x in self._active if x.waits][:1]:
             self._try(response, lambda response=response: self._prefill(response, most))
         if self._batch.responses:
@@ -181,9 +188,11 @@ class Scheduler:
             assert first.prompt is not None
             return self._batch.join([first], first.prompt)
         group = [first] if first.prompt is not None or chunk.marks is not None else self._read_alike(first, most)
+        began = time.perf_counter()
         read = self._read_together(group, len(chunk.tokens)) if len(group) > 1 else None
         if read is None:
             group, read = [first], self._batch.stream.prefill(chunk.tokens, first.prompt, chunk.marks)
+        self.pace.note(len(group) * len(chunk.tokens), time.perf_counter() - began)
         for row, response in enumerate(group):
             self._note_read(response, len(chunk.tokens), partial(row_of, read, row))
         if all(x.is_read for x in group):

@@ -60,6 +60,7 @@ BUILDERS = [
 ]  # fmt: skip
 COMMANDS = [
     ("serve m --adapter a --rows 0", "--rows must be at least 1, got 0"),
+    ("serve m --adapter a --pause 0", "--pause must be at least 0.01, got 0"),
     ("serve m --adapter a --port 65536", "--port must lie between 1 and 65535, got 65536"),
     ("view --port 0", "--port must lie between 1 and 65535, got 0"),
     ("chat m --adapter a --max-tokens 0", "--max-tokens must be at least 1, got 0"),

@@ -171,6 +171,39 @@ def test_answers_share_the_steps_of_the_model():
     assert len(calls) <= 4 + 39 + 6, "four prompts, and 39 steps for all but those that joined later"
 
 
+def test_steps_on_a_cpu_have_only_the_rows_of_answers_that_run():
+    """Answers end in the middle of others: the first and the third row leave, and those behind them move to the front."""
+    handle = forgetful(tiny(), max_span=30, ramp=4)
+    steps = []
+    handle.model.register_forward_pre_hook(lambda _, args, kwargs: steps.append(tuple(args[0].shape)), with_kwargs=True)
+    client = Client(handle, rows=4)
+    limits, samplings = (20, 90, 40, 70), SAMPLINGS[:4]
+    requests, pieces = [], [queue.Queue() for _ in limits]
+    for n, (limit, sampling) in enumerate(zip(limits, samplings)):
+        requests.append(Request([n + 3] * 9, limit, sampling, (), pieces[n].put))
+    client.scheduler.submit(*requests)
+    answers = [text_of(x) for x in pieces]
+    client.scheduler.close()
+    rows = [rows for rows, tokens in steps if tokens == 1]
+    assert rows == sorted(rows, reverse=True), "a row stayed after its answer had ended"
+    assert rows.count(4) == 19 and rows.count(3) == 20 and rows.count(2) == 30 and rows.count(1) == 20
+    for n, (limit, sampling, answer) in enumerate(zip(limits, samplings, answers)):
+        assert answer == alone(handle, [n + 3] * 9, limit, sampling)
+
+
+def test_answers_of_a_capped_model_do_not_depend_on_their_neighbours():
+    """What a cap evicts depends on where reading pauses: a prompt beside running answers is read as if it were alone."""
+    handle = forgetful(tiny(), max_span=400, ramp=4, cap=24)
+    client = Client(handle, rows=3)
+    prompt = torch.randint(1, 90, (600,), generator=torch.Generator().manual_seed(1)).tolist()
+    running, begun = client.ask([7], 10**9)
+    begun.get(timeout=60)
+    beside = text_of(client.ask(prompt, 60, Sampling(seed=3))[1])
+    running.cancelled = True
+    assert beside == alone(handle, prompt, 60, Sampling(seed=3))
+    client.scheduler.close()
+
+
 def test_a_step_that_fails_ends_its_responses_and_the_scheduler_goes_on(monkeypatch):
     handle = forgetful(tiny(), max_span=30, ramp=4)
     feed, failed = Stream.feed, []

@@ -12,7 +12,8 @@ pytest.importorskip("fastapi")
 
 from expire_span.sampling import Sampling
 from expire_span.serve.batch import Batch
-from expire_span.serve.requests import CHUNK, Request, Response
+from expire_span.serve.pace import CAPPED_CHUNK
+from expire_span.serve.requests import Request, Response
 from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions, name_beginnings
 from expire_span.serve.text import TextModel
@@ -258,8 +259,8 @@ def test_long_prompts_are_read_in_chunks_that_end_where_others_may_begin():
     response = Response(TextModel(model(), Numbers()), request, torch.device("cpu"))
     response.begin(None, torch.device("cpu"))
     sizes = []
-    while (chunk := response.next_chunk(CHUNK)) is not None:
+    while (chunk := response.next_chunk(CAPPED_CHUNK)) is not None:
         sizes.append(len(chunk.tokens))
         response.read += sizes[-1]
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    assert max(sizes) <= CHUNK and ends[-1] == 700 and {30, 650} <= set(ends)
+    assert max(sizes) <= CAPPED_CHUNK and ends[-1] == 700 and {30, 650} <= set(ends)
