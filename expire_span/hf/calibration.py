@@ -14,7 +14,7 @@ does not see how much a head's attention matters to the output: distillation lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from expire_span.ops.rule import is_alive
 
 from .attention_function import observed
 from .handle import Retrofit
-from .importance import LEAST, Reading, needed_weights
 from .predictors import StandardisedLifetimes
 
 NAME = "expire_span_calibrated"
@@ -42,12 +41,8 @@ RATE = 1.0
 """Learning rate of the fit times the width of the hidden states; the bias learns at RATE / 20."""
 CORRECT_EVERY = 20
 """Number of steps after which a shift of all biases makes the fit meet the budget exactly again."""
-MOST_SHIFT = 32.0
+MOST_SHIFT = 16.0
 """Largest such shift, in logits."""
-RIDGE = 0.05
-"""Added to the variances of the standardised states in the regression, which are 1."""
-SHARPNESS = 2.0
-"""Logits of a span for each unit of the logarithm of what is needed."""
 
 
 @dataclass
@@ -60,8 +55,6 @@ class Observation:
     """Attention that is lost if a memory is deleted at each of A ages, [N, Hkv, A]."""
     rest: Tensor
     """Number of tokens that came after each memory, [N]."""
-    needed: Tensor
-    """Largest attention weight that each memory got while its context was repeated and asked about, [N, Hkv]."""
 
 
 def ages_of(context: int) -> Tensor:
@@ -70,63 +63,40 @@ def ages_of(context: int) -> Tensor:
     return torch.logspace(math.log10(SHORTEST_AGE), math.log10(max(context, 2 * SHORTEST_AGE)), count)
 
 
-@dataclass
-class _Seen:
-    """What one layer has shown of one context."""
-
-    hidden: Tensor
-    lost: Tensor
-    needed: Tensor
-
-
 @torch.no_grad()
-def observe(
-    handle: Retrofit, readings: Sequence[Reading], tell: Callable[[str], None] = lambda told: None
-) -> dict[int, Observation]:
-    """Run the base model over contexts of one length and what is read behind them; an observation for each layer that learns.
-
-    tell: called with how far it is.
-    """
-    found: dict[int, list[_Seen]] = {x.index: [] for x in handle.layers if x.window is None}
-    now: dict[str, Any] = {}
+def observe(handle: Retrofit, contexts: Iterable[tuple[Tensor, Tensor]]) -> dict[int, Observation]:
+    """Run the base model over contexts of one length, each with the weights of its queries, both [1, n]; an observation for
+    each layer that learns."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {x.index: [] for x in handle.layers if x.window is None}
+    count = 0
+    queries: dict[str, Tensor] = {}
 
     def hand_over(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        observing = (found.get(module.layer_idx), hidden, now["reading"], now["begins"], handle)
-        return args, {**kwargs, "observing": observing}
+        return args, {**kwargs, "observing": (found.get(module.layer_idx), hidden, queries["weights"], handle)}
 
     modules = [x.module for x in handle.layers]
     with handle.paused() as model, observed(NAME, _attend, modules, handle.configs, hand_over):
-        for number, now["reading"] in enumerate(readings):
-            tell(f"fitting spans: context {number + 1} of {len(readings)}")
-            ids = now["reading"].ids
-            for n, again in enumerate(now["reading"].again or [ids.new_zeros(0)]):
-                now["begins"] = n == 0
-                model(torch.cat([ids, again.unsqueeze(0)], 1), use_cache=False, logits_to_keep=1)
-    count = readings[0].ids.shape[1]
+        for ids, queries["weights"] in contexts:
+            count = ids.shape[1]
+            model(ids, use_cache=False, logits_to_keep=1)
     return {index: _join(parts, count, handle.config.keep_first) for index, parts in found.items()}
 
 
-def _join(parts: list[_Seen], count: int, first: int) -> Observation:
+def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observation:
     """Concatenate the contexts, without their `first` tokens, which are kept in any case."""
-    hidden = torch.cat([x.hidden[0, first:] for x in parts])
-    lost = torch.cat([x.lost[0, :, first:].transpose(0, 1) for x in parts])
-    needed = torch.cat([x.needed[0, :, first:].T for x in parts])
+    hidden = torch.cat([h[0, first:] for h, _ in parts])
+    lost = torch.cat([x[0, :, first:].transpose(0, 1) for _, x in parts])
     rest = torch.arange(count - 1 - first, -1, -1, device=hidden.device, dtype=torch.float32)
-    return Observation(hidden, lost, rest.repeat(len(parts)), needed)
+    return Observation(hidden, lost, rest.repeat(len(parts)))
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, observing: Any, **kwargs: Any) -> Any:
-    parts, hidden, reading, begins, handle = observing
+    parts, hidden, weights, handle = observing
     if parts is not None:
-        scale, count = kwargs.get("scaling") or query.shape[-1] ** -0.5, reading.ids.shape[1]
-        needed = needed_weights(query, key, scale, reading.asks, handle.config.ramp)
-        if begins:
-            ages = ages_of(count).to(query.device) + handle.config.ramp / 2
-            lost = lost_attention(query[:, :, :count], key[:, :, :count], scale, ages, reading.weights)
-            parts.append(_Seen(hidden[:, :count].clone(), lost, needed))
-        else:
-            parts[-1].needed = torch.maximum(parts[-1].needed, needed)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        ages = ages_of(query.shape[2]).to(query.device)
+        parts.append((hidden, lost_attention(query, key, scale, ages + handle.config.ramp / 2, weights)))
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
@@ -166,64 +136,7 @@ def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
     return at + (above - at) * (place - low)
 
 
-def fit(handle: Retrofit, found: dict[int, Observation], target: float) -> tuple[float, float]:
-    """Fit the predictors so that `target` memories per head live at the end of a context; returns how many do, and the price.
-
-    The logarithm of what is needed is regressed on the standardised hidden states, layer by layer, and spans follow from it:
-
-        e_i = L sigmoid(SHARPNESS x (predicted log of what is needed - price))
-    """
-    predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
-    for n, predictor in predictors.items():
-        predictor.standardise(found[n].hidden)
-        _regress(predictor, found[n])
-    first = next(iter(predictors.values()))
-    before = float(first.bias.detach()[0])
-    live = _meet(handle, found, predictors, target)
-    return live, (before - float(first.bias.detach()[0])) / SHARPNESS
-
-
-@torch.no_grad()
-def _regress(predictor: StandardisedLifetimes, seen: Observation) -> None:
-    """Ridge regression of the logarithm of what is needed."""
-    states = (seen.hidden.float() - predictor.center) * predictor.scale
-    wanted = log_needed(seen)
-    mean = wanted.mean(0)
-    products = states.T @ states / len(states) + RIDGE * torch.eye(states.shape[1], device=states.device)
-    weight = torch.linalg.solve(products, states.T @ (wanted - mean) / len(states))
-    predictor.weight.copy_(SHARPNESS * predictor.temperature * weight.T)
-    predictor.bias.copy_(SHARPNESS * mean)
-
-
-def log_needed(seen: Observation) -> Tensor:
-    """The logarithm of what is needed, [N, Hkv]."""
-    return seen.needed.clamp_min(LEAST).log()
-
-
-def reminder(handle: Retrofit, found: dict[int, Observation], price: float) -> Tensor:
-    """The mean squared difference of the predicted logits from those that the observations ask for, the mean over layers.
-
-    Distillation has a gradient only for memories that are just expiring; this has one for all, so that what is needed long
-    after its span has ended gets a longer one.
-    """
-    total = torch.zeros((), device=handle.model.device)
-    for n, seen in found.items():
-        predictor: Any = handle.predictors[str(n)]
-        wanted = SHARPNESS * (log_needed(seen) - price)
-        total = total + (predictor.logits(seen.hidden) - wanted).square().mean()
-    return total / len(found)
-
-
-def thin_out(found: dict[int, Observation], most: int) -> dict[int, Observation]:
-    """At most about `most` evenly spaced memories of each layer."""
-    every = max(1, len(next(iter(found.values())).rest) // most)
-    parts = {
-        n: [x[::every].clone() for x in (seen.hidden, seen.lost, seen.rest, seen.needed)] for n, seen in found.items()
-    }
-    return {n: Observation(*x) for n, x in parts.items()}
-
-
-def fit_to_lost(
+def fit(
     handle: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
 ) -> float:
     """Fit the predictors so that `target` memories per head live at the end of a context; returns how many do.
@@ -272,7 +185,7 @@ def _meet(
     """Add one number to the biases of all heads so that `target` memories live per head; returns how many do."""
     start = {n: p.bias.clone() for n, p in predictors.items()}
     low, high, live = -MOST_SHIFT, MOST_SHIFT, 0.0
-    for _ in range(20):
+    for _ in range(16):
         for n, predictor in predictors.items():
             predictor.bias.copy_(start[n] + (low + high) / 2)
         counts = [_living(p(found[n].hidden.unsqueeze(0))[0].T, found[n].rest, p.ramp) for n, p in predictors.items()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from expire_span.models.lifetimes import Lifetimes
 from expire_span.ops.slots import SpanForm
@@ -41,11 +40,6 @@ class StandardisedLifetimes(Lifetimes):
         self.scale.copy_(1 / spread.clamp_min(1e-3 * spread.mean().clamp_min(1e-6)))
         self.weight.copy_(weight * self.temperature / self.scale)
         self.bias.copy_(bias + weight @ self.center)
-
-    def logits(self, h: Tensor) -> Tensor:
-        """What the sigmoid is taken of, for hidden states [N, C]: [N, Hkv]."""
-        weight, bias = self._folded()
-        return F.linear(h.float(), weight, bias)
 
     def _folded(self) -> tuple[Tensor, Tensor]:
         """Weight (divided by the temperature) and bias that give the same spans for hidden states without standardising."""

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from expire_span.errors import UserError
-from expire_span.hf.calibration import Observation, fit, mean_slope, observe, reminder, thin_out
+from expire_span.hf.calibration import fit, mean_slope, observe
 from expire_span.hf.handle import Retrofit
-from expire_span.hf.layouts import text_config
 from expire_span.hf.learning import LearningLayer
 from expire_span.ops.rule import is_alive
 from expire_span.settings.retrofit import DistillConfig
@@ -32,10 +31,6 @@ from .lessons import Passages, Text
 from .levels import Level, build_levels
 from .mixture import Contexts, Mixture, build_mixture
 
-REMINDER = 1e-3
-"""Weight of the calibration's term in the loss."""
-REMINDED = 8192
-"""Number of memories of each layer that the term is computed of."""
 LEAST_RATE = 0.05
 """Final learning rate as a share of the peak."""
 
@@ -72,7 +67,6 @@ class Distiller:
         self.optimizer = _build_optimizer(handle, config, self.levels)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
-        self.found: dict[int, Observation] | None = None
         self.tell = tell or (lambda sentence: None)
         self.mixture = build_mixture(self.documents, config, handle.beginning, tokenizer, self.device, seed)
 
@@ -98,7 +92,6 @@ class Distiller:
         self.set_rate(share)
         weight = self.controller.weight
         divergence, spans, live = self.read(self._contexts(), weight)
-        self._remind()
         norm = torch.nn.utils.clip_grad_norm_(self.handle.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -113,30 +106,17 @@ class Distiller:
 
         At that weight of the span loss, shortening all spans by the same factor would save as much as it costs in divergence.
         """
+        rows: list[Contexts] = []
+        while len(rows) < self.config.calibrate:
+            rows += self._contexts().split(1)
         self.tell(
             f"fitting spans to the model's attention over {self.config.calibrate} contexts, before the first step"
         )
-        found = self._observe()
+        found = observe(self.handle, [(x.ids, x.weights) for x in rows[: self.config.calibrate]])
         for number in range(len(self.levels)):
             self.choose(number)
-            _, self.level.price = fit(self.handle, found, self.target)
+            fit(self.handle, found, self.config.context, self.target)
             self._start_control(mean_slope(self.handle, found))
-        self.found = thin_out(found, REMINDED)
-
-    def _observe(self) -> dict[int, Observation]:
-        """What memories of some contexts are needed for, always of the same contexts."""
-        rng, rows = numpy.random.default_rng([self.seed, 4]), self.config.calibrate
-        room = room_behind(self.handle, self.config.context)
-        readings = [self.mixture.read_again(self.mixture.draw(1, rng, self.device), room) for _ in range(rows)]
-        return observe(self.handle, readings, self.tell)
-
-    def _remind(self) -> None:
-        """Add the gradient of what the calibration asks for."""
-        if self.level.price is None or not REMINDER:
-            return
-        if self.found is None:  # a resumed run observes again
-            self.found = thin_out(self._observe(), REMINDED)
-        (REMINDER * reminder(self.handle, self.found, self.level.price)).backward()
 
     def _start_control(self, slope: float) -> None:
         self.read(self._contexts(), torch.zeros((), device=self.device))
@@ -249,7 +229,6 @@ class Distiller:
         """Plain values: the controller, the choice of contexts, and whether spans have been calibrated."""
         about: dict[str, Any] = {"controller": self.levels[0].controller.state_dict()}
         about |= {"controllers": [level.controller.state_dict() for level in self.levels[1:]]}
-        about["prices"] = [level.price for level in self.levels]
         about["rng"] = self.rng.bit_generator.state
         return about | {"calibrated": self.calibrated, "written": self.mixture.to_state()}
 
@@ -262,8 +241,6 @@ class Distiller:
         for level, known in zip(self.levels, [state["controller"], *state.get("controllers", [])]):
             level.load(self.handle, weights)
             level.controller.load_state_dict(known)
-        for level, price in zip(self.levels, state.get("prices", [])):
-            level.price = price
         self.rng.bit_generator.state = state["rng"]
         self.mixture.load_state(state.get("written"))
         self.calibrated = state.get("calibrated", True)  # older states were written before there was calibration
@@ -285,12 +262,6 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int, begi
         raise UserError(
             f"{kind} has a learned table of {table} positions, got a context of {context} tokens; give a shorter one"
         )
-
-
-def room_behind(handle: Retrofit, context: int) -> int:
-    """Number of tokens that the model was made to read behind a context."""
-    most = handle.length or getattr(text_config(handle.model), "max_position_embeddings", None)
-    return max(most - context, 0) if isinstance(most, int) else 2 * context
 
 
 def _build_optimizer(handle: Retrofit, config: DistillConfig, levels: list[Level]) -> torch.optim.Adam:

@@ -31,8 +31,6 @@ class Level:
     """Living memories per head at the end of a context."""
     predictors: nn.ModuleDict
     controller: BudgetController
-    price: float | None = None
-    """Logarithm of the need from which on a memory is kept, once spans are calibrated."""
 
     def weights(self, handle: Retrofit) -> dict[str, Tensor]:
         """What is learned for this budget, by names that no other budget has."""

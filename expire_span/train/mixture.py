@@ -18,21 +18,17 @@ from torch import Tensor
 
 from expire_span.errors import UserError
 from expire_span.hf.handle import Retrofit
-from expire_span.hf.importance import Reading, pieces_of
 from expire_span.hf.texts import Beginning
 from expire_span.models.marks import FREE, KEEP
 from expire_span.settings.retrofit import CHAT_MIXTURE, DistillConfig, parse_mixture
 
-from .lessons import LEAST_CONTEXT, Asked, Lesson, Passages, Repeats, Row, Text, Turns, read_code
+from .lessons import LEAST_CONTEXT, Lesson, Passages, Repeats, Row, Text, Turns, read_code
 from .lookups import Lookups
 from .sampled_chats import SampledChats
 
 ANSWERS = 0.5
 """Share of a context's loss that falls on the tokens of its answers, if there are any."""
 
-REPEAT = "Repeat the text above, word for word."
-LONGEST = 4096
-"""Most tokens that are repeated at once."""
 LEAST_CHAT = 1024
 """Shortest context in which `auto` has chats, whose system prompts are long."""
 
@@ -63,11 +59,6 @@ class Contexts:
         """Contexts in which all tokens weigh the same."""
         return cls(ids, torch.ones(ids.shape, device=ids.device))
 
-    @property
-    def asks(self) -> Tensor:
-        """Which tokens are followed by a token of an answer [B, n]: those that weigh more than the mean."""
-        return self.weights > 1
-
     def split(self, size: int) -> Iterator[Contexts]:
         """Parts of at most `size` rows."""
         for n in range(0, len(self.ids), size):
@@ -97,15 +88,8 @@ def weigh(row: Row) -> Tensor:
 class Mixture:
     """Lessons with their shares; a context is drawn from one of them by chance."""
 
-    def __init__(
-        self,
-        lessons: dict[str, tuple[float, Lesson]],
-        code: Sequence[Tensor] = (),
-        turns: Turns | None = None,
-        begins: int = 0,
-    ) -> None:
-        """turns: writes requests to repeat a context; None repeats it without. begins: number of tokens before every text."""
-        self.lessons, self.code, self.turns, self.begins = lessons, code, turns, begins
+    def __init__(self, lessons: dict[str, tuple[float, Lesson]], code: Sequence[Tensor] = ()) -> None:
+        self.lessons, self.code = lessons, code
         total = sum(share for share, _ in lessons.values())
         self.shares = numpy.array([share / total for share, _ in lessons.values()])
 
@@ -115,15 +99,6 @@ class Mixture:
             return Contexts.of_rows([kinds[0][1].draw(rng) for _ in range(rows)], device)
         chosen = rng.choice(len(kinds), size=rows, p=self.shares)
         return Contexts.of_rows([kinds[n][1].draw(rng) for n in chosen], device)
-
-    def read_again(self, contexts: Contexts, room: int) -> Reading:
-        """One context, and what is read behind it: a request to repeat it and a piece of it, which have at most `room` tokens
-        together, for each of its pieces."""
-        ids, asks = contexts.ids[0], contexts.asks[0]
-        before = [] if self.turns is None else self.turns.write(Asked(REPEAT, [0]), first=not bool(asks.any()))[0]
-        pieces = pieces_of(ids[self.begins :], min(room, LONGEST) - len(before))
-        request = torch.tensor(before, dtype=ids.dtype, device=ids.device)
-        return Reading(contexts.ids, contexts.weights, asks, [torch.cat([request, piece]) for piece in pieces])
 
     def prepare(self, handle: Retrofit, tell: Callable[[str], None]) -> None:
         """Let the base model write what is learned from it, once."""
@@ -174,7 +149,7 @@ def build_mixture(
     shares = choose_shares(config, tokenizer, torch.device(device))
     made: dict[str, Lesson] = {"text": Text(passages, length, begins)}
     if set(shares) == {"text"}:
-        return Mixture({"text": (1.0, made["text"])}, begins=len(begins))
+        return Mixture({"text": (1.0, made["text"])})
     turns = Turns(tokenizer, beginning or Beginning())
     code = Passages(_join(read_code(tokenizer, seed), tokenizer))
     if "code" in shares and code.longest < length:
@@ -186,7 +161,7 @@ def build_mixture(
     made |= {"lookups": Lookups(fill, turns, length), "repeats": Repeats(fill, turns, length)}
     if "chat" in shares:
         made["chat"] = SampledChats(fill, turns, length, seed)
-    return Mixture({name: (share, made[name]) for name, share in shares.items()}, code.documents, turns, len(begins))
+    return Mixture({name: (share, made[name]) for name, share in shares.items()}, code.documents)
 
 
 def choose_shares(config: DistillConfig, tokenizer: Any, device: torch.device) -> dict[str, float]:

@@ -5,9 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from expire_span.hf import RetrofitConfig, retrofit
-from expire_span.hf.calibration import BIN, ages_of, fit_to_lost, interpolate, lost_attention, mean_slope, observe
-from expire_span.hf.importance import Reading
+from expire_span.hf import RetrofitConfig, calibration, retrofit
+from expire_span.hf.calibration import BIN, ages_of, fit, interpolate, lost_attention, mean_slope, observe
 from expire_span.hf.predictors import build_predictor, with_plain_states
 from expire_span.ops import expire_attention
 from expire_span.settings.retrofit import DistillConfig
@@ -75,16 +74,14 @@ def test_standardised_states_change_no_span():
 def test_calibrated_spans_meet_the_budget_and_follow_attention():
     """In layer 1, one head looks far back at every eighth token and the other at none: that is where memory must go."""
     handle = retrofit(tiny(), RetrofitConfig(max_span=256, ramp=8, keep_first=2))
-    found = observe(
-        handle, [Reading(x, torch.ones(1, 256), torch.zeros(256, dtype=torch.bool)) for x in tokens(4, 256).split(1)]
-    )
+    found = observe(handle, [(ids, torch.ones(ids.shape)) for ids in tokens(4, 256).split(1)])
     assert sorted(found) == [0, 1] and found[0].hidden.shape == (4 * 254, 32) and float(found[0].rest[0]) == 253
     ages, seen = ages_of(256), found[1]
     wanted = torch.arange(len(seen.rest)) % 8 == 0
     seen.hidden[:, 5] += 8.0 * wanted
     left = (1 - ages / seen.rest.clamp_min(1).unsqueeze(1)).clamp_min(0)  # equal attention at all later times
     seen.lost[:, 0], seen.lost[:, 1] = 2.0 * wanted.unsqueeze(1) * left, 0.0
-    live = fit_to_lost(handle, found, 256, 64.0, steps=120)
+    live = fit(handle, found, 256, 64.0, steps=120)
     assert 63 < live < 65 and mean_slope(handle, found) > 1
     with torch.no_grad():
         span = handle.predictors["1"](seen.hidden.unsqueeze(0))[0]  # [Hkv, N]
@@ -92,7 +89,8 @@ def test_calibrated_spans_meet_the_budget_and_follow_attention():
     assert seen_again > 60 and seen_again > 3 * max(never), (seen_again, never)
 
 
-def test_distillation_starts_from_calibrated_spans():
+def test_distillation_starts_from_calibrated_spans(monkeypatch):
+    monkeypatch.setattr(calibration, "STEPS", 60)
     handle = retrofit(tiny(), RetrofitConfig(max_span=128, ramp=8, keep_first=2))
     settings = DistillConfig(budget=0.375, calibrate=3, context=128, block=128, batch=2, steps=4, device="cpu")
     learner = Distiller(handle, list(tokens(4, 200)), settings)
