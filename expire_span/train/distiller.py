@@ -86,6 +86,7 @@ class Distiller:
         if not self.calibrated:
             self.calibrate()
             self.calibrated = True
+            self.tell("spans are fitted; the first step")
         self.choose(step % len(self.levels))
         share = step / self.config.steps if share is None else share
         self.controller.target = self.target_at(share)
