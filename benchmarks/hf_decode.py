@@ -26,13 +26,13 @@ ENDLESS = 1e4
 
 
 @torch.no_grad()
-def decode_times(handle: Any, ids: Tensor, chunk: int = 512) -> list[dict[str, Any]]:
+def decode_times(retrofitted: Any, ids: Tensor, chunk: int = 512) -> list[dict[str, Any]]:
     """Mean seconds of a step over STEPS steps after documents ids [B, n], one line for each kind of cache."""
     lines = []
     for name, measure in KINDS.items():
         torch.cuda.empty_cache() if ids.is_cuda else None
         try:
-            line = measure(handle, ids, chunk)
+            line = measure(retrofitted, ids, chunk)
         except (RuntimeError, ValueError, AttributeError) as error:  # the other caches are still measured
             line = {"error": f"{type(error).__name__}: {error}"}
         lines.append({"cache": name, "rows": len(ids), "context": ids.shape[1], **line})
@@ -40,9 +40,9 @@ def decode_times(handle: Any, ids: Tensor, chunk: int = 512) -> list[dict[str, A
     return lines
 
 
-def _static(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+def _static(retrofitted: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
     length = ids.shape[1] + STEPS + 16
-    with handle.paused() as model:
+    with retrofitted.paused() as model:
         cache = StaticCache(config=model.config, max_cache_len=length)
         logits = _fill(model, cache, ids[:, :-1], chunk)
         place = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
@@ -59,13 +59,13 @@ def _static(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
         step()
         first = logits.clone()
         seconds = _time(_recorded(step, ids.device), ids.device)
-    return {"seconds": seconds, "error_of_first": _error(first, _wanted(handle, ids, chunk, full=True))}
+    return {"seconds": seconds, "error_of_first": _error(first, _wanted(retrofitted, ids, chunk, full=True))}
 
 
-def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str, Any]:
-    handle.dial = dial
+def _slots(retrofitted: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str, Any]:
+    retrofitted.dial = dial
     try:
-        stream = Stream(handle, len(ids), static_shapes=True)
+        stream = Stream(retrofitted, len(ids), static_shapes=True)
         stream.read(list(ids[:, :-1]))
         live = float(stream.live.mean())
         engine = stream._engine
@@ -76,21 +76,21 @@ def _slots(handle: Any, ids: Tensor, chunk: int, dial: float = 1.0) -> dict[str,
             for _ in range(70):  # more than the 32 steps between compactions, so that everything has been recorded
                 engine.advance(None)
             seconds = _time(lambda: engine.advance(None), ids.device)
-        wanted = _wanted(handle, ids, chunk, full=False)
+        wanted = _wanted(retrofitted, ids, chunk, full=False)
     finally:
-        handle.dial = 1.0
+        retrofitted.dial = 1.0
     return {"seconds": seconds, "live": live, "bytes": stream.bytes_held, "error_of_first": _error(first, wanted)}
 
 
-def _full_slots(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
-    return _slots(handle, ids, chunk, ENDLESS)
+def _full_slots(retrofitted: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+    return _slots(retrofitted, ids, chunk, ENDLESS)
 
 
-def _plain(handle: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
-    cache = handle.new_cache()
-    _fill(handle.model, cache, ids, chunk)
+def _plain(retrofitted: Any, ids: Tensor, chunk: int) -> dict[str, Any]:
+    cache = retrofitted.new_cache()
+    _fill(retrofitted.model, cache, ids, chunk)
     token = ids[:, -1:]
-    step = lambda: handle.model(token, past_key_values=cache, use_cache=True)  # noqa: E731
+    step = lambda: retrofitted.model(token, past_key_values=cache, use_cache=True)  # noqa: E731
     return {"seconds": _time(step, ids.device, 32)}
 
 
@@ -110,13 +110,13 @@ def _fill(model: Any, cache: Any, ids: Tensor, chunk: int) -> Tensor:
     return logits
 
 
-def _wanted(handle: Any, ids: Tensor, chunk: int, *, full: bool) -> Tensor:
+def _wanted(retrofitted: Any, ids: Tensor, chunk: int, *, full: bool) -> Tensor:
     """Logits after the first two documents, computed with a cache that the test suite covers."""
     from transformers import DynamicCache
 
     if not full:
-        return _fill(handle.model, handle.new_cache(), ids[:2], chunk)
-    with handle.paused() as model:
+        return _fill(retrofitted.model, retrofitted.new_cache(), ids[:2], chunk)
+    with retrofitted.paused() as model:
         return _fill(model, DynamicCache(config=model.config), ids[:2], chunk)
 
 

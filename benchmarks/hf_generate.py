@@ -67,20 +67,20 @@ class Clock(StoppingCriteria):
 Caller = Callable[[Clock], Tensor]
 
 
-def callers(handle: Any, ids: Tensor) -> dict[str, Caller]:
+def callers(retrofitted: Any, ids: Tensor) -> dict[str, Caller]:
     """For each way, a function that generates as many tokens as its clock counts, [B, new]."""
     plain: Any = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def generate(clock: Clock, **options: Any) -> Tensor:
         options["stopping_criteria"] = StoppingCriteriaList([clock])
-        return handle.model.generate(ids, max_new_tokens=clock.count, **plain, **options)[:, ids.shape[1] :]
+        return retrofitted.model.generate(ids, max_new_tokens=clock.count, **plain, **options)[:, ids.shape[1] :]
 
     def static(clock: Clock) -> Tensor:
-        with handle.paused():
+        with retrofitted.paused():
             return generate(clock, cache_implementation="static")
 
     def stream(clock: Clock) -> Tensor:
-        rows, written = Stream(handle, rows=len(ids)), []
+        rows, written = Stream(retrofitted, rows=len(ids)), []
         rows.read(list(ids))
         for step in rows.generate(Sampling(temperature=0), max_tokens=clock.count):
             written.append(step.tokens)
@@ -113,11 +113,11 @@ def main() -> None:
     parser.add_argument("--lock", type=Path, help="a file to lock while timing")
     given = parser.parse_args()
     model, lines, began = build(given.layers, given.dim, given.device), [], time.perf_counter()
-    handle = retrofit(model, RetrofitConfig(max_span=max(given.context // 8, 32), ramp=16, keep_first=4))
+    retrofitted = retrofit(model, RetrofitConfig(max_span=max(given.context // 8, 32), ramp=16, keep_first=4))
     for rows in given.rows:
         ids = torch.randint(VOCAB, (rows, given.context), generator=torch.Generator().manual_seed(1)).to(given.device)
         written: dict[str, Tensor] = {}
-        for name, call in callers(handle, ids).items():
+        for name, call in callers(retrofitted, ids).items():
             written[name] = call(Clock(given.context, FEW + given.new)).cpu()
             print(f"{time.perf_counter() - began:6.1f} s  {rows:>3} rows  {name:<24} warm", flush=True)
             clocks = [Clock(given.context, FEW + given.new) for _ in range(given.repeats)]

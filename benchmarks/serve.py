@@ -60,12 +60,12 @@ def build(layers: int, dim: int, device: str) -> Any:
     heads = dict(num_attention_heads=dim // 64, num_key_value_heads=max(1, dim // 192))
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads))
     model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
-    handle = retrofit(model, RetrofitConfig(max_span=1024, ramp=32))
+    retrofitted = retrofit(model, RetrofitConfig(max_span=1024, ramp=32))
     with torch.no_grad():
-        for predictor in handle.predictors.values():
+        for predictor in retrofitted.predictors.values():
             predictor.weight.normal_()
             predictor.bias.fill_(-2.0)
-    return handle
+    return retrofitted
 
 
 def load(args: argparse.Namespace) -> Any:
@@ -77,12 +77,12 @@ def open_folder(args: argparse.Namespace) -> Any:
     """A retrofitted model of a folder; without an adapter, every memory lives for an eighth of the prompt."""
     if args.adapter is not None:
         return load_adapter(load(args), args.adapter)
-    handle = retrofit(load(args), RetrofitConfig(max_span=args.prompt_tokens // 4, ramp=32, keep_first=4))
+    retrofitted = retrofit(load(args), RetrofitConfig(max_span=args.prompt_tokens // 4, ramp=32, keep_first=4))
     with torch.no_grad():
-        for predictor in handle.predictors.values():
+        for predictor in retrofitted.predictors.values():
             predictor.weight.zero_()
             predictor.bias.zero_()  # half of the longest span
-    return handle
+    return retrofitted
 
 
 def make_prompts(args: argparse.Namespace, requests: int, vocab: int) -> list[list[int]]:
@@ -98,11 +98,11 @@ def make_prompts(args: argparse.Namespace, requests: int, vocab: int) -> list[li
 
 
 def measure(
-    handle: Any, prompts: list[list[int]], rows: int, tokens: int, temperature: float, chunk: int | None = None
+    retrofitted: Any, prompts: list[list[int]], rows: int, tokens: int, temperature: float, chunk: int | None = None
 ) -> dict[str, Any]:
     """How long it takes until all requests are answered, after one round that warms up and records. chunk: tokens of prompts
     in a call beside running answers, where the scheduler shall not choose them. `processor` is the process's processor time."""
-    scheduler = Scheduler(TextModel(handle, _Numbers()), rows=rows)
+    scheduler = Scheduler(TextModel(retrofitted, _Numbers()), rows=rows)
     if chunk is not None:
         scheduler.pace = Pace(max(SMALL_CHUNK, chunk), chunk)
     answer(scheduler, prompts[: max(32, len(prompts) // 8)], min(80, tokens), temperature)
@@ -149,9 +149,9 @@ def measure_generate_batch(model: Any, prompts: list[list[int]], tokens: int, ca
     return summary(min(x.created_time for x in done), [x.timestamps for x in done])
 
 
-def measure_bare(handle: Any, prompts: list[list[int]]) -> dict[str, Any]:
+def measure_bare(retrofitted: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Decode steps of a `Stream` with as many rows, with nothing around it."""
-    line = KINDS["expire, slots"](handle, torch.tensor(prompts, device=handle.model.device), 4096)
+    line = KINDS["expire, slots"](retrofitted, torch.tensor(prompts, device=retrofitted.model.device), 4096)
     return {"requests": len(prompts), "tokens_per_second": len(prompts) / line["seconds"], **line}
 
 
@@ -166,9 +166,9 @@ def summary(begin: float, times: list[list[float]]) -> dict[str, Any]:
     return {**counts, "first": spread([x[0] - begin for x in times]), "between": spread(gaps)}
 
 
-def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
+def measure_pause(retrofitted: Any, prompt: int, chunk: int) -> dict[str, Any]:
     """The longest time between two tokens of an answer while a prompt of so many tokens is read beside it."""
-    scheduler, arrived, joined = Scheduler(TextModel(handle, _Numbers()), rows=2), [], queue.Queue()
+    scheduler, arrived, joined = Scheduler(TextModel(retrofitted, _Numbers()), rows=2), [], queue.Queue()
     scheduler.pace = Pace(chunk, chunk)
     running = Request([5] * 40, 10**9, Sampling(), (), lambda piece: arrived.append(time.perf_counter()))
     scheduler.submit(running)
@@ -176,7 +176,7 @@ def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
         time.sleep(0.01)
     draws = torch.Generator().manual_seed(0)
     begin, alone = time.perf_counter(), len(arrived)
-    vocab = min(VOCAB, handle.model.config.vocab_size)
+    vocab = min(VOCAB, retrofitted.model.config.vocab_size)
     long = Request(torch.randint(3, vocab, (prompt,), generator=draws).tolist(), 1, Sampling(), (), joined.put)
     scheduler.submit(long)
     joined.get(timeout=600)
@@ -192,8 +192,8 @@ def measure_pause(handle: Any, prompt: int, chunk: int) -> dict[str, Any]:
 class _TokenTurns:
     """A chat of random tokens."""
 
-    def __init__(self, handle: Any) -> None:
-        self.text, self.tokens, self.draws = TextModel(handle, _Numbers()), [], torch.Generator().manual_seed(0)
+    def __init__(self, retrofitted: Any) -> None:
+        self.text, self.tokens, self.draws = TextModel(retrofitted, _Numbers()), [], torch.Generator().manual_seed(0)
 
     def ask(self) -> None:
         self.tokens += torch.randint(3, VOCAB, (40,), generator=self.draws).tolist()
@@ -208,8 +208,8 @@ class _TokenTurns:
 class _Messages:
     """A chat of messages with the words of this page."""
 
-    def __init__(self, args: argparse.Namespace, handle: Any) -> None:
-        self.text = TextModel.of_retrofit(handle, AutoTokenizer.from_pretrained(args.model))
+    def __init__(self, args: argparse.Namespace, retrofitted: Any) -> None:
+        self.text = TextModel.of_retrofit(retrofitted, AutoTokenizer.from_pretrained(args.model))
         object.__setattr__(self.text, "ends", set())  # every answer has 8 tokens
         self.words, self.messages = (__doc__ or "").split(), [{"role": "system", "content": "You are a clerk."}]
 
@@ -224,12 +224,12 @@ class _Messages:
         self.messages.append({"role": "assistant", "content": text})
 
 
-def measure_chat(args: argparse.Namespace, handle: Any, turns: int, sessions: bool) -> dict[str, Any]:
+def measure_chat(args: argparse.Namespace, retrofitted: Any, turns: int, sessions: bool) -> dict[str, Any]:
     """Seconds to the first token of every turn of a chat, by the clock and of processor time, which other programs on the
     machine do not lengthen; each turn has about 40 new tokens and an answer of 8. With --model the turns are messages, which
     its template writes and its tokenizer encodes; that is part of the time."""
-    pool = Sessions(handle, 2 * 10**9) if sessions else None
-    said = _Messages(args, handle) if args.model else _TokenTurns(handle)
+    pool = Sessions(retrofitted, 2 * 10**9) if sessions else None
+    said = _Messages(args, retrofitted) if args.model else _TokenTurns(retrofitted)
     scheduler, seconds, processor = Scheduler(said.text, rows=1, sessions=pool), [], []
     for _ in range(turns):
         said.ask()
@@ -257,11 +257,11 @@ def measure_chat(args: argparse.Namespace, handle: Any, turns: int, sessions: bo
     }
 
 
-def measure_all(args: argparse.Namespace, handle: Any, requests: int, lines: list[dict[str, Any]]) -> None:
+def measure_all(args: argparse.Namespace, retrofitted: Any, requests: int, lines: list[dict[str, Any]]) -> None:
     """So many requests in every way; each line is added and printed as soon as it is known."""
-    prompts = make_prompts(args, requests, min(VOCAB, handle.model.config.vocab_size))
+    prompts = make_prompts(args, requests, min(VOCAB, retrofitted.model.config.vocab_size))
     ways: dict[str, Any] = {
-        name: partial(measure, handle, prompts, rows, args.tokens, args.temperature, args.shared_chunk)
+        name: partial(measure, retrofitted, prompts, rows, args.tokens, args.temperature, args.shared_chunk)
         for name, rows in {"one by one": 1, "together": requests}.items()
         if name in args.ways.split(",") and not (args.beside and name == "one by one")
     }
@@ -269,7 +269,7 @@ def measure_all(args: argparse.Namespace, handle: Any, requests: int, lines: lis
         sizes: dict[str, Any] = dict(
             zip(("num_blocks", "max_batch_tokens"), map(int, filter(None, args.beside_cache.split(","))))
         )
-        ways["bare stream"] = partial(measure_bare, handle, prompts)
+        ways["bare stream"] = partial(measure_bare, retrofitted, prompts)
         ways["generate_batch"] = partial(
             measure_generate_batch, load(args), prompts, args.beside_tokens or args.tokens, sizes
         )
@@ -331,16 +331,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=0, help="turns of a chat; 0 measures none")
     parser.add_argument("--out", default="benchmarks/out")
     args = parser.parse_args()
-    handle = open_folder(args) if args.model else build(args.layers, args.dim, args.device)
+    retrofitted = open_folder(args) if args.model else build(args.layers, args.dim, args.device)
     lines: list[dict[str, Any]] = []
     for chunk in map(int, filter(None, args.chunks.split(","))):
-        lines.append({"how": "joining", **measure_pause(handle, args.prompt, chunk)})
+        lines.append({"how": "joining", **measure_pause(retrofitted, args.prompt, chunk)})
         print(", ".join(f"{name} {x:.4g}" for name, x in lines[-1].items() if name != "how"), flush=True)
     for requests in map(int, filter(None, args.requests.split(","))):
-        measure_all(args, handle, requests, lines)
+        measure_all(args, retrofitted, requests, lines)
     for sessions in (True, False) if args.turns else ():
         lines.append(
-            {"how": "chat", **measure_chat(args, handle, args.turns if sessions else min(args.turns, 30), sessions)}
+            {
+                "how": "chat",
+                **measure_chat(args, retrofitted, args.turns if sessions else min(args.turns, 30), sessions),
+            }
         )
         print(_show_chat(lines[-1]), flush=True)
     print(save("serve", {"settings": vars(args), "lines": lines}, args.out))

@@ -46,15 +46,15 @@ def main() -> None:
     print(f"{len(books['learn'])} books to learn from, {len(books['test'])} to test on", flush=True)
     if "train" in asked.only:
         note(asked, "training", teach(asked, model, tokenizer, books["learn"]))
-    handle = load_adapter(model, asked.adapter or asked.out / "run" / "adapter")
+    retrofitted = load_adapter(model, asked.adapter or asked.out / "run" / "adapter")
     for context in asked.contexts if "tables" in asked.only else ():
-        note(asked, f"table_{context}", table(asked, handle, tokenizer, books["test"], context))
+        note(asked, f"table_{context}", table(asked, retrofitted, tokenizer, books["test"], context))
         print(f"{(time.perf_counter() - began) / 60:.1f} minutes so far", flush=True)
     if "decode" in asked.only:
         from benchmarks.hf_decode import decode_times
 
         ids = places(books["test"], asked.decode_context, asked.decode_batch).to(model.device)
-        note(asked, "decode", {"rows": decode_times(handle, ids)})
+        note(asked, "decode", {"rows": decode_times(retrofitted, ids)})
 
 
 def parse() -> argparse.Namespace:
@@ -162,13 +162,13 @@ def teach(asked: argparse.Namespace, model: Any, tokenizer: Any, books: list[Ten
     seconds = None if asked.steps else 60 * asked.minutes
     config = DistillConfig(steps=asked.steps or 10**5, seconds=seconds, **options)
     documents, folder = lessons(asked, tokenizer, books), asked.out / "run"
-    with retrofit(model, expiry) as handle:
+    with retrofit(model, expiry) as retrofitted:
         if (folder / "config.json").exists():
             begun = RunFolder.open(folder)
             again = replace(begun.config, train=replace(begun.config.train, seconds=seconds))  # another --minutes
-            run = distill_on(handle, documents, replace(begun, config=again), shown=True)
+            run = distill_on(retrofitted, documents, replace(begun, config=again), shown=True)
         else:
-            run = distill(handle, documents, config, folder, shown=True)
+            run = distill(retrofitted, documents, config, folder, shown=True)
     lines = [line for line in run.read_metrics() if line["split"] == "train"]
     return {"result": run.read_result(), "first": lines[:3], "last": lines[-3:]}
 
@@ -188,17 +188,17 @@ def lessons(asked: argparse.Namespace, tokenizer: Any, books: list[Tensor]) -> l
 
 
 def table(
-    asked: argparse.Namespace, handle: Any, tokenizer: Any, books: list[Tensor], context: int
+    asked: argparse.Namespace, retrofitted: Any, tokenizer: Any, books: list[Tensor], context: int
 ) -> dict[str, list[dict[str, Any]]]:
     """All methods on the same contexts: each book's text from token 4,096 on, after titles and tables of contents."""
-    device = next(handle.model.parameters()).device
+    device = next(retrofitted.model.parameters()).device
     documents = [ids[4096 : 4096 + context].to(device) for ids in books]
     documents = [ids for ids in documents if len(ids) == context]
     questions = [
         q for kind in ("passkey", "pairs") for q in make_questions(tokenizer, documents, asked.questions, kind)
     ]
     rows = evaluate(
-        handle, documents, questions, asked.methods, asked.budgets, chunk=asked.chunk, rows=64, progress=show
+        retrofitted, documents, questions, asked.methods, asked.budgets, chunk=asked.chunk, rows=64, progress=show
     )
     return {"rows": judge(rows)}
 

@@ -20,13 +20,13 @@ SPAN_WEIGHT = 1e-3
 class ForgettingTrainer(Trainer):
     """The student forgets, the teacher is the same model with its retrofit paused; only the span predictors learn."""
 
-    handle: Any = None
+    retrofitted: Any = None
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         ids = inputs["input_ids"]
-        with torch.no_grad(), self.handle.paused():
+        with torch.no_grad(), self.retrofitted.paused():
             teacher = model(ids, use_cache=False).logits
-        cache = self.handle.new_cache(learning=True)
+        cache = self.retrofitted.new_cache(learning=True)
         student = model(ids, past_key_values=cache)
         divergence = F.kl_div(
             student.logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none"
@@ -46,14 +46,14 @@ if __name__ == "__main__":
     name, text, folder = sys.argv[1:4]
     steps, length = (int(x) for x in [*sys.argv[4:], *("200", "512")[len(sys.argv[4:]) :]])
     model = AutoModelForCausalLM.from_pretrained(name).requires_grad_(False)
-    handle = retrofit(model, RetrofitConfig(max_span=2 * length, ramp=min(64, length // 4), keep_first=4))
+    retrofitted = retrofit(model, RetrofitConfig(max_span=2 * length, ramp=min(64, length // 4), keep_first=4))
     settings = TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=1, save_strategy="no", report_to=[], logging_steps=10
     )
     data: Any = contexts(Path(text).read_text(encoding="utf-8"), AutoTokenizer.from_pretrained(name), length)
-    optimizer = torch.optim.AdamW(handle.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(retrofitted.parameters(), lr=1e-3, weight_decay=0.0)
     trainer = ForgettingTrainer(model, settings, train_dataset=data, optimizers=(optimizer, None))
-    trainer.handle = handle
+    trainer.retrofitted = retrofitted
     trainer.train()
-    handle.save(Path(folder) / "adapter")
+    retrofitted.save(Path(folder) / "adapter")
     print(f"adapter in {Path(folder) / 'adapter'}; check it with: expire-span verify {Path(folder) / 'adapter'}")

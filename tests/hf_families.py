@@ -152,48 +152,48 @@ def tiny_model(kind: str, seed: int = 0, layers: int = LAYERS) -> Any:
 
 def forget(model: Any) -> Any:
     """A retrofit whose spans differ much from token to token; most memories of 80 tokens expire."""
-    handle = retrofit(model, RetrofitConfig(max_span=40, ramp=4))
+    retrofitted = retrofit(model, RetrofitConfig(max_span=40, ramp=4))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        predictors: Any = handle.predictors.values()
+        predictors: Any = retrofitted.predictors.values()
         for predictor in predictors:
             predictor.weight.copy_(torch.randn(predictor.weight.shape, generator=generator))
             predictor.bias.fill_(-1.0)
-    return handle
+    return retrofitted
 
 
 @torch.no_grad()
-def errors(handle: Any, count: int = 80, rows: int = 2) -> dict[str, float]:
+def errors(retrofitted: Any, count: int = 80, rows: int = 2) -> dict[str, float]:
     """How far logits with deletion are from those of the same spans under the definition's mask, by how the tokens are read."""
     ids = torch.randint(4, VOCAB, (rows, count), generator=torch.Generator().manual_seed(2))
-    want = by_definition(handle, ids)
-    learned = any(x.window is None for x in handle.layers)
-    assert not learned or expired(handle, ids, want) > 100 * LIMIT, "no logit depends on what has expired"
-    cache = handle.new_cache()
+    want = by_definition(retrofitted, ids)
+    learned = any(x.window is None for x in retrofitted.layers)
+    assert not learned or expired(retrofitted, ids, want) > 100 * LIMIT, "no logit depends on what has expired"
+    cache = retrofitted.new_cache()
     sizes = [count // 2, 7, 1, 1, count // 2 - 9]
-    parts = [handle.model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(sizes, 1)]
+    parts = [retrofitted.model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(sizes, 1)]
     kept = torch.cat([live.flatten().float() for live in cache.live()]).mean() / count
     assert kept < 0.5, f"{kept:.0%} of the memories are kept"
     found = {"chunks": difference(torch.cat(parts, 1), want)}
-    stepped = {"stream": False} | ({"slots": True} if handle.for_stream().can_step else {})
+    stepped = {"stream": False} | ({"slots": True} if retrofitted.for_stream().can_step else {})
     for name, static_shapes in stepped.items():
-        found[name] = _streamed(Stream(handle, rows, static_shapes=static_shapes), ids, want)
+        found[name] = _streamed(Stream(retrofitted, rows, static_shapes=static_shapes), ids, want)
     return found
 
 
-def by_definition(handle: Any, ids: Tensor) -> Tensor:
+def by_definition(retrofitted: Any, ids: Tensor) -> Tensor:
     """Logits of one pass without a cache, with expired memories masked by the definition and nothing deleted."""
-    chosen, handle.config = handle.config, replace(handle.config, impl="reference")
+    chosen, retrofitted.config = retrofitted.config, replace(retrofitted.config, impl="reference")
     try:
-        return handle.model(ids, use_cache=False).logits
+        return retrofitted.model(ids, use_cache=False).logits
     finally:
-        handle.config = chosen
+        retrofitted.config = chosen
 
 
-def expired(handle: Any, ids: Tensor, want: Tensor) -> float:
+def expired(retrofitted: Any, ids: Tensor, want: Tensor) -> float:
     """How far the logits are from those of the base model, which forgets nothing."""
-    with handle.paused():
-        return difference(want, handle.model(ids, use_cache=False).logits)
+    with retrofitted.paused():
+        return difference(want, retrofitted.model(ids, use_cache=False).logits)
 
 
 def _streamed(stream: Any, ids: Tensor, want: Tensor) -> float:
@@ -230,12 +230,12 @@ def outcome(kind: str) -> Outcome:
     except Exception as error:
         return Outcome(kind, UNTRIED, _reason(error))
     try:
-        handle = forget(model)
+        retrofitted = forget(model)
     except ValueError as error:
         return Outcome(kind, REFUSED if _runs(model) else UNTRIED, _reason(error))
-    found = errors(handle)
+    found = errors(retrofitted)
     assert max(found.values()) < LIMIT, f"{kind} differs from the definition: {found}"
-    return Outcome(kind, WORKS, "; ".join(special(handle)))
+    return Outcome(kind, WORKS, "; ".join(special(retrofitted)))
 
 
 def _runs(model: Any) -> bool:
@@ -251,9 +251,9 @@ def _runs(model: Any) -> bool:
     return True
 
 
-def special(handle: Any) -> list[str]:
+def special(retrofitted: Any) -> list[str]:
     """What distinguishes a family's attention, as a forward pass has shown it."""
-    layers, layout = handle.layers, handle.layout
+    layers, layout = retrofitted.layers, retrofitted.layout
     said = []
     windows, capped, sinks = (sum(map(bool, x)) for x in zip(*((x.window, x.softcap, x.sinks) for x in layers)))
     if windows:

@@ -48,13 +48,13 @@ def forgetful(
     model, max_span: int = 120, ramp: int = 16, seed: int = 1, own_cache: bool = True, **settings
 ) -> Retrofit:
     """A retrofit whose spans differ much from token to token and head to head."""
-    handle = retrofit(model, RetrofitConfig(max_span=max_span, ramp=ramp, **settings), own_cache=own_cache)
+    retrofitted = retrofit(model, RetrofitConfig(max_span=max_span, ramp=ramp, **settings), own_cache=own_cache)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for predictor in handle.predictors.values():
+        for predictor in retrofitted.predictors.values():
             predictor.weight.copy_(torch.randn(predictor.weight.shape, generator=generator))
             predictor.bias.fill_(-2.0)
-    return handle
+    return retrofitted
 
 
 def tokens(rows: int, count: int, seed: int = 2) -> torch.Tensor:
@@ -118,10 +118,10 @@ def text(words: int = 2000, seed: int = 0) -> str:
 
 
 @torch.no_grad()
-def read(handle, ids):
+def read(retrofitted, ids):
     """A new cache that has read the tokens ids [B, T], and the logits after the last of them."""
-    cache = handle.new_cache()
-    return cache, handle.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+    cache = retrofitted.new_cache()
+    return cache, retrofitted.model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
 def q4_1(x):

@@ -91,10 +91,10 @@ def run_evaluate_cache(args: list[str]) -> int:
         beat.note("loading the model")
         model, tokenizer = open_model(command.model, command.dtype, command.device)
         check_context(model, command.context)
-        handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
-        documents, questions = _material(command, handle, tokenizer)
+        retrofitted = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+        documents, questions = _material(command, retrofitted, tokenizer)
         how: Any = {"chunk": command.chunk, "progress": _print_row, "note": beat.note, "adapter": command.adapter}
-        rows = evaluate(handle, documents, questions, methods, budgets, **how)
+        rows = evaluate(retrofitted, documents, questions, methods, budgets, **how)
     compare_with_expire(rows)
     command.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"model": command.model, "context": command.context, "chunk": command.chunk, "dtype": command.dtype}
@@ -114,20 +114,20 @@ def _share(word: str) -> float:
     return share
 
 
-def _material(command: EvaluateCache, handle: Any, tokenizer: Any) -> tuple[list, list]:
+def _material(command: EvaluateCache, retrofitted: Any, tokenizer: Any) -> tuple[list, list]:
     """Documents, which begin as the adapter's contexts did, and questions about them."""
     from expire_span.hf.loading import read_contexts
     from expire_span.hf.questions import make_questions
     from expire_span.hf.texts import check_tokenizer, check_vocabulary, describe_beginning, find_beginning
 
     assert command.data is not None
-    check_tokenizer(handle, tokenizer)
-    beginning = handle.beginning or find_beginning(tokenizer)
+    check_tokenizer(retrofitted, tokenizer)
+    beginning = retrofitted.beginning or find_beginning(tokenizer)
     cut = read_contexts(tokenizer, command.data, command.context, beginning)
-    check_vocabulary(handle.model, cut)
-    device = next(handle.model.parameters()).device
+    check_vocabulary(retrofitted.model, cut)
+    device = next(retrofitted.model.parameters()).device
     chosen = [x.to(device) for x in cut[:: max(1, len(cut) // command.documents)][: command.documents]]
-    with handle.paused() as base:
+    with retrofitted.paused() as base:
         texts = [x[len(beginning.context) :] for x in chosen]
         print(describe_beginning(base, tokenizer, texts, beginning), file=sys.stderr, flush=True)
     questions = []

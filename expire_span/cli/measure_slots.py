@@ -44,14 +44,14 @@ def run_measure_slots(args: list[str]) -> int:
 
     head = read_head(command.adapter)
     _, model, tokenizer = open_base(command.adapter, command.model, command.device)
-    handle = load_adapter(model, command.adapter)
-    begins = (handle.beginning or find_beginning(tokenizer)).context
+    retrofitted = load_adapter(model, command.adapter)
+    begins = (retrofitted.beginning or find_beginning(tokenizer)).context
     most, front = command.context * command.documents, torch.tensor(begins, dtype=torch.long)
     found = read_documents(tokenizer, command.data, most)
     texts = [torch.cat([front, x]) for ids in found for x in ids.split(max(1, command.context - len(begins)))]
-    peaks: list[list[int]] = [[] for _ in handle.layers]
+    peaks: list[list[int]] = [[] for _ in retrofitted.layers]
     for n, text in enumerate(texts[: command.documents], start=1):
-        found = measure_peaks(handle, [text])
+        found = measure_peaks(retrofitted, [text])
         peaks = [[max(pair) for pair in zip(old or new, new)] for old, new in zip(peaks, found)]
         print(f"document {n} of {min(len(texts), command.documents)}: {len(text):,} tokens", flush=True)
     longest = max(map(len, texts[: command.documents]))

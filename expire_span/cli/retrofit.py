@@ -112,8 +112,8 @@ def _one_budget(args: list[str]) -> list[str]:
 def run_verify(args: list[str]) -> int:
     command = parse(VerifyCommand, args, f"{PROGRAM} verify")
     from expire_span.hf.adapter import read_head, read_weights
-    from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_base
+    from expire_span.hf.retrofitted import load_adapter
     from expire_span.hf.verify import streamed_error
 
     read_weights(command.adapter, read_head(command.adapter))

@@ -35,13 +35,13 @@ def run_suite_command(command: Command, methods: list[str], budgets: list[float]
     check_length(model, command)
     frame = Frame(tokenizer, plain=command.plain)
     suite, settings = _make_suite(command, model, frame)
-    handle = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
-    check_tokenizer(handle, tokenizer)
-    check_budgets(handle, methods, budgets, suite.context)
+    retrofitted = load_adapter(model, command.adapter) if command.adapter else retrofit(model, RetrofitConfig())
+    check_tokenizer(retrofitted, tokenizer)
+    check_budgets(retrofitted, methods, budgets, suite.context)
     record = Record(answers_path(command.out), settings)
     write_prompts(command.out, suite.samples, settings)
     with steady_progress(command.suite) as tell:
-        run_suite(handle, tokenizer, suite, jobs, record, tell)
+        run_suite(retrofitted, tokenizer, suite, jobs, record, tell)
     paths = write_results(command.out, record, suite.samples)
     print(f"wrote {', '.join(map(str, paths))}")
     return 0

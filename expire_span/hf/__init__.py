@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from expire_span.settings.retrofit import RetrofitConfig
 
     from .cache import ExpiringCache
-    from .handle import Retrofit, load_adapter, retrofit
+    from .retrofitted import Retrofit, load_adapter, retrofit
     from .verify import streamed_error
 
 _PUBLIC = {
     "ExpiringCache": "cache",
-    "Retrofit": "handle",
-    "RetrofitConfig": "handle",
-    "load_adapter": "handle",
-    "retrofit": "handle",
+    "Retrofit": "retrofitted",
+    "RetrofitConfig": "retrofitted",
+    "load_adapter": "retrofitted",
+    "retrofit": "retrofitted",
     "streamed_error": "verify",
 }
 

@@ -36,16 +36,16 @@ FORMAT = 1
 _SAMPLES = 64
 
 
-def save_adapter(handle: Any, folder: Path) -> None:
-    weights = {name: x.detach().cpu().contiguous() for name, x in handle.learned().items()}
+def save_adapter(retrofitted: Any, folder: Path) -> None:
+    weights = {name: x.detach().cpu().contiguous() for name, x in retrofitted.learned().items()}
     data = safetensors.torch.save(weights)
-    model = handle.model
+    model = retrofitted.model
     base: dict[str, Any] = {"class": type(model).__name__, "name": _place_of(model), "hash": base_hash(model)}
     base["fingerprint"] = record_of(_own_weights(model))
-    head = {"format": FORMAT, "config": asdict(handle.config), "base": base, "sha256": _sha256(data)}
-    head["lora_rank"] = handle.lora_rank if handle.lora else 0
-    if handle.beginning is not None:
-        head["begins_with"] = handle.beginning.record
+    head = {"format": FORMAT, "config": asdict(retrofitted.config), "base": base, "sha256": _sha256(data)}
+    head["lora_rank"] = retrofitted.lora_rank if retrofitted.lora else 0
+    if retrofitted.beginning is not None:
+        head["begins_with"] = retrofitted.beginning.record
     head["settings_sha256"] = _settings_sha256(head)
     try:
         write_together(folder, {"adapter.safetensors": data, "adapter.json": to_json(head)})
@@ -78,12 +78,12 @@ def find_budget(folder: Path, budget: float) -> Path:
     return found
 
 
-def use_budget(handle: Any, folder: Path | None, budget: float) -> None:
+def use_budget(retrofitted: Any, folder: Path | None, budget: float) -> None:
     """Go on with what an adapter learned at this budget, if that is one of its further ones, else with its first."""
     if folder is not None:
         further = folder / budget_folder(budget)
         chosen = further if (further / "adapter.json").is_file() else folder
-        handle.load_learned(read_weights(chosen, read_head(chosen)))
+        retrofitted.load_learned(read_weights(chosen, read_head(chosen)))
 
 
 def read_head(folder: Path) -> dict[str, Any]:
@@ -117,20 +117,20 @@ def _check_head(head: dict[str, Any]) -> None:
     require(written == _settings_sha256(head), "its settings do not match their checksum")
 
 
-def load_into(handle: Any, folder: Path) -> None:
+def load_into(retrofitted: Any, folder: Path) -> None:
     head = read_head(folder)
-    check_base(handle.model, head, folder)
-    theirs, ours = (asdict(RetrofitConfig(**head["config"])), asdict(handle.config))
+    check_base(retrofitted.model, head, folder)
+    theirs, ours = (asdict(RetrofitConfig(**head["config"])), asdict(retrofitted.config))
     for name in ("max_span", "ramp", "temperature", "keep_first"):
         if theirs[name] != ours[name]:
             raise ValueError(f"adapter {folder} was made with {name} {theirs[name]}, this retrofit has {ours[name]}")
-    theirs, ours = head.get("lora_rank", 0), handle.lora_rank if handle.lora else 0
+    theirs, ours = head.get("lora_rank", 0), retrofitted.lora_rank if retrofitted.lora else 0
     if theirs != ours:
         raise ValueError(f"adapter {folder} has low-rank additions of rank {theirs}, this retrofit of rank {ours}")
     weights = read_weights(folder, head)
-    _check_weights(handle.learned(), weights, folder)
-    handle.load_learned(weights)
-    handle.beginning = Beginning.from_record(head.get("begins_with"))
+    _check_weights(retrofitted.learned(), weights, folder)
+    retrofitted.load_learned(weights)
+    retrofitted.beginning = Beginning.from_record(head.get("begins_with"))
 
 
 def _check_weights(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], folder: Path) -> None:

@@ -227,7 +227,7 @@ def with_kept_for_ever(memory: ExpiringMemory | None) -> ExpiringMemory | None:
 
 
 class ExpiringCache(Cache):
-    """Build one with `handle.new_cache()`."""
+    """Build one with `retrofitted.new_cache()`."""
 
     layers: list[Any]
     """One for each layer of the model: of hybrids, some hold recurrent states alone."""

@@ -26,8 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from expire_span.ops.rule import is_alive
 
 from .attention_function import observed
-from .handle import Retrofit
 from .predictors import StandardisedLifetimes
+from .retrofitted import Retrofit
 
 NAME = "expire_span_calibrated"
 QUERIES = 256
@@ -64,23 +64,23 @@ def ages_of(context: int) -> Tensor:
 
 
 @torch.no_grad()
-def observe(handle: Retrofit, contexts: Iterable[tuple[Tensor, Tensor]]) -> dict[int, Observation]:
+def observe(retrofitted: Retrofit, contexts: Iterable[tuple[Tensor, Tensor]]) -> dict[int, Observation]:
     """Run the base model over contexts of one length, each with the weights of its queries, both [1, n]; an observation for
     each layer that learns."""
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {x.index: [] for x in handle.layers if x.window is None}
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {x.index: [] for x in retrofitted.layers if x.window is None}
     count = 0
     queries: dict[str, Tensor] = {}
 
     def hand_over(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        return args, {**kwargs, "observing": (found.get(module.layer_idx), hidden, queries["weights"], handle)}
+        return args, {**kwargs, "observation": (found.get(module.layer_idx), hidden, queries["weights"], retrofitted)}
 
-    modules = [x.module for x in handle.layers]
-    with handle.paused() as model, observed(NAME, _attend, modules, handle.configs, hand_over):
+    modules = [x.module for x in retrofitted.layers]
+    with retrofitted.paused() as model, observed(NAME, _attend, modules, retrofitted.configs, hand_over):
         for ids, queries["weights"] in contexts:
             count = ids.shape[1]
             model(ids, use_cache=False, logits_to_keep=1)
-    return {index: _join(parts, count, handle.config.keep_first) for index, parts in found.items()}
+    return {index: _join(parts, count, retrofitted.config.keep_first) for index, parts in found.items()}
 
 
 def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observation:
@@ -91,12 +91,12 @@ def _join(parts: list[tuple[Tensor, Tensor]], count: int, first: int) -> Observa
     return Observation(hidden, lost, rest.repeat(len(parts)))
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, observing: Any, **kwargs: Any) -> Any:
-    parts, hidden, weights, handle = observing
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, observation: Any, **kwargs: Any) -> Any:
+    parts, hidden, weights, retrofitted = observation
     if parts is not None:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         ages = ages_of(query.shape[2]).to(query.device)
-        parts.append((hidden, lost_attention(query, key, scale, ages + handle.config.ramp / 2, weights)))
+        parts.append((hidden, lost_attention(query, key, scale, ages + retrofitted.config.ramp / 2, weights)))
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
@@ -137,7 +137,7 @@ def interpolate(lost: Tensor, ages: Tensor, span: Tensor) -> Tensor:
 
 
 def fit(
-    handle: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
+    retrofitted: Retrofit, found: dict[int, Observation], context: int, target: float, *, steps: int | None = None
 ) -> float:
     """Fit the predictors so that `target` memories per head live at the end of a context; returns how many do.
 
@@ -145,25 +145,25 @@ def fit(
     `_set_gradients`), and every `CORRECT_EVERY` steps the remaining difference is corrected.
     """
     steps = steps or STEPS
-    predictors: dict[int, StandardisedLifetimes] = {n: handle.predictors[str(n)] for n in found}  # type: ignore[misc]
+    predictors: dict[int, StandardisedLifetimes] = {n: retrofitted.predictors[str(n)] for n in found}  # type: ignore[misc]
     for n, predictor in predictors.items():
         predictor.standardise(found[n].hidden)
         with torch.no_grad():
             predictor.weight.zero_()
             predictor.bias.zero_()
-    live = _meet(handle, found, predictors, target)
-    groups = [{"params": [p.weight for p in predictors.values()], "lr": RATE / handle.layers[0].dim}]
+    live = _meet(retrofitted, found, predictors, target)
+    groups = [{"params": [p.weight for p in predictors.values()], "lr": RATE / retrofitted.layers[0].dim}]
     groups.append({"params": [p.bias for p in predictors.values()], "lr": RATE / 20})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, 2 * (1 - n / steps)))
-    ages = ages_of(context).to(handle.model.device)
+    ages = ages_of(context).to(retrofitted.model.device)
     for step in range(1, steps + 1):
         _set_gradients(found, predictors, ages)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         if step % CORRECT_EVERY == 0 or step == steps:
-            live = _meet(handle, found, predictors, target)
+            live = _meet(retrofitted, found, predictors, target)
     return live
 
 
@@ -180,7 +180,7 @@ def _set_gradients(found: dict[int, Observation], predictors: dict[int, Standard
 
 @torch.no_grad()
 def _meet(
-    handle: Retrofit, found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], target: float
+    retrofitted: Retrofit, found: dict[int, Observation], predictors: dict[int, StandardisedLifetimes], target: float
 ) -> float:
     """Add one number to the biases of all heads so that `target` memories live per head; returns how many do."""
     start = {n: p.bias.clone() for n, p in predictors.items()}
@@ -189,7 +189,7 @@ def _meet(
         for n, predictor in predictors.items():
             predictor.bias.copy_(start[n] + (low + high) / 2)
         counts = [_living(p(found[n].hidden.unsqueeze(0))[0].T, found[n].rest, p.ramp) for n, p in predictors.items()]
-        live = float(torch.stack(counts).mean()) + handle.config.keep_first
+        live = float(torch.stack(counts).mean()) + retrofitted.config.keep_first
         low, high = ((low + high) / 2, high) if live < target else (low, (low + high) / 2)
     return live
 
@@ -210,11 +210,11 @@ def _slopes(predictor: StandardisedLifetimes, seen: Observation, ages: Tensor) -
 
 
 @torch.no_grad()
-def mean_slope(handle: Retrofit, found: dict[int, Observation]) -> float:
+def mean_slope(retrofitted: Retrofit, found: dict[int, Observation]) -> float:
     """Derivative of the mean span (each counted up to the end of its context, in tokens) by a shift of all logits."""
     slopes = []
     for n, seen in found.items():
-        predictor: Any = handle.predictors[str(n)]
+        predictor: Any = retrofitted.predictors[str(n)]
         low, room = predictor.min_span, predictor.max_span - predictor.min_span
         span = predictor(seen.hidden.unsqueeze(0))
         share = (span - low) / room

@@ -19,25 +19,25 @@ def expiring_cache(past: Any, layer: int) -> ExpiringCache | None:
     if past.is_compileable or past.get_seq_length(layer) > 0:
         raise ValueError(
             f"a retrofitted model needs its own cache, got a {type(past).__name__}; "
-            "pass past_key_values=handle.new_cache() to generate() or to the model"
+            "pass past_key_values=retrofitted.new_cache() to generate() or to the model"
         )
     return None
 
 
-def check_cache(handle: Any, cache: ExpiringCache) -> None:
+def check_cache(retrofitted: Any, cache: ExpiringCache) -> None:
     """Refuse a cache that another retrofit made: its memories are another model's, deleted by that one's ramp and cap."""
-    if len(cache.expiring) != len(handle.layers):
+    if len(cache.expiring) != len(retrofitted.layers):
         raise ValueError(
-            f"this cache has {len(cache.expiring)} layers, the model has {len(handle.layers)}; make one with new_cache()"
+            f"this cache has {len(cache.expiring)} layers, the model has {len(retrofitted.layers)}; make one with new_cache()"
         )
-    for theirs, layer in zip(cache.expiring, handle.layers):
-        made, wanted = (theirs.ramp, theirs.cap), (handle.ramp_of(layer), handle.config.cap)
-        if not handle._nothing_expires and made != wanted:
+    for theirs, layer in zip(cache.expiring, retrofitted.layers):
+        made, wanted = (theirs.ramp, theirs.cap), (retrofitted.ramp_of(layer), retrofitted.config.cap)
+        if not retrofitted._nothing_expires and made != wanted:
             was, now = (f"ramp {ramp:g} and cap {cap}" for ramp, cap in (made, wanted))
             raise ValueError(
                 f"this cache was made by a retrofit with {was}, the model has one with {now}; make one with new_cache()"
             )
-    if cache.maker is not None and cache.maker() is not handle:
+    if cache.maker is not None and cache.maker() is not retrofitted:
         raise ValueError(
             "this cache was made by the retrofit of another model, or by an earlier one of this model; make one with "
             "new_cache()"
@@ -84,7 +84,7 @@ def check_inputs(kwargs: dict[str, Any]) -> None:
     for name, x in kwargs.items():
         if isinstance(x, Tensor) and x.is_floating_point() and name not in ("inputs_embeds", "attention_mask"):
             raise ValueError(
-                f"a retrofitted model reads text only, got {name}; leave it out, or call detach() on the handle"
+                f"a retrofitted model reads text only, got {name}; leave it out, or call detach() on the retrofit"
             )
 
 

@@ -18,41 +18,41 @@ NEAR = 8
 """Number of neighbouring tokens of which the median counts in fewer bits."""
 
 
-def check_unchanged(handle: Any, layout: Layout) -> None:
+def check_unchanged(retrofitted: Any, layout: Layout) -> None:
     """Refuse a model whose logits the retrofit would change: over a few tokens at once, and in chunks through its cache. In
     half precision and fewer bits a model's own rounding, which trained models amplify, is the measure."""
     assert layout.tokens is not None and layout.logits is not None
     exact = layout.logits.dtype in (torch.float32, torch.float64)
     measure, least, most = (difference, EXACT, EXACT) if exact else (steady_difference, ROUNDED, COARSE)
     for how, read in (("at once", _at_once), ("in chunks through its cache", _in_chunks)):
-        error = measure(_run(handle, read, layout.tokens), layout.logits)
+        error = measure(_run(retrofitted, read, layout.tokens), layout.logits)
         if error <= least:
             continue
-        own = measure(_base_in_chunks(handle, layout.tokens), layout.logits)
+        own = measure(_base_in_chunks(retrofitted, layout.tokens), layout.logits)
         if not own <= max(least, most / 2):
             raise ValueError(
-                f"{_name(handle)} cannot read in chunks, as a retrofit does: without spans, through a cache of its own, its "
+                f"{_name(retrofitted)} cannot read in chunks, as a retrofit does: without spans, through its own cache, its "
                 f"logits differ by {own:.2g} of their spread from those of one pass; take a model of another family"
             )
         if not error <= (limit := least if exact else max(least, 2 * own)):
             raise ValueError(
-                f"{_name(handle)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of "
-                f"their spread from the base model's, and rounding explains at most {limit:.2g}; {_advice(handle)}"
+                f"{_name(retrofitted)} would not be the same model with spans: read {how}, its logits differ by {error:.2g} of "
+                f"their spread from the base model's, and rounding explains at most {limit:.2g}; {_advice(retrofitted)}"
             )
 
 
-def _advice(handle: Any) -> str:
-    if "sdpa" in handle.implementations and any(x.softcap for x in handle.layers):
+def _advice(retrofitted: Any) -> str:
+    if "sdpa" in retrofitted.implementations and any(x.softcap for x in retrofitted.layers):
         return "load it with attn_implementation='eager', since 'sdpa' leaves its soft caps out"
     return "take a model of another family"
 
 
 @torch.no_grad()
-def _base_in_chunks(handle: Any, tokens: Tensor) -> Tensor:
+def _base_in_chunks(retrofitted: Any, tokens: Tensor) -> Tensor:
     """Logits of the base model itself, read in chunks through a cache of its own."""
-    cache = DynamicCache(config=text_config(handle.model))
-    with evaluated(handle.model), handle.paused():
-        return _in_chunks(handle, tokens, cache)
+    cache = DynamicCache(config=text_config(retrofitted.model))
+    with evaluated(retrofitted.model), retrofitted.paused():
+        return _in_chunks(retrofitted, tokens, cache)
 
 
 def difference(ours: Tensor, base: Tensor) -> float:
@@ -75,21 +75,27 @@ def _by_token(ours: Tensor, base: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run(handle: Any, read: Any, tokens: Tensor) -> Tensor:
-    before = f"{_name(handle)} cannot be retrofitted: its forward pass with spans fails, "
-    with evaluated(handle.model), handle.expiring_nothing(), refused(before, "; take a model of another family"):
-        return read(handle, tokens)
+def _run(retrofitted: Any, read: Any, tokens: Tensor) -> Tensor:
+    before = f"{_name(retrofitted)} cannot be retrofitted: its forward pass with spans fails, "
+    with (
+        evaluated(retrofitted.model),
+        retrofitted.expiring_nothing(),
+        refused(before, "; take a model of another family"),
+    ):
+        return read(retrofitted, tokens)
 
 
-def _at_once(handle: Any, tokens: Tensor) -> Tensor:
-    return handle.model(tokens, use_cache=False).logits
+def _at_once(retrofitted: Any, tokens: Tensor) -> Tensor:
+    return retrofitted.model(tokens, use_cache=False).logits
 
 
-def _in_chunks(handle: Any, tokens: Tensor, cache: Any = None) -> Tensor:
-    cache, count = handle.new_cache() if cache is None else cache, tokens.shape[1]
+def _in_chunks(retrofitted: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+    cache, count = retrofitted.new_cache() if cache is None else cache, tokens.shape[1]
     sizes = [count // 2, 1, count - count // 2 - 1]
-    return torch.cat([handle.model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(sizes, 1)], 1)
+    return torch.cat(
+        [retrofitted.model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split(sizes, 1)], 1
+    )
 
 
-def _name(handle: Any) -> str:
-    return f"{type(handle.model).__name__} ({handle.model.config.model_type})"
+def _name(retrofitted: Any) -> str:
+    return f"{type(retrofitted.model).__name__} ({retrofitted.model.config.model_type})"

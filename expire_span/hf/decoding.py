@@ -32,25 +32,25 @@ class RetrofitModel:
 
     reads_in_step = False  # a forward pass of many tokens costs little more than a step
 
-    def __init__(self, handle: Any) -> None:
-        self.handle, self.length = handle, handle.length
-        places = [x.device for x in handle.model.parameters()]
+    def __init__(self, retrofitted: Any) -> None:
+        self.retrofitted, self.length = retrofitted, retrofitted.length
+        places = [x.device for x in retrofitted.model.parameters()]
         self.device = next((x for x in places if x.type != "meta"), torch.device("cpu"))  # accelerate offloads to meta
-        self.vocab, self.layers = text_config(handle.model).vocab_size, len(handle.layers)
-        plain = not handle.layout.recurrent and not handle.layout.readers and set(places) == {self.device}
-        self.can_step = plain and handle.endless and handle.layout.takes_positions
+        self.vocab, self.layers = text_config(retrofitted.model).vocab_size, len(retrofitted.layers)
+        plain = not retrofitted.layout.recurrent and not retrofitted.layout.readers and set(places) == {self.device}
+        self.can_step = plain and retrofitted.endless and retrofitted.layout.takes_positions
         """Whether slots can hold all that the model remembers: keys whose rotation does not depend on the context's length,
         each read by one layer, no recurrent states, and all weights on one device."""
         self.prefers_steps = self.device.type in ("cpu", "cuda")  # elsewhere slots are not tried
 
     @property
     def capped(self) -> bool:
-        return self.handle.config.cap is not None
+        return self.retrofitted.config.cap is not None
 
     def check_marks(self, marks: Tensor) -> None:
         """In a layer with a window of the base model's own, a kept token is read as far as the base model reads it."""
-        if all(x.window is not None for x in self.handle.layers) and bool((marks == KEEP).any()):
-            windows = ", ".join(sorted({str(x.window) for x in self.handle.layers}))
+        if all(x.window is not None for x in self.retrofitted.layers) and bool((marks == KEEP).any()):
+            windows = ", ".join(sorted({str(x.window) for x in self.retrofitted.layers}))
             raise ValueError(
                 f"this model reads the last {windows} tokens in every layer, so no token can be kept for longer; leave the "
                 "mark out"
@@ -58,16 +58,16 @@ class RetrofitModel:
 
     @property
     def row_bytes(self) -> int:
-        element = self.handle.model.dtype.itemsize
-        slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.handle.layers)
+        element = self.retrofitted.model.dtype.itemsize
+        slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.retrofitted.layers)
         return 8 * self.vocab + (sum(slots) if self.can_step else 0)
 
     def fingerprint(self) -> str:
         """The hashes of the base model and of what was learned."""
-        return f"{base_hash(self.handle.model)} {digest_tensors(self.handle.learned())}"
+        return f"{base_hash(self.retrofitted.model)} {digest_tensors(self.retrofitted.learned())}"
 
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
-        cache, logits = self.handle.new_cache(), torch.empty(0)
+        cache, logits = self.retrofitted.new_cache(), torch.empty(0)
         for layer, part in zip(cache.expiring, state or ()):
             layer.memory, layer.seen = part["memory"], part["position"]
             cache.recurrent = part.get("recurrent", {})
@@ -77,29 +77,31 @@ class RetrofitModel:
         for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(size, dim=1)):
             for layer in cache.expiring:
                 layer.marks = marked
-            logits = self.handle.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = self.retrofitted.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
         found: list[dict[str, Any]] = [{"memory": x.memory, "position": x.seen} for x in cache.expiring]
         if cache.recurrent:
             found[0]["recurrent"] = cache.recurrent
         return Prefilled(logits.float(), found)
 
     def stepper(self, rows: int) -> RetrofitStepper:
-        return RetrofitStepper(self.handle, rows)
+        return RetrofitStepper(self.retrofitted, rows)
 
 
 class RetrofitStepper:
     """The decoding step of a retrofitted model over `rows` rows."""
 
-    def __init__(self, handle: Any, rows: int) -> None:
-        self.handle = handle
-        like = next(handle.model.parameters())
+    def __init__(self, retrofitted: Any, rows: int) -> None:
+        self.retrofitted = retrofitted
+        like = next(retrofitted.model.parameters())
         self.clock = StreamPosition(like.device, None, like.dtype, rows)
-        self.layers = [SlotAttention(x, slot_rules(handle, x), self.clock, like) for x in handle.layers]
+        self.layers = [SlotAttention(x, slot_rules(retrofitted, x), self.clock, like) for x in retrofitted.layers]
         self.memories = [layer.memory for layer in self.layers]
         for memory in self.memories:
             memory.allocate(rows)
         self.cache = SlotCache(self.layers)
-        self._until_kept: int = handle.config.keep_first
+        self._until_kept: int = retrofitted.config.keep_first
         """Most steps until every row has read its first tokens, which are kept; these rows may be copies of any others."""
         self._keeps = False
 
@@ -110,10 +112,12 @@ class RetrofitStepper:
     def logits(self, tokens: Tensor) -> Tensor:
         """Read one token per row, tokens [B], and return logits [B, V]. The caller advances the clock."""
         places = (self.clock.epochs + self.clock.on_device).unsqueeze(1)
-        first = places < self.handle.config.keep_first if self._keeps else None
-        for attention, layer in zip(self.layers, self.handle.layers):
+        first = places < self.retrofitted.config.keep_first if self._keeps else None
+        for attention, layer in zip(self.layers, self.retrofitted.layers):
             attention.first = first if layer.window is None else None
-        out = self.handle.model(tokens.unsqueeze(1), position_ids=places, past_key_values=self.cache, use_cache=True)
+        out = self.retrofitted.model(
+            tokens.unsqueeze(1), position_ids=places, past_key_values=self.cache, use_cache=True
+        )
         return out.logits[:, -1]
 
     def compact(self) -> None:
@@ -122,7 +126,7 @@ class RetrofitStepper:
         self.clock.begin_epoch()
 
     def begin(self, rows: list[int], state: list[Any]) -> None:
-        self._until_kept = max(self._until_kept, self.handle.config.keep_first - state[0]["position"])
+        self._until_kept = max(self._until_kept, self.retrofitted.config.keep_first - state[0]["position"])
 
     def clear(self, rows: list[int]) -> None:
         where = torch.tensor(rows, dtype=torch.int64, device=self.clock.epochs.device)
@@ -148,10 +152,12 @@ class RetrofitStepper:
         return fields | {"epochs": self.clock.epochs}
 
 
-def slot_rules(handle: Any, layer: AttentionLayer) -> SlotRules:
+def slot_rules(retrofitted: Any, layer: AttentionLayer) -> SlotRules:
     """How a layer of a retrofitted model fills and reads its slots."""
-    form = span_form(handle.predictor_of(layer), layer, handle.dial)
+    form = span_form(retrofitted.predictor_of(layer), layer, retrofitted.dial)
     assert form is not None
-    limit = layer.window if layer.window is not None else handle.longest_life + 1 + handle.config.keep_first
-    cap = handle.config.cap if layer.window is None else None
-    return SlotRules(handle.ramp_of(layer), cap, True, 0.0, min(limit, cap or limit), handle.config.impl, form)
+    limit = layer.window if layer.window is not None else retrofitted.longest_life + 1 + retrofitted.config.keep_first
+    cap = retrofitted.config.cap if layer.window is None else None
+    return SlotRules(
+        retrofitted.ramp_of(layer), cap, True, 0.0, min(limit, cap or limit), retrofitted.config.impl, form
+    )

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from .adapter import use_budget
 from .cache import ExpiringCache
-from .handle import Retrofit
+from .retrofitted import Retrofit
 from .rivals import LEAST_CAPACITY, EvictingCache, evicting
 from .rivals import METHODS as RIVALS
 
@@ -50,26 +50,26 @@ class Question:
 
 
 @contextlib.contextmanager
-def method(handle: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Iterator[NewCache]:
+def method(retrofitted: Retrofit, name: str, tokens: int, dial: float = 1.0) -> Iterator[NewCache]:
     """A context in which the model runs with one method's caches; yields a function that makes one.
 
     tokens: the budget of a cache, as a number of plain key/value memories per head; dial: factor of predicted spans.
     """
     if name == "expire":
-        handle.dial = dial
+        retrofitted.dial = dial
         try:
-            yield handle.new_cache
+            yield retrofitted.new_cache
         finally:
-            handle.dial = 1.0
+            retrofitted.dial = 1.0
         return
-    with handle.paused() as model:
+    with retrofitted.paused() as model:
         if name == "none":
             yield lambda: DynamicCache(config=model.config)
             return
-        if any(x.window is not None for x in handle.layers):
+        if any(x.window is not None for x in retrofitted.layers):
             raise ValueError(f"method {name} needs a model without windows of its own, got {type(model).__name__}")
-        layers = len(handle.layers)
-        with evicting([x.module for x in handle.layers], handle.configs):
+        layers = len(retrofitted.layers)
+        with evicting([x.module for x in retrofitted.layers], retrofitted.configs):
             yield lambda: EvictingCache(name, tokens, layers)
 
 
@@ -112,14 +112,14 @@ def held_bytes(cache: Any) -> Tensor:
     return total
 
 
-def peak_tokens(handle: Retrofit, share: float, context: int) -> tuple[int, int]:
+def peak_tokens(retrofitted: Retrofit, share: float, context: int) -> tuple[int, int]:
     """A budget, given as a share of the context, as plain memories per head and as bytes over all layers."""
     tokens = max(int(share * context), 1)
-    one = sum(x.kv_heads * 2 * x.head_dim * handle.model.dtype.itemsize for x in handle.layers)
+    one = sum(x.kv_heads * 2 * x.head_dim * retrofitted.model.dtype.itemsize for x in retrofitted.layers)
     return tokens, tokens * one
 
 
-def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, rounds: int = 8) -> float:
+def find_dial(retrofitted: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, rounds: int = 8) -> float:
     """The largest dial, up to MOST_DIAL, with which no document's peak exceeds `budget` bytes; documents [B, n].
 
     Spans other than the predicted ones are not what was trained. The search stops within 3% of the budget. A result of 0 means
@@ -127,8 +127,10 @@ def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int
     """
     low, high, dial = 0.0, math.inf, 1.0
     for _ in range(rounds):
-        with method(handle, "expire", 0, dial) as new_cache:
-            peak = max(int(read(handle.model, new_cache(), ids, chunk, scored=False)[1].max()) for ids in documents)
+        with method(retrofitted, "expire", 0, dial) as new_cache:
+            peak = max(
+                int(read(retrofitted.model, new_cache(), ids, chunk, scored=False)[1].max()) for ids in documents
+            )
         low, high = (dial, high) if peak <= budget else (low, dial)
         if dial == low and (dial == MOST_DIAL or peak >= CLOSE * budget):
             break
@@ -138,7 +140,7 @@ def find_dial(handle: Retrofit, documents: list[Tensor], budget: int, chunk: int
 
 
 @torch.no_grad()
-def answers(model: Any, cache: Any, questions: list[Question], chunk: int) -> list[bool]:
+def find_right_answers(model: Any, cache: Any, questions: list[Question], chunk: int) -> list[bool]:
     """Whether greedy decoding would give each answer after its context and question; all contexts have the same length."""
     read(model, cache, torch.stack([q.context for q in questions]), chunk, scored=False)
     tails = [torch.cat([q.question, q.answer]) for q in questions]
@@ -172,7 +174,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def evaluate(
-    handle: Retrofit,
+    retrofitted: Retrofit,
     documents: list[Tensor],
     questions: list[Question],
     methods: list[str],
@@ -190,7 +192,7 @@ def evaluate(
     further budgets are used where they are asked for.
     """
     check_methods(methods)
-    check_budgets(handle, methods, budgets, len(documents[0]))
+    check_budgets(retrofitted, methods, budgets, len(documents[0]))
     lines = []
     batches = [torch.stack(documents[n : n + rows]) for n in range(0, len(documents), rows)]
     asked = _in_batches(questions, rows)
@@ -198,8 +200,8 @@ def evaluate(
         for share in budgets if name != "none" else [1.0]:
             note(f"measuring {name} at a budget of {share:g}")
             if name == "expire":
-                use_budget(handle, adapter, share)
-            line = _evaluate_one(handle, batches, asked, name, share, chunk)
+                use_budget(retrofitted, adapter, share)
+            line = _evaluate_one(retrofitted, batches, asked, name, share, chunk)
             lines.append(line)
             if progress is not None:
                 progress(line)
@@ -212,12 +214,12 @@ def check_methods(methods: Sequence[str]) -> None:
         raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
 
 
-def check_budgets(handle: Retrofit, methods: Sequence[str], budgets: Sequence[float], context: int) -> None:
+def check_budgets(retrofitted: Retrofit, methods: Sequence[str], budgets: Sequence[float], context: int) -> None:
     """Refuse budgets that a method cannot meet, before anything is computed."""
-    ramp, first = handle.config.ramp, handle.config.keep_first
+    ramp, first = retrofitted.config.ramp, retrofitted.config.keep_first
     least = {"none": 0, "expire": ramp + first, **dict.fromkeys(RIVALS, LEAST_CAPACITY)}
     for share in budgets:
-        tokens = peak_tokens(handle, share, context)[0]
+        tokens = peak_tokens(retrofitted, share, context)[0]
         for name in methods:
             why = f" (a ramp of {ramp} and {first} tokens that are kept)" if name == "expire" else ""
             if tokens < least[name]:
@@ -228,22 +230,22 @@ def check_budgets(handle: Retrofit, methods: Sequence[str], budgets: Sequence[fl
 
 
 def _evaluate_one(
-    handle: Retrofit, documents: list[Tensor], questions: list[list[Question]], name: str, share: float, chunk: int
+    retrofitted: Retrofit, documents: list[Tensor], questions: list[list[Question]], name: str, share: float, chunk: int
 ) -> dict[str, Any]:
-    tokens, budget = peak_tokens(handle, share, documents[0].shape[1])
-    dial = find_dial(handle, documents, budget, chunk) if name == "expire" else 1.0
+    tokens, budget = peak_tokens(retrofitted, share, documents[0].shape[1])
+    dial = find_dial(retrofitted, documents, budget, chunk) if name == "expire" else 1.0
     device = documents[0].device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with method(handle, name, tokens, dial) as new_cache:
+    with method(retrofitted, name, tokens, dial) as new_cache:
         losses, peaks, seconds = [], [], 0.0
         for ids in documents:
             cache = new_cache()
-            loss, held = read(handle.model, cache, ids, chunk)
+            loss, held = read(retrofitted.model, cache, ids, chunk)
             losses += loss.double().mean(1).tolist()
             peaks += held.tolist()
-            seconds = seconds or time_per_token(handle.model, cache, ids[:, -1:])
-        right = [x for batch in questions for x in answers(handle.model, new_cache(), batch, chunk)]
+            seconds = seconds or time_per_token(retrofitted.model, cache, ids[:, -1:])
+        right = [x for batch in questions for x in find_right_answers(retrofitted.model, new_cache(), batch, chunk)]
     line: dict[str, Any] = dict(
         method=name, budget=share, losses=losses, perplexity=float(numpy.exp(numpy.mean(losses)))
     )

@@ -3,7 +3,7 @@
 While a retrofit is attached, its model makes a `SteppingCache` wherever `generate`, a pipeline, or a call with `use_cache=True`
 gives none. Prompts are read into it as into any `ExpiringCache`. When single tokens follow, its memories move into the slots of
 a stream's engine (stream/engines.py); on a GPU a step is then one replay of a CUDA graph. Whatever else is asked of the cache
-moves them back first, and where that happens after every step, as for beams, they stay out. The handle keeps the last engine
+moves them back first, and where that happens after every step, as for beams, they stay out. The retrofit keeps the last engine
 that is no longer used, so that the next answer with as many rows records nothing anew.
 """
 
@@ -66,7 +66,7 @@ class SteppingCache(ExpiringCache):
         """Move all memories into slots. positions: of each row's next token in its own text, padding not counted, [B]."""
         layers, rows = self.expiring, len(positions)
         state = [{"memory": x.memory, "position": x.seen} for x in layers]
-        spare: SpareEngine = model.handle.spare_engine
+        spare: SpareEngine = model.retrofitted.spare_engine
         engine, mark = spare.take(model, rows)
         none = torch.zeros(rows, model.vocab, device=model.device)
         engine.load(list(range(rows)), Prefilled(none, state))
@@ -124,7 +124,7 @@ class SpareEngine:
     def take(self, model: Any, rows: int) -> tuple[SlotEngine, Any]:
         """An engine whose rows are all to be loaded, and the mark to keep it with: the spare one if it has as many rows and the
         model's weights are the same tensors with the same values, else a new one."""
-        mark, kept = _mark_of(model.handle), self._kept
+        mark, kept = _mark_of(model.retrofitted), self._kept
         self._kept = None
         fits = kept is not None and kept[1] == mark and kept[0].rows == rows
         if kept is None or not fits or (kept[0].tokens.is_inference() and not torch.is_inference_mode_enabled()):
@@ -132,61 +132,65 @@ class SpareEngine:
         return kept[0], mark
 
 
-def _mark_of(handle: Any) -> tuple[Any, ...]:
+def _mark_of(retrofitted: Any) -> tuple[Any, ...]:
     """Changes whenever a weight, a buffer or the factor of spans does."""
-    tensors = itertools.chain(handle.model.parameters(), handle.model.buffers(), handle.parameters())
-    return handle.dial, *((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors)
+    tensors = itertools.chain(retrofitted.model.parameters(), retrofitted.model.buffers(), retrofitted.parameters())
+    return retrofitted.dial, *((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors)
 
 
-def in_slots(cache: Any, handle: Any) -> bool:
+def in_slots(cache: Any, retrofitted: Any) -> bool:
     """Whether a cache of this retrofit has its memories in slots."""
-    own = isinstance(cache, SteppingCache) and cache.maker is not None and cache.maker() is handle
+    own = isinstance(cache, SteppingCache) and cache.maker is not None and cache.maker() is retrofitted
     return own and cache.engine is not None
 
 
-def supply_caches(handle: Any) -> None:
+def supply_caches(retrofitted: Any) -> None:
     """Let the model make its own caches, and decode over slots; `withdraw_caches` undoes it."""
-    model = handle.model
+    model = retrofitted.model
     for name, call in (("forward", _forward), ("_prepare_cache_for_generation", _prepare_cache)):
         own = vars(model).get(name)
-        # A partial of a function, no closure, so that a deep copy of the model runs through a copy of the handle.
-        wrapped = functools.update_wrapper(functools.partial(call, handle, getattr(model, name)), getattr(model, name))
-        handle._replaced[name] = own
+        # A partial of a function, no closure, so that a deep copy of the model runs through a copy of the retrofit.
+        wrapped = functools.update_wrapper(
+            functools.partial(call, retrofitted, getattr(model, name)), getattr(model, name)
+        )
+        retrofitted._replaced[name] = own
         object.__setattr__(model, name, wrapped)
 
 
-def withdraw_caches(handle: Any) -> None:
-    handle.spare_engine.drop()
-    for name, own in handle._replaced.items():
-        vars(handle.model).pop(name, None)
+def withdraw_caches(retrofitted: Any) -> None:
+    retrofitted.spare_engine.drop()
+    for name, own in retrofitted._replaced.items():
+        vars(retrofitted.model).pop(name, None)
         if own is not None:  # accelerate had replaced it before
-            object.__setattr__(handle.model, name, own)
-    handle._replaced = {}
+            object.__setattr__(retrofitted.model, name, own)
+    retrofitted._replaced = {}
 
 
-def _prepare_cache(handle: Any, prepare: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+def _prepare_cache(
+    retrofitted: Any, prepare: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+) -> Any:
     """In place of the model's own: nothing changes where the caller gives a cache, or asks for none or for another kind."""
     wanted = generation_config.use_cache and generation_config.cache_implementation is None
-    if wanted and not handle._paused and model_kwargs.get("past_key_values") is None:
-        model_kwargs["past_key_values"] = handle.new_cache(stepping=True)
+    if wanted and not retrofitted._paused and model_kwargs.get("past_key_values") is None:
+        model_kwargs["past_key_values"] = retrofitted.new_cache(stepping=True)
     return prepare(generation_config, model_kwargs, *args)
 
 
-def _forward(handle: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(retrofitted: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of the model's own: a step over slots where that is possible, else the model's."""
     past = kwargs.get("past_key_values")
-    if past is None and kwargs.get("use_cache") is True and not (handle._paused or handle.model.training):
-        kwargs["past_key_values"] = handle.new_cache(stepping=True)
-    if isinstance(past, SteppingCache) and not handle._paused:
+    if past is None and kwargs.get("use_cache") is True and not (retrofitted._paused or retrofitted.model.training):
+        kwargs["past_key_values"] = retrofitted.new_cache(stepping=True)
+    if isinstance(past, SteppingCache) and not retrofitted._paused:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is not None and _may_step(handle, past, tokens, kwargs):
-            logits = past.step(tokens[:, 0].to(handle.model.device)).unsqueeze(1)
+        if tokens is not None and _may_step(retrofitted, past, tokens, kwargs):
+            logits = past.step(tokens[:, 0].to(retrofitted.model.device)).unsqueeze(1)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past)  # type: ignore[arg-type]
         past.leave_slots()
     return forward(*args, **kwargs)
 
 
-def _may_step(handle: Any, cache: SteppingCache, tokens: Any, kwargs: dict[str, Any]) -> bool:
+def _may_step(retrofitted: Any, cache: SteppingCache, tokens: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this call reads one token of each row and nothing else; the memories are then in slots."""
     if not isinstance(tokens, Tensor) or tokens.shape[1] != 1 or torch.is_grad_enabled():
         return False
@@ -194,11 +198,16 @@ def _may_step(handle: Any, cache: SteppingCache, tokens: Any, kwargs: dict[str, 
         return False
     if (engine := cache.engine) is not None:
         writable = torch.is_inference_mode_enabled() or not engine.tokens.is_inference()
-        if writable or not in_slots(cache, handle):
-            return engine.rows == len(tokens) and in_slots(cache, handle)
-    model = handle.for_stream()
-    wanted = model.prefers_steps if handle.steps_in_slots is None else handle.steps_in_slots
-    if not (wanted and model.can_step) or cache.stays_out or handle._nothing_expires or cache.get_seq_length() == 0:
+        if writable or not in_slots(cache, retrofitted):
+            return engine.rows == len(tokens) and in_slots(cache, retrofitted)
+    model = retrofitted.for_stream()
+    wanted = model.prefers_steps if retrofitted.steps_in_slots is None else retrofitted.steps_in_slots
+    if (
+        not (wanted and model.can_step)
+        or cache.stays_out
+        or retrofitted._nothing_expires
+        or cache.get_seq_length() == 0
+    ):
         return False
     layers = cache.expiring
     if any(x.memory is None or x.memory.rows[0] != len(tokens) for x in layers):

@@ -72,9 +72,9 @@ def mark_of(tokenizer: Any) -> str:
     return hashlib.sha256(repr(_plain(tokenizer, SPECIMEN)).encode()).hexdigest()[:16]
 
 
-def check_tokenizer(handle: Any, tokenizer: Any) -> None:
+def check_tokenizer(retrofitted: Any, tokenizer: Any) -> None:
     """Refuse a tokenizer that reads a text as other tokens than the one with which an adapter was trained."""
-    known = handle.beginning
+    known = retrofitted.beginning
     if known is not None and known.tokenizer and known.tokenizer != (found := mark_of(tokenizer)):
         raise UserError(
             f"the tokenizer is another one than the adapter was trained with: it reads a text as tokens of mark {found}, the "

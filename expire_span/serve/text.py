@@ -49,16 +49,16 @@ class TextModel:
         return model_of(self.model).vocab
 
     @classmethod
-    def of_retrofit(cls, handle: Any, tokenizer: Any) -> TextModel:
+    def of_retrofit(cls, retrofitted: Any, tokenizer: Any) -> TextModel:
         from expire_span.hf.loading import chat_text, chat_tokens, end_tokens, turn_tokens
         from expire_span.hf.texts import check_tokenizer, text_beginning
 
-        check_tokenizer(handle, tokenizer)
-        known = handle.beginning
+        check_tokenizer(retrofitted, tokenizer)
+        known = retrofitted.beginning
         begins = text_beginning(tokenizer) if known is None else known.text
         calls = [partial(call, tokenizer, begins=begins) for call in (chat_tokens, chat_text, turn_tokens)]
         chat: dict[str, Any] = dict(zip(("chat_tokens", "chat_text", "turn_tokens"), calls))
-        return cls(handle, tokenizer, end_tokens(handle.model, tokenizer), begins=begins, **chat)
+        return cls(retrofitted, tokenizer, end_tokens(retrofitted.model, tokenizer), begins=begins, **chat)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text behind its beginning."""
@@ -93,8 +93,8 @@ def open_run(name: str | None, runs_dir: Path, device: Any, warn: Warn | None = 
 def open_retrofit(model: str, adapter: Path, dtype: str, device: str) -> TextModel:
     """A causal language model of transformers with an adapter."""
     from expire_span.hf.adapter import read_head
-    from expire_span.hf.handle import load_adapter
     from expire_span.hf.loading import open_model
+    from expire_span.hf.retrofitted import load_adapter
 
     read_head(adapter)  # before the model is loaded, which takes a while
     opened, tokenizer = open_model(model, dtype, device)

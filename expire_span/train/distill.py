@@ -17,9 +17,9 @@ from torch import Tensor
 from expire_span.checkpoint import Snapshot
 from expire_span.extras import install_command
 from expire_span.hf.adapter import base_hash
-from expire_span.hf.handle import Retrofit, retrofit
 from expire_span.hf.layouts import text_config
 from expire_span.hf.loading import check_context, open_model, read_documents
+from expire_span.hf.retrofitted import Retrofit, retrofit
 from expire_span.hf.texts import check_vocabulary, describe_beginning, find_beginning, join_short
 from expire_span.ops import resolve_impl
 from expire_span.runs import RunFolder, UserError
@@ -36,7 +36,7 @@ from .trackers import check_tracker
 
 
 def distill(
-    handle: Retrofit,
+    retrofitted: Retrofit,
     documents: list[Tensor],
     config: DistillConfig,
     folder: Path,
@@ -49,25 +49,25 @@ def distill(
 
     tokenizer: the model's; mixtures of more than text need it.
     """
-    task = RetrofitTask(model=getattr(handle.model, "name_or_path", "") or "")
-    learner = DistillLearner(handle, documents, describe_run(handle, task, config, seed), folder, tokenizer)
+    task = RetrofitTask(model=getattr(retrofitted.model, "name_or_path", "") or "")
+    learner = DistillLearner(retrofitted, documents, describe_run(retrofitted, task, config, seed), folder, tokenizer)
     return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit", shown=shown))
 
 
 def distill_on(
-    handle: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False, tokenizer: Any = None
+    retrofitted: Retrofit, documents: list[Tensor], run: RunFolder, *, shown: bool = False, tokenizer: Any = None
 ) -> RunFolder:
     """Continue an interrupted run of `distill`, given the same model, documents and tokenizer."""
-    learner = DistillLearner(handle, documents, run.config, run.path, tokenizer)
+    learner = DistillLearner(retrofitted, documents, run.config, run.path, tokenizer)
     return _run(learner, lambda: session.go_on(lambda _: learner, run, shown=shown))
 
 
 def begin(task: RetrofitTask, expiry: RetrofitConfig, config: DistillConfig, folder: Path, *, seed: int) -> RunFolder:
     """A new run of the command line, which names the model and the text."""
     with Heartbeat("retrofit") as beat:
-        handle, documents, tokenizer = _open(task, expiry, config, beat)
-        described = describe_run(handle, task, config, seed)
-        learner = DistillLearner(handle, documents, described, folder, tokenizer, beat)
+        retrofitted, documents, tokenizer = _open(task, expiry, config, beat)
+        described = describe_run(retrofitted, task, config, seed)
+        learner = DistillLearner(retrofitted, documents, described, folder, tokenizer, beat)
         return _run(learner, lambda: session.begin(learner, learner.config, folder, recipe="retrofit"))
 
 
@@ -77,12 +77,12 @@ def resume(run: RunFolder, *, allow_changed_data: bool = False) -> RunFolder:
     if not config.task.data:
         raise UserError(f"run {run.path} was made from Python and does not name its text; go on with distill_on")
     with Heartbeat("retrofit") as beat:
-        handle, documents, tokenizer = _open(config.task, config.model.expiry, config.train, beat)
-        if base_hash(handle.model) != config.model.hash:
+        retrofitted, documents, tokenizer = _open(config.task, config.model.expiry, config.train, beat)
+        if base_hash(retrofitted.model) != config.model.hash:
             raise UserError(
                 f"the model {config.task.model} has changed since run {run.path} began; put the first one back"
             )
-        learner = DistillLearner(handle, documents, config, run.path, tokenizer, beat)
+        learner = DistillLearner(retrofitted, documents, config, run.path, tokenizer, beat)
         return _run(learner, lambda: session.go_on(lambda _: learner, run, allow_changed_data=allow_changed_data))
 
 
@@ -101,24 +101,24 @@ def _open(
     beat.note("loading the model")
     model, tokenizer = open_model(task.model, task.dtype, str(device))
     check_context(model, config.context)
-    handle = retrofit(model, expiry)
+    retrofitted = retrofit(model, expiry)
     if config.lora_rank:
-        handle.add_lora(config.lora_rank)
+        retrofitted.add_lora(config.lora_rank)
     beat.say(f"reading {task.data} as tokens")
     documents = read_documents(tokenizer, Path(task.data))
     beat.say(f"read {sum(map(len, documents)):,} tokens, documents: {len(documents):,}")
     check_vocabulary(model, documents)
-    handle.beginning = beginning = find_beginning(tokenizer)
-    with handle.paused() as base:
+    retrofitted.beginning = beginning = find_beginning(tokenizer)
+    with retrofitted.paused() as base:
         beat.say(describe_beginning(base, tokenizer, documents, beginning))
     joined = join_short(documents, config.context - len(beginning.context), tokenizer, beginning.text)
-    return handle, joined, tokenizer
+    return retrofitted, joined, tokenizer
 
 
 def _run(learner: DistillLearner, work: Any) -> RunFolder:
     """Run the training with the base model frozen, and restore the model's requires_grad and mode afterwards."""
-    model = learner.handle.model
-    learned = {id(p) for p in learner.handle.parameters()}
+    model = learner.retrofitted.model
+    learned = {id(p) for p in learner.retrofitted.parameters()}
     before, training = [(p, p.requires_grad) for p in model.parameters()], model.training
     try:
         model.eval()
@@ -131,13 +131,15 @@ def _run(learner: DistillLearner, work: Any) -> RunFolder:
             p.requires_grad_(flag)
 
 
-def describe_run(handle: Retrofit, task: RetrofitTask, config: DistillConfig, seed: int) -> RetrofitRunConfig:
-    found = text_config(handle.model)
-    first = handle.layers[0]
+def describe_run(retrofitted: Retrofit, task: RetrofitTask, config: DistillConfig, seed: int) -> RetrofitRunConfig:
+    found = text_config(retrofitted.model)
+    first = retrofitted.layers[0]
     ff = getattr(found, "intermediate_size", None)
     sizes: dict[str, Any] = dict(dim=first.dim, ff_dim=ff if isinstance(ff, int) else 4 * first.dim)
-    sizes |= dict(layers=len(handle.layers), kv_heads=first.kv_heads, head_dim=first.head_dim, expiry=handle.config)
-    base = BaseModel(family=found.model_type, hash=base_hash(handle.model), **sizes)
+    sizes |= dict(
+        layers=len(retrofitted.layers), kv_heads=first.kv_heads, head_dim=first.head_dim, expiry=retrofitted.config
+    )
+    base = BaseModel(family=found.model_type, hash=base_hash(retrofitted.model), **sizes)
     return RunConfig(task, base, config, seed)
 
 
@@ -148,7 +150,7 @@ class DistillLearner:
 
     def __init__(
         self,
-        handle: Retrofit,
+        retrofitted: Retrofit,
         documents: list[Tensor],
         config: RetrofitRunConfig,
         folder: Path,
@@ -157,10 +159,10 @@ class DistillLearner:
     ) -> None:
         """tokenizer: for mixtures of more than text. beat: told what is being done."""
         check_extras(config.train)
-        self.handle, self.config, self.folder = handle, config, folder
+        self.retrofitted, self.config, self.folder = retrofitted, config, folder
         self.beat = beat
         say = None if beat is None else beat.say
-        self.distiller = Distiller(handle, documents, config.train, config.seed, say, tokenizer)
+        self.distiller = Distiller(retrofitted, documents, config.train, config.seed, say, tokenizer)
         if beat is not None and not self.distiller.mixture.plain:
             beat.say(self.distiller.mixture.describe())
         self.documents = documents
@@ -225,7 +227,7 @@ class DistillLearner:
         further = {}
         for number, level in reversed([*enumerate(self.distiller.levels)]):
             self.distiller.choose(number)
-            self.handle.save(self.folder / "adapter" / level.name)
+            self.retrofitted.save(self.folder / "adapter" / level.name)
             if level.name:
                 kl, _, lived = self.distiller.evaluate()
                 further[level.name] = {"score": float(kl), "live_at_end": float(lived.mean()), "target": level.target}

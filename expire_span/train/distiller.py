@@ -22,8 +22,8 @@ from transformers import DynamicCache
 
 from expire_span.errors import UserError
 from expire_span.hf.calibration import fit, mean_slope, observe
-from expire_span.hf.handle import Retrofit
 from expire_span.hf.learning import LearningLayer
+from expire_span.hf.retrofitted import Retrofit
 from expire_span.ops.rule import is_alive
 from expire_span.settings.retrofit import DistillConfig
 
@@ -40,7 +40,7 @@ class Distiller:
 
     def __init__(
         self,
-        handle: Retrofit,
+        retrofitted: Retrofit,
         documents: list[Tensor],
         config: DistillConfig,
         seed: int = 0,
@@ -51,29 +51,29 @@ class Distiller:
 
         tokenizer: of the model; mixtures of more than text need it.
         """
-        if not handle.predictors:
+        if not retrofitted.predictors:
             raise ValueError(
-                f"every layer of {type(handle.model).__name__} has a window of its own: nothing can be learned"
+                f"every layer of {type(retrofitted.model).__name__} has a window of its own: nothing can be learned"
             )
-        self.handle, self.config, self.model = handle, config, handle.model
-        self.begins = () if handle.beginning is None else handle.beginning.context
+        self.retrofitted, self.config, self.model = retrofitted, config, retrofitted.model
+        self.begins = () if retrofitted.beginning is None else retrofitted.beginning.context
         """The tokens that every context begins with."""
-        _check_context(handle, documents, config.context, len(self.begins))
+        _check_context(retrofitted, documents, config.context, len(self.begins))
         long_enough = [x for x in documents if len(x) >= config.context - len(self.begins)]
         self.documents, self.kept_apart = split_documents(long_enough, config.context - len(self.begins))
-        self.device = next(handle.model.parameters()).device
-        self.levels = build_levels(handle, config, self.device)
+        self.device = next(retrofitted.model.parameters()).device
+        self.levels = build_levels(retrofitted, config, self.device)
         self.choose(0)
-        self.optimizer = _build_optimizer(handle, config, self.levels)
+        self.optimizer = _build_optimizer(retrofitted, config, self.levels)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
         self.tell = tell or (lambda sentence: None)
-        self.mixture = build_mixture(self.documents, config, handle.beginning, tokenizer, self.device, seed)
+        self.mixture = build_mixture(self.documents, config, retrofitted.beginning, tokenizer, self.device, seed)
 
     def choose(self, number: int) -> None:
         """Go on with one of the budgets."""
         self.level = self.levels[number]
-        self.handle.predictors = self.level.predictors
+        self.retrofitted.predictors = self.level.predictors
         self.target, self.controller = self.level.target, self.level.controller
 
     def step(self, step: int, share: float | None = None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Distiller:
         share: share of the training that is done before it, for schedules; None takes it from `step`.
         """
         began = time.perf_counter()
-        self.mixture.prepare(self.handle, self.tell)
+        self.mixture.prepare(self.retrofitted, self.tell)
         if not self.calibrated:
             self.calibrate()
             self.calibrated = True
@@ -93,7 +93,7 @@ class Distiller:
         self.set_rate(share)
         weight = self.controller.weight
         divergence, spans, live = self.read(self._contexts(), weight)
-        norm = torch.nn.utils.clip_grad_norm_(self.handle.parameters(), self.config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.retrofitted.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.controller.update(live.mean(), divergence)
@@ -113,15 +113,15 @@ class Distiller:
         self.tell(
             f"fitting spans to the model's attention over {self.config.calibrate} contexts, before the first step"
         )
-        found = observe(self.handle, [(x.ids, x.weights) for x in rows[: self.config.calibrate]])
+        found = observe(self.retrofitted, [(x.ids, x.weights) for x in rows[: self.config.calibrate]])
         for number in range(len(self.levels)):
             self.choose(number)
-            fit(self.handle, found, self.config.context, self.target)
-            self._start_control(mean_slope(self.handle, found))
+            fit(self.retrofitted, found, self.config.context, self.target)
+            self._start_control(mean_slope(self.retrofitted, found))
 
     def _start_control(self, slope: float) -> None:
         self.read(self._contexts(), torch.zeros((), device=self.device))
-        biases = [p.grad for name, p in self.handle.predictors.named_parameters() if name.endswith("bias")]
+        biases = [p.grad for name, p in self.retrofitted.predictors.named_parameters() if name.endswith("bias")]
         gain = -sum(float(x.sum()) for x in biases if x is not None)
         self.optimizer.zero_grad(set_to_none=True)
         if gain > 0:
@@ -133,12 +133,12 @@ class Distiller:
 
         weight: of the span loss; gradients are then accumulated block by block. None computes no gradients.
         """
-        cache, teacher = self.handle.new_cache(learning=True), DynamicCache(config=self.model.config)
+        cache, teacher = self.retrofitted.new_cache(learning=True), DynamicCache(config=self.model.config)
         divergence, spans, living = torch.zeros((), device=self.device), 0.0, []
         length = contexts.ids.shape[1]
         for block in contexts.blocks(self.config.block):
             part = block.ids.shape[1] / length
-            with torch.no_grad(), self.handle.paused():
+            with torch.no_grad(), self.retrofitted.paused():
                 wanted = self.model(block.ids, past_key_values=teacher, use_cache=True).logits
             for layer in _learning(cache):
                 layer.marks = block.marks
@@ -195,7 +195,7 @@ class Distiller:
 
         Tokens that are kept for ever count as max_span.
         """
-        longest = self.handle.config.max_span
+        longest = self.retrofitted.config.max_span
         return torch.stack([layer.last.span[..., -count:].clamp_max(longest) for layer in _learning(cache)])
 
     def _price(self, span: Tensor, cache: Any, context: int) -> Tensor:
@@ -224,7 +224,7 @@ class Distiller:
 
     def weights(self) -> dict[str, Tensor]:
         self.choose(0)
-        return {name: x for level in self.levels for name, x in level.weights(self.handle).items()}
+        return {name: x for level in self.levels for name, x in level.weights(self.retrofitted).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the controller, the choice of contexts, and whether spans have been calibrated."""
@@ -240,7 +240,7 @@ class Distiller:
     def load(self, weights: dict[str, Tensor], state: dict[str, Any], moments: dict[str, Any]) -> None:
         self.choose(0)
         for level, known in zip(self.levels, [state["controller"], *state.get("controllers", [])]):
-            level.load(self.handle, weights)
+            level.load(self.retrofitted, weights)
             level.controller.load_state_dict(known)
         self.rng.bit_generator.state = state["rng"]
         self.mixture.load_state(state.get("written"))
@@ -249,7 +249,7 @@ class Distiller:
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 
 
-def _check_context(handle: Retrofit, documents: list[Tensor], context: int, begins: int) -> None:
+def _check_context(retrofitted: Retrofit, documents: list[Tensor], context: int, begins: int) -> None:
     """Refuse a context that no document fills behind the `begins` tokens that come first, or that the model has no positions
     for."""
     longest = max((len(x) for x in documents), default=0) + begins
@@ -257,23 +257,23 @@ def _check_context(handle: Retrofit, documents: list[Tensor], context: int, begi
         raise UserError(
             f"no document has a context of {context} tokens, the longest has {longest}; give a shorter --context or more text"
         )
-    table = handle.length
+    table = retrofitted.length
     if table is not None and context > table:
-        kind = type(handle.model).__name__
+        kind = type(retrofitted.model).__name__
         raise UserError(
             f"{kind} has a learned table of {table} positions, got a context of {context} tokens; give a shorter one"
         )
 
 
-def _build_optimizer(handle: Retrofit, config: DistillConfig, levels: list[Level]) -> torch.optim.Adam:
+def _build_optimizer(retrofitted: Retrofit, config: DistillConfig, levels: list[Level]) -> torch.optim.Adam:
     """Adam with separate learning rates for the predictors' weights, their biases, and the LoRA weights. A step changes only
     what has gradients: the predictors of one budget."""
-    rate = config.lr or 0.5 / handle.layers[0].dim
+    rate = config.lr or 0.5 / retrofitted.layers[0].dim
     rates = {"weight": rate, "bias": max(rate, config.bias_lr)}
     named = [(name.rpartition(".")[2], p) for level in levels for name, p in level.predictors.named_parameters()]
     groups = [{"params": [p for n, p in named if n == kind], "lr": x, "peak": x} for kind, x in rates.items()]
-    if handle.lora:
-        groups.append({"params": handle.lora, "lr": config.lora_lr, "peak": config.lora_lr})
+    if retrofitted.lora:
+        groups.append({"params": retrofitted.lora, "lr": config.lora_lr, "peak": config.lora_lr})
     return torch.optim.Adam(groups, betas=(0.9, 0.95))
 
 

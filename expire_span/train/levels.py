@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from expire_span.hf.adapter import budget_folder
-from expire_span.hf.handle import Retrofit
+from expire_span.hf.retrofitted import Retrofit
 from expire_span.settings.retrofit import DistillConfig
 from expire_span.settings.run import BudgetConfig
 
@@ -32,27 +32,27 @@ class Level:
     predictors: nn.ModuleDict
     controller: BudgetController
 
-    def weights(self, handle: Retrofit) -> dict[str, Tensor]:
+    def weights(self, retrofitted: Retrofit) -> dict[str, Tensor]:
         """What is learned for this budget, by names that no other budget has."""
         front = f"{self.name}/" if self.name else ""
-        learned = handle.learned() if not self.name else self.predictors.state_dict()
+        learned = retrofitted.learned() if not self.name else self.predictors.state_dict()
         return {f"{front}{name}": x.detach().cpu().clone() for name, x in learned.items()}
 
-    def load(self, handle: Retrofit, weights: dict[str, Tensor]) -> None:
+    def load(self, retrofitted: Retrofit, weights: dict[str, Tensor]) -> None:
         """Take this budget's part of all weights of a checkpoint."""
         if not self.name:
-            handle.load_learned({name: x for name, x in weights.items() if "/" not in name})
+            retrofitted.load_learned({name: x for name, x in weights.items() if "/" not in name})
             return
         front = f"{self.name}/"
         self.predictors.load_state_dict({n.removeprefix(front): x for n, x in weights.items() if n.startswith(front)})
 
 
-def build_levels(handle: Retrofit, config: DistillConfig, device: torch.device) -> list[Level]:
-    """The level of the budget, which has the handle's own predictors, and those of further budgets, which have copies."""
-    ramp, size, first = handle.config.ramp, handle.bytes_per_token, handle.config.keep_first
-    levels = [_build("", config.target(ramp, size), handle.predictors, config, device)]
+def build_levels(retrofitted: Retrofit, config: DistillConfig, device: torch.device) -> list[Level]:
+    """The level of the budget, which has the retrofit's own predictors, and those of further budgets, which have copies."""
+    ramp, size, first = retrofitted.config.ramp, retrofitted.bytes_per_token, retrofitted.config.keep_first
+    levels = [_build("", config.target(ramp, size), retrofitted.predictors, config, device)]
     for share in config.further:
-        predictors: Any = copy.deepcopy(handle.predictors)
+        predictors: Any = copy.deepcopy(retrofitted.predictors)
         target = config.target(ramp, size, first, share)
         levels.append(_build(budget_folder(share), target, predictors, config, device))
     return levels

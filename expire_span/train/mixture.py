@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from expire_span.errors import UserError
-from expire_span.hf.handle import Retrofit
+from expire_span.hf.retrofitted import Retrofit
 from expire_span.hf.texts import Beginning
 from expire_span.models.marks import FREE, KEEP
 from expire_span.settings.retrofit import CHAT_MIXTURE, DistillConfig, parse_mixture
@@ -100,10 +100,10 @@ class Mixture:
         chosen = rng.choice(len(kinds), size=rows, p=self.shares)
         return Contexts.of_rows([kinds[n][1].draw(rng) for n in chosen], device)
 
-    def prepare(self, handle: Retrofit, tell: Callable[[str], None]) -> None:
+    def prepare(self, retrofitted: Retrofit, tell: Callable[[str], None]) -> None:
         """Let the base model write what is learned from it, once."""
         if (chats := self.chats) is not None:
-            chats.prepare(handle, tell)
+            chats.prepare(retrofitted, tell)
 
     @property
     def chats(self) -> SampledChats | None:

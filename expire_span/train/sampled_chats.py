@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from expire_span.errors import UserError
-from expire_span.hf.handle import Retrofit
 from expire_span.hf.loading import chat_text
+from expire_span.hf.retrofitted import Retrofit
 
 from .lessons import Passages, Row, Turns
 from .lookups import listed, make_value, make_word
@@ -54,13 +54,13 @@ class SampledChats:
         """What the base model wrote in each chat, its end and what it wrote behind the end included."""
 
     @torch.no_grad()
-    def prepare(self, handle: Retrofit, tell: Callable[[str], None]) -> None:
+    def prepare(self, retrofitted: Retrofit, tell: Callable[[str], None]) -> None:
         """Let the base model write the answers, by its own probabilities; those that are there stay."""
         if self.answers is not None:
             return
         tell(f"the base model answers {len(self.chats)} chats, from which it will learn")
         generator, found = torch.Generator().manual_seed(self.seed), []
-        with handle.paused() as model:
+        with retrofitted.paused() as model:
             for first in range(0, len(self.chats), ROWS):
                 ids = torch.tensor([context for context, _ in self.chats[first : first + ROWS]])
                 found += _write(model, ids, self.room, generator).tolist()

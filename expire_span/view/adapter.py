@@ -29,14 +29,14 @@ ABOUT = "Predict the next token of a text with a pretrained model that was taugh
 class AdapterTracer(TokenTracer):
     """Drives a retrofitted model through its expiring cache."""
 
-    def __init__(self, handle: Retrofit, tokenizer: Any, *, name: str) -> None:
-        self.handle, self.tokenizer = handle, tokenizer
-        facts = _facts_of(handle)
-        kept = handle.config.keep_first
+    def __init__(self, retrofitted: Retrofit, tokenizer: Any, *, name: str) -> None:
+        self.retrofitted, self.tokenizer = retrofitted, tokenizer
+        facts = _facts_of(retrofitted)
+        kept = retrofitted.config.keep_first
         about = f"{ABOUT} Its first {kept} tokens are kept for good, whatever they are." if kept else ABOUT
         super().__init__(facts, name=name, task="text", about=about, vocabulary="pieces", show=self._show)
-        self.cache = handle.new_cache()
-        self.state = [{"memory": None} for _ in handle.layers]
+        self.cache = retrofitted.new_cache()
+        self.state = [{"memory": None} for _ in retrofitted.layers]
 
     def _show(self, tokens: Tensor) -> list[str]:
         return [text_of(self.tokenizer, token) for token in tokens.tolist()]
@@ -48,22 +48,26 @@ class AdapterTracer(TokenTracer):
             yield step
 
     def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]], Any]:
-        handle, found, start = self.handle, {}, self.cache.seen
-        device = next(handle.model.parameters()).device
+        retrofitted, found, start = self.retrofitted, {}, self.cache.seen
+        device = next(retrofitted.model.parameters()).device
 
         def keep(index: int) -> Any:
-            return lambda module, args, span: found.__setitem__(index, span if handle.dial == 1 else span * handle.dial)
+            return lambda module, args, span: found.__setitem__(
+                index, span if retrofitted.dial == 1 else span * retrofitted.dial
+            )
 
-        hooks = [handle.predictors[str(x.index)].register_forward_hook(keep(x.index)) for x in _learned(handle)]
+        hooks = [
+            retrofitted.predictors[str(x.index)].register_forward_hook(keep(x.index)) for x in _learned(retrofitted)
+        ]
         try:
             row = torch.tensor([list(tokens)], device=device)
-            out = handle.model(row, past_key_values=self.cache, use_cache=True)
+            out = retrofitted.model(row, past_key_values=self.cache, use_cache=True)
         finally:
             for hook in hooks:
                 hook.remove()
         self.state = [{"memory": layer.memory} for layer in self.cache.expiring]
-        kept = max(handle.config.keep_first - start, 0)
-        spans = [self._spans(layer, found.get(layer.index), len(tokens), kept) for layer in handle.layers]
+        kept = max(retrofitted.config.keep_first - start, 0)
+        spans = [self._spans(layer, found.get(layer.index), len(tokens), kept) for layer in retrofitted.layers]
         return out.logits[0], spans, None
 
     def _spans(self, layer: Any, span: Tensor | None, count: int, kept: int) -> list[list[float]]:
@@ -77,16 +81,16 @@ class AdapterTracer(TokenTracer):
         return [row if len(row) == heads else (row * heads)[:heads] for row in rows]
 
 
-def _learned(handle: Retrofit) -> list[Any]:
-    return [layer for layer in handle.layers if layer.window is None]
+def _learned(retrofitted: Retrofit) -> list[Any]:
+    return [layer for layer in retrofitted.layers if layer.window is None]
 
 
-def _facts_of(handle: Retrofit) -> MemoryFacts:
-    layer = handle.layers[0]
-    heads, element = max(x.kv_heads for x in handle.layers), next(layer.module.parameters()).element_size()
-    pair, settings = 2 * layer.head_dim * element, handle.config
+def _facts_of(retrofitted: Retrofit) -> MemoryFacts:
+    layer = retrofitted.layers[0]
+    heads, element = max(x.kv_heads for x in retrofitted.layers), next(layer.module.parameters()).element_size()
+    pair, settings = 2 * layer.head_dim * element, retrofitted.config
     return MemoryFacts(
-        **{"system": "expire_span", "layers": len(handle.layers), "heads": heads, "ramp": float(settings.ramp)},
+        **{"system": "expire_span", "layers": len(retrofitted.layers), "heads": heads, "ramp": float(settings.ramp)},
         **{"full_bytes": heads * pair + 12, "memory_bytes": pair + 12},
         **{"max_span": settings.max_span, "cap": settings.cap},
     )
@@ -95,10 +99,10 @@ def _facts_of(handle: Retrofit) -> MemoryFacts:
 class AdapterReader(TextReader):
     """A pretrained model with the spans of an adapter folder."""
 
-    def __init__(self, handle: Retrofit, tokenizer: Any, name: str) -> None:
+    def __init__(self, retrofitted: Retrofit, tokenizer: Any, name: str) -> None:
         super().__init__()
-        self.handle, self.tokenizer, self.name = handle, tokenizer, name
-        self.model: nn.Module = handle.predictors
+        self.retrofitted, self.tokenizer, self.name = retrofitted, tokenizer, name
+        self.model: nn.Module = retrofitted.predictors
 
     @classmethod
     def open(cls, run: RunFolder) -> AdapterReader:
@@ -113,14 +117,14 @@ class AdapterReader(TextReader):
         return cls(load_adapter(opened, folder), tokenizer, f"{Path(name).name} with {title}")
 
     def encode(self, raw: bytes) -> Tensor:
-        known = self.handle.beginning
+        known = self.retrofitted.beginning
         words = raw.decode("utf-8", errors="replace")
         tokens = encode_text(self.tokenizer, words, None if known is None else known.text) if words else []
         refuse_empty(tokens)
         return torch.tensor(tokens, dtype=torch.long)
 
     def tracer(self) -> AdapterTracer:
-        return AdapterTracer(self.handle, self.tokenizer, name=self.name)
+        return AdapterTracer(self.retrofitted, self.tokenizer, name=self.name)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
         """The sample text of the model that ships with this package, which any model can read."""

@@ -33,12 +33,12 @@ def with_room(peak: int) -> int:
     return peak + max(1, int(ROOM * peak))
 
 
-def measure_peaks(handle: Any, documents: Iterable[Tensor]) -> list[list[int]]:
+def measure_peaks(retrofitted: Any, documents: Iterable[Tensor]) -> list[list[int]]:
     """The most memories of each layer and head that were alive for a next query, over documents [n] of token ids."""
-    peaks = [[0] * (layer.kv_heads if layer.window is None else 0) for layer in handle.layers]
+    peaks = [[0] * (layer.kv_heads if layer.window is None else 0) for layer in retrofitted.layers]
     for ids in documents:
-        for n, lives in enumerate(_read_lives(handle, ids)):
-            if handle.layers[n].window is None:
+        for n, lives in enumerate(_read_lives(retrofitted, ids)):
+            if retrofitted.layers[n].window is None:
                 peaks[n] = [max(a, b) for a, b in zip(peaks[n], most_alive(lives))]
     return peaks
 
@@ -57,20 +57,22 @@ def most_alive(lives: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def _read_lives(handle: Any, ids: Tensor) -> list[Tensor]:
+def _read_lives(retrofitted: Any, ids: Tensor) -> list[Tensor]:
     """The lives of all memories of a document by layer, [heads, n]."""
-    found: list[list[Tensor]] = [[] for _ in handle.layers]
+    found: list[list[Tensor]] = [[] for _ in retrofitted.layers]
     hooks = []
-    for n, layer in enumerate(handle.layers):
+    for n, layer in enumerate(retrofitted.layers):
 
         def note(module: Any, args: Any, kwargs: Any, n: int = n) -> None:
             found[n].append(lifetime(kwargs["expire_reading"].span[0], kwargs["expire_reading"].ramp))
 
         hooks.append(layer.module.register_forward_pre_hook(note, with_kwargs=True))
     try:
-        cache = handle.new_cache()
+        cache = retrofitted.new_cache()
         for part in ids.unsqueeze(0).split(CHUNK, 1):
-            handle.model(part.to(handle.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            retrofitted.model(
+                part.to(retrofitted.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
     finally:
         for hook in hooks:
             hook.remove()

@@ -94,14 +94,14 @@ def _native(case: dict[str, Any], decoder: Any, busy: bool) -> tuple[torch.Tenso
     return torch.cat(logits), living_keys(stream, 0)
 
 
-def _retrofitted(case: dict[str, Any], handle: Any, busy: bool) -> tuple[torch.Tensor, Any]:
+def _retrofitted(case: dict[str, Any], retrofitted: Any, busy: bool) -> tuple[torch.Tensor, Any]:
     changes: dict[Any, Any] = {"before": [tokens(1, 5 + 60 * n, seed=n) for n in range(1 + case["before"] % 2)]}
     held = len(changes["before"])
     for step, length in sorted(dict(case["changes"]).items()):
         if step < case["count"] and 0 <= held + (1 if length else -1) <= 2:
             held += 1 if length else -1
             changes[step] = tokens(1, max(length, KEPT), seed=step) if length else None
-    logits, keys = answer(handle, _ids(case), case["count"], changes if busy else ())
+    logits, keys = answer(retrofitted, _ids(case), case["count"], changes if busy else ())
     return logits, [[x.tolist() for x in layer] for layer in keys]
 
 
@@ -115,11 +115,11 @@ def _joins_native(case: dict[str, Any], decoder: Any) -> bool:
     return living_keys(alone, 0) == living_keys(_busy_stream(case, decoder), 0)
 
 
-def _joins(case: dict[str, Any], handle: Any) -> bool:
+def _joins(case: dict[str, Any], retrofitted: Any) -> bool:
     """Whether the keys of a prompt are stored as they were read."""
     found = []
     for rows in (1, 2):
-        stream = Stream(handle, rows, static_shapes=True)
+        stream = Stream(retrofitted, rows, static_shapes=True)
         if rows == 2:
             stream.join(tokens(1, 70, seed=7)[0], row=1)
             for _ in range(case["waited"]):

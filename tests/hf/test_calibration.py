@@ -73,27 +73,27 @@ def test_standardised_states_change_no_span():
 
 def test_calibrated_spans_meet_the_budget_and_follow_attention():
     """In layer 1, one head looks far back at every eighth token and the other at none: that is where memory must go."""
-    handle = retrofit(tiny(), RetrofitConfig(max_span=256, ramp=8, keep_first=2))
-    found = observe(handle, [(ids, torch.ones(ids.shape)) for ids in tokens(4, 256).split(1)])
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=256, ramp=8, keep_first=2))
+    found = observe(retrofitted, [(ids, torch.ones(ids.shape)) for ids in tokens(4, 256).split(1)])
     assert sorted(found) == [0, 1] and found[0].hidden.shape == (4 * 254, 32) and float(found[0].rest[0]) == 253
     ages, seen = ages_of(256), found[1]
     wanted = torch.arange(len(seen.rest)) % 8 == 0
     seen.hidden[:, 5] += 8.0 * wanted
     left = (1 - ages / seen.rest.clamp_min(1).unsqueeze(1)).clamp_min(0)  # equal attention at all later times
     seen.lost[:, 0], seen.lost[:, 1] = 2.0 * wanted.unsqueeze(1) * left, 0.0
-    live = fit(handle, found, 256, 64.0, steps=120)
-    assert 63 < live < 65 and mean_slope(handle, found) > 1
+    live = fit(retrofitted, found, 256, 64.0, steps=120)
+    assert 63 < live < 65 and mean_slope(retrofitted, found) > 1
     with torch.no_grad():
-        span = handle.predictors["1"](seen.hidden.unsqueeze(0))[0]  # [Hkv, N]
+        span = retrofitted.predictors["1"](seen.hidden.unsqueeze(0))[0]  # [Hkv, N]
     seen_again, never = float(span[0][wanted].mean()), (float(span[0][~wanted].mean()), float(span[1].mean()))
     assert seen_again > 60 and seen_again > 3 * max(never), (seen_again, never)
 
 
 def test_distillation_starts_from_calibrated_spans(monkeypatch):
     monkeypatch.setattr(calibration, "STEPS", 60)
-    handle = retrofit(tiny(), RetrofitConfig(max_span=128, ramp=8, keep_first=2))
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=128, ramp=8, keep_first=2))
     settings = DistillConfig(budget=0.375, calibrate=3, context=128, block=128, batch=2, steps=4, device="cpu")
-    learner = Distiller(handle, list(tokens(4, 200)), settings)
+    learner = Distiller(retrofitted, list(tokens(4, 200)), settings)
     line = learner.step(0)
     assert line["goal"] == learner.target == 48 and 36 < line["live"] < 62
     assert line["weight"] != pytest.approx(settings.initial_weight)  # balanced against the divergence

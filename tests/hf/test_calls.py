@@ -13,17 +13,17 @@ from tests.hf_models import read, tiny, tokens
 
 def test_a_cache_of_another_model_with_the_same_settings():
     """Its keys and values are the other model's. Copies of a cache, deep ones too, belong to the model of the original."""
-    handle, other = retrofit(tiny()), retrofit(tiny(seed=5))
-    cache, _ = read(handle, tokens(1, 9))
+    retrofitted, other = retrofit(tiny()), retrofit(tiny(seed=5))
+    cache, _ = read(retrofitted, tokens(1, 9))
     said = "this cache was made by the retrofit of another model, or by an earlier one of this model; make one with new"
-    for each in (cache, cache.fork(), handle.new_cache()):
+    for each in (cache, cache.fork(), retrofitted.new_cache()):
         with pytest.raises(ValueError, match=said):
             other.model(tokens(1, 5), past_key_values=each)
     for each in (cache.fork(), copy.deepcopy(cache), cache):
-        handle.model(tokens(1, 5), past_key_values=each)
+        retrofitted.model(tokens(1, 5), past_key_values=each)
     with pytest.raises(ValueError, match=said):
-        copy.deepcopy(handle.model)(tokens(1, 5), past_key_values=cache)
-    again = retrofit(handle.detach())
+        copy.deepcopy(retrofitted.model)(tokens(1, 5), past_key_values=cache)
+    again = retrofit(retrofitted.detach())
     with pytest.raises(ValueError, match=said):
         again.model(tokens(1, 5), past_key_values=cache)
 
@@ -59,7 +59,7 @@ def test_masks_that_are_not_1_and_0(family):
     real[1, :2] = 0
     additive = torch.zeros(2, 6).masked_fill(real == 0, -torch.inf)
     base = model(ids, attention_mask=additive, use_cache=False).logits
-    handle = retrofit(model)
+    retrofitted = retrofit(model)
     want = model(ids, attention_mask=real.bool(), use_cache=False).logits
     for fine in (real, real.long(), real.half(), (additive == 0).long()):
         assert torch.equal(model(ids, attention_mask=fine, use_cache=False).logits, want)
@@ -70,5 +70,5 @@ def test_masks_that_are_not_1_and_0(family):
             model(ids, attention_mask=wrong, use_cache=False)
     with pytest.raises(ValueError, match="got -inf"):
         model(ids, None, additive) if family == "gpt2" else model(ids, additive)
-    with handle.paused():
+    with retrofitted.paused():
         assert torch.equal(model(ids, attention_mask=additive, use_cache=False).logits.nan_to_num(), base.nan_to_num())

@@ -23,11 +23,11 @@ def half(dtype, family="llama", keep_first=3):
     return forgetful(tiny(family).to(dtype), max_span=60, ramp=8, keep_first=keep_first)
 
 
-def answer(handle, ids, count, neighbours=()):
+def answer(retrofitted, ids, count, neighbours=()):
     """Logits of `count` steps after a prompt, and its row's keys in the end; neighbours: {step: prompts that join, or None
     where one leaves}."""
     changes, rows = dict(neighbours), 3 if neighbours else 1
-    stream, logits, joined = Stream(handle, rows, static_shapes=True), [], []
+    stream, logits, joined = Stream(retrofitted, rows, static_shapes=True), [], []
     for prompt in changes.pop("before", ()):
         joined.append(stream.join(prompt[0], row=rows - 1 - len(joined)))
     for _ in range(FRESH - 12 if joined else 0):  # the slots are compacted while the answer is generated
@@ -60,10 +60,10 @@ BUSY = {"before": [tokens(1, 70, seed=7)], 5: tokens(1, 9, seed=8), 15: None}
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_half_precision_answers_do_not_depend_on_neighbours(family, dtype):
     """To the last bit, where sums do not depend on their order: neighbours of other ages join and leave meanwhile."""
-    handle, ids = half(dtype, family), tokens(1, 40)
+    retrofitted, ids = half(dtype, family), tokens(1, 40)
     with SumsInFloat64():
-        alone, own = answer(handle, ids, 23)
-        busy, beside = answer(handle, ids, 23, BUSY)
+        alone, own = answer(retrofitted, ids, 23)
+        busy, beside = answer(retrofitted, ids, 23, BUSY)
     assert torch.equal(alone, busy)
     for mine, theirs in zip(own, beside):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
@@ -72,9 +72,9 @@ def test_half_precision_answers_do_not_depend_on_neighbours(family, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
 def test_keys_of_a_prompt_are_stored_as_they_were_read(dtype):
     """Without any change to how sums are computed: a row that joins others of another age keeps its keys bit for bit."""
-    handle = half(dtype)
-    cache, _ = read(handle, tokens(1, 40))
-    stream = Stream(handle, 2, static_shapes=True)
+    retrofitted = half(dtype)
+    cache, _ = read(retrofitted, tokens(1, 40))
+    stream = Stream(retrofitted, 2, static_shapes=True)
     stream.join(tokens(1, 70, seed=7)[0], row=1)
     for _ in range(FRESH + 3):
         stream.feed([0, 0])
@@ -112,8 +112,8 @@ def first_keys(state):
 @pytest.mark.parametrize("static_shapes", [False, True], ids=["cache", "slots"])
 @pytest.mark.parametrize("position", LONG)
 def test_first_tokens_stay_bit_for_bit_however_long_a_stream_is(position, static_shapes):
-    handle = half(torch.bfloat16)
-    stream = Stream(handle, 1, static_shapes=static_shapes)
+    retrofitted = half(torch.bfloat16)
+    stream = Stream(retrofitted, 1, static_shapes=static_shapes)
     prompt = stream.prefill(tokens(1, 100)[0])
     with torch.inference_mode():
         stream.join(placed_at(prompt, position))
@@ -129,8 +129,8 @@ def test_first_tokens_stay_bit_for_bit_however_long_a_stream_is(position, static
 @torch.no_grad()
 def test_slots_hold_first_tokens_after_a_simulated_age_of_2_to_the_31():
     """The slots' own positions count in float32, which stops counting at 2**29; what is kept must not depend on it."""
-    handle = half(torch.float32)
-    stream = Stream(handle, 1, static_shapes=True)
+    retrofitted = half(torch.float32)
+    stream = Stream(retrofitted, 1, static_shapes=True)
     stream.join(tokens(1, 100)[0])
     stepper = stream._engine.stepper
     with torch.inference_mode():
@@ -147,21 +147,21 @@ def test_slots_hold_first_tokens_after_a_simulated_age_of_2_to_the_31():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox", "mistral"])
 def test_a_stream_reads_far_away_what_it_reads_at_the_beginning(family):
     """Without first tokens, only distances matter: a shift of all positions by 2**40 changes float32 rounding alone."""
-    handle, ids = forgetful(tiny(family), max_span=60, ramp=8), tokens(2, 90)
+    retrofitted, ids = forgetful(tiny(family), max_span=60, ramp=8), tokens(2, 90)
     places = torch.arange(90).unsqueeze(0)
-    near = handle.model(ids, position_ids=places, use_cache=False).logits
-    exact = handle.model.double()(ids, position_ids=places, use_cache=False).logits
-    handle.model.float()
+    near = retrofitted.model(ids, position_ids=places, use_cache=False).logits
+    exact = retrofitted.model.double()(ids, position_ids=places, use_cache=False).logits
+    retrofitted.model.float()
     budget = 4 * max(float((near - exact).abs().max()), 1e-6)
     for position in LONG:
-        far = handle.model(ids, position_ids=places + position, use_cache=False).logits
+        far = retrofitted.model(ids, position_ids=places + position, use_cache=False).logits
         assert (far - near).abs().max() <= budget
 
 
 def test_angles_are_those_of_float64_arithmetic():
     """Against whole numbers of turns with 200 bits: the angle is exact to float32 rounding at every position."""
-    handle = forgetful(tiny())
-    rotary = handle.model.model.rotary_emb
+    retrofitted = forgetful(tiny())
+    rotary = retrofitted.model.model.rotary_emb
     turns = turns_per_token(rotary.inv_freq)
     for position in (0, 1, 4095, *LONG):
         cos, sin = rotary(torch.zeros(1), torch.tensor([[position]]))
@@ -179,25 +179,25 @@ def test_angles_are_those_of_float64_arithmetic():
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_pause_and_detaching_give_the_model_its_own_angles_back(family):
     model = tiny(family)
-    rotary, handle = model.model.rotary_emb, forgetful(model)
+    rotary, retrofitted = model.model.rotary_emb, forgetful(model)
     assert "forward" in vars(rotary)
-    with contextlib.suppress(RuntimeError), handle.paused():
+    with contextlib.suppress(RuntimeError), retrofitted.paused():
         assert "forward" not in vars(rotary)
         raise RuntimeError
     assert "forward" in vars(rotary)
     rotary.forward = mine = rotary.forward
-    handle.detach()
+    retrofitted.detach()
     assert "forward" not in vars(rotary) and mine is not None
 
 
 def test_caches_that_earlier_versions_saved_keep_their_first_tokens(tmp_path):
-    handle = half(torch.float32)
-    cache, _ = read(handle, tokens(1, 20))
+    retrofitted = half(torch.float32)
+    cache, _ = read(retrofitted, tokens(1, 20))
     for layer in cache.layers:
         span = layer.memory.slots["span"]
         layer.memory = layer.memory.replace_field("span", torch.where(is_kept(span), float(2**28), span))
     cache.save(tmp_path / "cache.safetensors")
-    loaded = handle.new_cache().load(tmp_path / "cache.safetensors")
+    loaded = retrofitted.new_cache().load(tmp_path / "cache.safetensors")
     assert all(int((x.memory.span == KEPT).sum()) == 2 * 3 for x in loaded.layers)
 
 
@@ -206,6 +206,6 @@ def test_models_whose_angles_change_with_the_length_are_left_alone():
 
     config = FAMILIES["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    handle = forgetful(AutoModelForCausalLM.from_config(config).eval())
-    assert not handle.endless and "forward" not in vars(handle.model.model.rotary_emb)
-    assert not Stream(handle, 1, static_shapes=True).static_shapes  # such keys cannot be kept as they were rotated
+    retrofitted = forgetful(AutoModelForCausalLM.from_config(config).eval())
+    assert not retrofitted.endless and "forward" not in vars(retrofitted.model.model.rotary_emb)
+    assert not Stream(retrofitted, 1, static_shapes=True).static_shapes  # such keys cannot be kept as they were rotated

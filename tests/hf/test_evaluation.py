@@ -25,15 +25,15 @@ from tests.hf_models import VOCAB, byte_tokenizer, forgetful, tiny, tokens  # no
 
 def test_rivals_hold_what_they_may_and_the_full_cache_loses_nothing():
     model = tiny()
-    handle = forgetful(model, max_span=40, ramp=4)
+    retrofitted = forgetful(model, max_span=40, ramp=4)
     ids = tokens(1, 160)[0]
-    with handle.paused(), torch.no_grad():
+    with retrofitted.paused(), torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0]
     exact = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
-    capacity, budget = peak_tokens(handle, 0.25, 160)
+    capacity, budget = peak_tokens(retrofitted, 0.25, 160)
     seen = {}
     for name in ("none", "window", "sinks", "knorm", "snap"):
-        with method(handle, name, capacity) as new_cache:
+        with method(retrofitted, name, capacity) as new_cache:
             (losses,), (peak,) = read(model, new_cache(), ids[None], 16)
         assert (losses[: capacity - 1] - exact[: capacity - 1]).abs().max() < 1e-5  # until something is evicted
         assert peak == (160 * budget // capacity if name == "none" else budget)
@@ -47,10 +47,10 @@ def test_rivals_hold_what_they_may_and_the_full_cache_loses_nothing():
 def test_a_window_method_is_a_window():
     """Evicted token by token, the method window gives what a sliding window of the same size does, layer by layer."""
     model, ids = tiny(), tokens(1, 60)[0]
-    handle = retrofit(model, RetrofitConfig(max_span=60, ramp=4))
-    with method(handle, "window", 20) as new_cache:
+    retrofitted = retrofit(model, RetrofitConfig(max_span=60, ramp=4))
+    with method(retrofitted, "window", 20) as new_cache:
         (losses,), _ = read(model, new_cache(), ids[None], 1)
-    handle.detach()
+    retrofitted.detach()
     from transformers import AutoModelForCausalLM, MistralConfig
 
     twin = AutoModelForCausalLM.from_config(MistralConfig(**(tiny().config.to_dict() | dict(sliding_window=21))))
@@ -62,19 +62,19 @@ def test_a_window_method_is_a_window():
 
 
 def test_the_dial_meets_a_budget():
-    handle = forgetful(tiny(), max_span=150, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=150, ramp=4)
     ids = tokens(2, 160)
-    with method(handle, "expire", 0) as new_cache:
+    with method(retrofitted, "expire", 0) as new_cache:
         cache = new_cache()
-        _, free = read(handle.model, cache, ids, 16)
+        _, free = read(retrofitted.model, cache, ids, 16)
     assert torch.equal(held_bytes(cache), sum(x.sum(-1) for x in cache.live()) * (2 * 8 * 4 + 12))
     free = int(free.max())
     for budget in (free // 2, int(1.5 * free)):
-        dial = find_dial(handle, [ids], budget, 16)
-        with method(handle, "expire", 0, dial) as new_cache:
-            _, peak = read(handle.model, new_cache(), ids, 16)
-        assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and handle.dial == 1.0
-    assert find_dial(handle, [ids], 10 * free, 16) == MOST_DIAL
+        dial = find_dial(retrofitted, [ids], budget, 16)
+        with method(retrofitted, "expire", 0, dial) as new_cache:
+            _, peak = read(retrofitted.model, new_cache(), ids, 16)
+        assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and retrofitted.dial == 1.0
+    assert find_dial(retrofitted, [ids], 10 * free, 16) == MOST_DIAL
     for name, share, said in (
         ("magic", 0.5, "unknown method 'magic'; known are none, window"),
         (
@@ -85,18 +85,18 @@ def test_the_dial_meets_a_budget():
         ("sinks", 0.04, "leaves 6 memories of a context of 160 tokens, but the method sinks holds at least 8;"),
     ):
         with pytest.raises(ValueError, match=said):
-            evaluate(handle, list(ids), [], [name], [share])
+            evaluate(retrofitted, list(ids), [], [name], [share])
 
 
 def test_rows_are_evaluated_as_each_alone():
     """What a row gives and holds does not depend on the rows read beside it, whatever the cache."""
     model = tiny()
-    handle, ids = forgetful(model, max_span=60, ramp=4), tokens(3, 96)
+    retrofitted, ids = forgetful(model, max_span=60, ramp=4), tokens(3, 96)
     questions = make_questions(byte_tokenizer(), [torch.randint(3, VOCAB, (320,)) for _ in range(3)], 3, "pairs")
     questions = [replace(q, context=q.context % VOCAB, question=q.question % VOCAB) for q in questions]
     questions = [replace(q, answer=torch.full_like(q.answer, n)) for n, q in enumerate(questions)]
     for name in ("none", "sinks", "snap", "expire"):
-        with method(handle, name, 24) as new_cache:
+        with method(retrofitted, name, 24) as new_cache:
             losses, peak = read(model, new_cache(), ids, 16)
             for row in range(3):
                 alone, held = read(model, new_cache(), ids[row : row + 1], 16)

@@ -87,7 +87,7 @@ def test_a_retrofit_that_would_change_the_model_is_refused(kind, name, dtype, mo
         ):
             retrofit(model)
         assert torch.equal(model(ids).logits, before)
-    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_handle")
+    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_retrofit")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,7 +106,7 @@ def test_in_few_bits_a_models_own_rounding_is_the_measure(monkeypatch):
         count = out.logits.shape[1]
         off = noise * torch.randn(out.logits.shape, generator=torch.Generator().manual_seed(count)) * out.logits.std()
         if token is not None and count > token:
-            off[:, token] += 5 * out.logits.std() * (1 if hasattr(model, "_expire_span_handle") else -1)
+            off[:, token] += 5 * out.logits.std() * (1 if hasattr(model, "_expire_span_retrofit") else -1)
         out.logits = out.logits + off.to(out.logits.dtype)
 
     def fits(amount, place, dtype=torch.bfloat16):
@@ -133,6 +133,6 @@ def test_a_model_that_reads_chunks_inexactly_is_refused_as_such():
 
 
 def test_pictures_are_refused():
-    handle = retrofit(tiny_model("llama"))
+    retrofitted = retrofit(tiny_model("llama"))
     with pytest.raises(ValueError, match="reads text only, got pixel_values; leave it out"):
-        handle.model(torch.arange(4, 9)[None], pixel_values=torch.zeros(1, 3, 8, 8))
+        retrofitted.model(torch.arange(4, 9)[None], pixel_values=torch.zeros(1, 3, 8, 8))

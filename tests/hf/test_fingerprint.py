@@ -31,9 +31,9 @@ def base(seed: int = 0):
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
-    handle = forgetful(base())
-    handle.save(folder)
-    handle.detach()
+    retrofitted = forgetful(base())
+    retrofitted.save(folder)
+    retrofitted.detach()
     return folder
 
 
@@ -107,13 +107,13 @@ def test_another_model_is_refused(adapter, make, reason):
     model = make()
     with pytest.raises(ValueError, match=f"was made for Llama.*{reason}.*load the model it was made for"):
         load_adapter(model, adapter)
-    assert not hasattr(model, "_expire_span_handle")
+    assert not hasattr(model, "_expire_span_retrofit")
 
 
 def test_an_adapter_made_from_a_rounded_model_fits_the_whole_one(tmp_path):
-    handle = forgetful(rounded(base(), 4).to(torch.float16))
-    handle.save(tmp_path)
-    handle.detach()
+    retrofitted = forgetful(rounded(base(), 4).to(torch.float16))
+    retrofitted.save(tmp_path)
+    retrofitted.detach()
     load_adapter(base(), tmp_path).detach()
     with pytest.raises(ValueError, match="load the model it was made for"):
         load_adapter(base(1), tmp_path)

@@ -30,13 +30,13 @@ def build(device="cuda", dtype=torch.float32):
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"])
 @torch.no_grad()
 def test_recorded_steps_equal_the_cache(dtype, rounding):
-    handle = build(dtype=dtype)
-    cache, _ = read(handle, tokens(3, 200).cuda())
-    stream = Stream(handle, 3)
+    retrofitted = build(dtype=dtype)
+    cache, _ = read(retrofitted, tokens(3, 200).cuda())
+    stream = Stream(retrofitted, 3)
     stream.read(list(tokens(3, 200)))
     for token in tokens(3, 2 * FRESH + 20, seed=4).T:
         stream.feed(token)
-        wanted = handle.model(token.cuda()[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        wanted = retrofitted.model(token.cuda()[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
         assert (stream.logits - wanted).abs().max() <= rounding * wanted.abs().max()
     assert stream._engine._graphs, "nothing was recorded"
 
@@ -44,9 +44,9 @@ def test_recorded_steps_equal_the_cache(dtype, rounding):
 @pytest.mark.parametrize("prompt", [90, 1])
 def test_streams_generate_the_same_recorded_and_plainly(prompt):
     """A prompt of one token is shorter than the first tokens that are kept."""
-    handle, texts = build(), []
+    retrofitted, texts = build(), []
     for static_shapes in (True, False):
-        stream = Stream(handle, 2, static_shapes=static_shapes)
+        stream = Stream(retrofitted, 2, static_shapes=static_shapes)
         stream.read(list(tokens(2, prompt)))
         texts.append([step.tokens.tolist() for step in stream.generate(Sampling(temperature=0), 150 + FRESH)])
     assert texts[0] == texts[1]
@@ -55,14 +55,14 @@ def test_streams_generate_the_same_recorded_and_plainly(prompt):
 def test_a_learning_step_equals_the_cpu():
     grads, losses = [], []
     for device in ("cpu", "cuda"):
-        handle = build(device)
-        handle.model.requires_grad_(False)
-        cache, total = handle.new_cache(learning=True), 0.0
+        retrofitted = build(device)
+        retrofitted.model.requires_grad_(False)
+        cache, total = retrofitted.new_cache(learning=True), 0.0
         for part in tokens(2, 192).to(device).split(64, 1):
-            loss = handle.model(part, past_key_values=cache, use_cache=True).logits.square().mean()
+            loss = retrofitted.model(part, past_key_values=cache, use_cache=True).logits.square().mean()
             loss.backward()
             total += float(loss)
         losses.append(total)
-        grads.append(torch.cat([p.grad.flatten().cpu() for p in handle.parameters()]))
+        grads.append(torch.cat([p.grad.flatten().cpu() for p in retrofitted.parameters()]))
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]
     assert (grads[0] - grads[1]).norm() < 1e-2 * grads[0].norm() and grads[0].norm() > 0

@@ -34,10 +34,10 @@ def make(**settings):
 
 
 def test_it_learns_to_meet_the_budget(tmp_path):
-    handle = make()
-    model, before = handle.model, {name: x.clone() for name, x in handle.model.state_dict().items()}
+    retrofitted = make()
+    model, before = retrofitted.model, {name: x.clone() for name, x in retrofitted.model.state_dict().items()}
     settings = DistillConfig(budget=0.5, steps=36, gain=0.8, anneal=0.3, decay=0.0, **SMALL | dict(lr=0.06))
-    run = distill(handle, documents(), settings, tmp_path / "run")
+    run = distill(retrofitted, documents(), settings, tmp_path / "run")
     result = run.read_result()
     assert 20 < result["live_at_end"] < 64 and result["target"] == 32, result  # of a text that it has not seen
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -46,7 +46,7 @@ def test_it_learns_to_meet_the_budget(tmp_path):
     assert [line["step"] for line in lines] == list(range(2, 37, 2)) and len(lines[0]["live"]) == 2
     assert lines[0]["live"] == pytest.approx([64, 64]) and lines[0]["loss"] < 1e-5 < lines[-1]["loss"]
     assert 20 < sum(lines[-1]["live"]) / 2 < 44
-    handle.detach()
+    retrofitted.detach()
     assert load_adapter(model, run.path / "adapter").config.max_span == 64
     assert main(["report", str(run.path)]) == 0
     page = (run.path / "report.html").read_text()
@@ -58,9 +58,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
     short = pytest.MonkeyPatch()
     short.setattr(calibration, "STEPS", 20)
     settings = DistillConfig(budget=0.5, steps=8, calibrate=2, **SMALL | dict(checkpoint_every=3))
-    handle = make()
-    whole = distill(handle, documents(), settings, tmp_path / "whole")
-    wanted = handle.learned()
+    retrofitted = make()
+    whole = distill(retrofitted, documents(), settings, tmp_path / "whole")
+    wanted = retrofitted.learned()
 
     class Stop(Exception):
         pass
@@ -76,15 +76,15 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
     with pytest.raises(Stop):
         distill(make(), documents(), settings, tmp_path / "cut")
     monkeypatch.undo()
-    handle = make()
+    retrofitted = make()
     with pytest.raises(ValueError, match="has changed since it began"):
-        distill_on(handle, documents()[:-1], RunFolder.open(tmp_path / "cut"))
-    run = distill_on(handle, documents(), RunFolder.open(tmp_path / "cut"))
-    assert all(torch.equal(x, wanted[name]) for name, x in handle.learned().items())
+        distill_on(retrofitted, documents()[:-1], RunFolder.open(tmp_path / "cut"))
+    run = distill_on(retrofitted, documents(), RunFolder.open(tmp_path / "cut"))
+    assert all(torch.equal(x, wanted[name]) for name, x in retrofitted.learned().items())
     for name in ("metrics.jsonl", "adapter/adapter.safetensors", "result.json"):
         assert (run.path / name).read_bytes() == (whole.path / name).read_bytes(), name
     with pytest.raises(ValueError, match="is finished"):
-        distill_on(handle, documents(), run)
+        distill_on(retrofitted, documents(), run)
     short.undo()
 
 
@@ -96,21 +96,24 @@ def test_a_time_limit_ends_the_run_with_an_adapter(tmp_path):
 
 def test_low_rank_additions_learn_too_and_come_off(tmp_path):
     pytest.importorskip("peft")
-    handle = make(initial_span=0.3)  # something expires from the first step on
-    model, before = handle.model, {name: x.clone() for name, x in handle.model.state_dict().items()}
+    retrofitted = make(initial_span=0.3)  # something expires from the first step on
+    model, before = retrofitted.model, {name: x.clone() for name, x in retrofitted.model.state_dict().items()}
     ids, base = tokens(1, 50), None
-    with torch.no_grad(), handle.paused():
+    with torch.no_grad(), retrofitted.paused():
         base = model(ids, use_cache=False).logits
-    handle.add_lora(2)
+    retrofitted.add_lora(2)
     run = distill(
-        handle, documents(), DistillConfig(budget=0.5, steps=6, lora_rank=2, lora_lr=0.01, **SMALL), tmp_path / "run"
+        retrofitted,
+        documents(),
+        DistillConfig(budget=0.5, steps=6, lora_rank=2, lora_lr=0.01, **SMALL),
+        tmp_path / "run",
     )
     with torch.no_grad():
         learned = model(ids, use_cache=False).logits
-        with handle.paused():
+        with retrofitted.paused():
             assert torch.equal(model(ids, use_cache=False).logits, base)  # the teacher stays what it was
-    assert all(bool(x.any()) for name, x in handle.learned().items() if "lora_B" in name)
-    handle.detach()
+    assert all(bool(x.any()) for name, x in retrofitted.learned().items() if "lora_B" in name)
+    retrofitted.detach()
     assert {name: x.shape for name, x in model.state_dict().items()} == {name: x.shape for name, x in before.items()}
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     again = load_adapter(model, run.path / "adapter")
@@ -126,17 +129,17 @@ def test_low_rank_additions_learn_too_and_come_off(tmp_path):
 def test_spans_of_earlier_blocks_still_learn():
     """Gradients of contexts read in blocks are those of the context read at once, but for the frozen states between."""
     model = tiny().double()
-    handle = forgetful(model, max_span=40, ramp=8)
-    handle.predictors.double()
+    retrofitted = forgetful(model, max_span=40, ramp=8)
+    retrofitted.predictors.double()
     model.requires_grad_(False)
     ids = tokens(2, 60)
     out = []
     for sizes in ([60], [20, 20, 20]):
-        cache = handle.new_cache(learning=True)
+        cache = retrofitted.new_cache(learning=True)
         logits = [model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)]
         torch.cat(logits, 1)[:, 40:].square().mean().backward()
-        last = handle.predictors["1"].weight.grad.clone()  # the last layer's: nothing behind it is cut off
-        handle.predictors.zero_grad()
+        last = retrofitted.predictors["1"].weight.grad.clone()  # the last layer's: nothing behind it is cut off
+        retrofitted.predictors.zero_grad()
         out.append((torch.cat(logits, 1).detach(), last))
     assert (out[0][0] - out[1][0]).abs().max() < DOUBLE
     assert torch.allclose(out[0][1], out[1][1], rtol=0, atol=DOUBLE) and out[0][1].abs().max() > 1e-4
@@ -145,13 +148,13 @@ def test_spans_of_earlier_blocks_still_learn():
 def test_what_is_read_in_blocks_diverges_as_the_whole_context():
     """The divergence of blocks of unequal length is the mean over all tokens."""
     model, ids = tiny().double(), tokens(2, 64)
-    handle = forgetful(model, max_span=8, ramp=4)
-    handle.predictors.double()
-    learner = Distiller(handle, documents(), DistillConfig(budget=0.25, **SMALL | dict(block=24)))
+    retrofitted = forgetful(model, max_span=8, ramp=4)
+    retrofitted.predictors.double()
+    learner = Distiller(retrofitted, documents(), DistillConfig(budget=0.25, **SMALL | dict(block=24)))
     with torch.no_grad():
         divergence, *_ = learner.read(Contexts.plain(ids))
         given = model(ids, use_cache=False).logits
-        with handle.paused():
+        with retrofitted.paused():
             wanted = model(ids, use_cache=False).logits
     whole = float(kl_divergence(wanted, given))  # a mean over 128 tokens in float32
     assert float(divergence) == pytest.approx(whole, rel=reordered(128)) and whole > 1e-4
@@ -171,8 +174,8 @@ def test_the_divergence_and_its_gradient():
 
 
 def test_the_rate_falls_at_the_end_and_the_budget_at_the_beginning():
-    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
-    learner = Distiller(handle, documents(), DistillConfig(budget=0.25, anneal=0.5, decay=0.5, **SMALL))
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    learner = Distiller(retrofitted, documents(), DistillConfig(budget=0.25, anneal=0.5, decay=0.5, **SMALL))
     for share, rate, target in ((0.0, 0.02, 64), (0.25, 0.02, 32), (0.5, 0.02, 16), (0.75, 0.01, 16), (1.0, 1e-3, 16)):
         learner.set_rate(share)
         assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -180,8 +183,8 @@ def test_the_rate_falls_at_the_end_and_the_budget_at_the_beginning():
 
 
 def test_budgets_in_shares_tokens_and_bytes():
-    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=8))
-    per_token = handle.bytes_per_token
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=8))
+    per_token = retrofitted.bytes_per_token
     assert per_token == 2 * 2 * (2 * 8 * 4 + 12)  # layers, heads, keys and values of 8 float32, span and position
     for given in (dict(budget=0.5), dict(budget_tokens=32), dict(budget_bytes=32 * per_token)):
         assert DistillConfig(**given, **SMALL).target(8, per_token) == 32
@@ -193,7 +196,7 @@ def test_budgets_in_shares_tokens_and_bytes():
         (dict(budget=0.05), "so 8 is the least budget, got 3.2 memories; give more, or a shorter ramp"),
     ):
         with pytest.raises(ValueError, match=said):
-            Distiller(handle, documents(), DistillConfig(**given, **SMALL))
+            Distiller(retrofitted, documents(), DistillConfig(**given, **SMALL))
     with pytest.raises(ValueError, match="every layer of MistralForCausalLM has a window of its own"):
         Distiller(retrofit(tiny("mistral")), documents(), DistillConfig(budget=0.5, **SMALL))
     with pytest.raises(
@@ -203,7 +206,7 @@ def test_budgets_in_shares_tokens_and_bytes():
             retrofit(tiny("gpt2")), list(tokens(1, 3000)), DistillConfig(budget=0.5, **SMALL | dict(context=3000))
         )
     with pytest.raises(ValueError, match="no document has a context of 64 tokens, the longest has 9"):
-        Distiller(handle, [torch.arange(9)], DistillConfig(budget=0.5, **SMALL))
+        Distiller(retrofitted, [torch.arange(9)], DistillConfig(budget=0.5, **SMALL))
 
 
 # Commands

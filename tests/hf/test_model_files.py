@@ -173,10 +173,10 @@ def test_layers_are_spread_as_accelerate_says(place, tmp_path, monkeypatch):
 
 
 def test_low_rank_additions_that_cannot_fit():
-    handle = forgetful(tiny(), max_span=40, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=40, ramp=4)
     with pytest.raises(UserError, match=r"\(rank 999,999,999,999\) needs at least .* TB, and cpu has"):
-        handle.add_lora(HUGE)
-    assert not handle.lora and not any("lora" in name for name, _ in handle.model.named_modules())
+        retrofitted.add_lora(HUGE)
+    assert not retrofitted.lora and not any("lora" in name for name, _ in retrofitted.model.named_modules())
 
 
 @pytest.mark.parametrize("fields", [{"batch": HUGE}, {"calibrate": HUGE}, {"context": HUGE}], ids=str)

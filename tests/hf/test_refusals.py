@@ -19,7 +19,7 @@ SMALL = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_lay
 
 
 def untouched(model):
-    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_handle")
+    assert not any(m._forward_pre_hooks for m in model.modules()) and not hasattr(model, "_expire_span_retrofit")
     assert model.config._attn_implementation != "expire_span"
 
 
@@ -81,17 +81,17 @@ def test_an_attention_layer_that_is_missing():
 
 def test_retrofitting_twice():
     model = tiny()
-    handle = retrofit(model)
+    retrofitted = retrofit(model)
     with pytest.raises(ValueError, match="is retrofitted already; call detach"):
         retrofit(model)
-    handle.detach()
+    retrofitted.detach()
     retrofit(model).detach()
 
 
 def test_a_context_beyond_the_position_table():
     model = tiny("gpt2")
-    handle = retrofit(model, RetrofitConfig(max_span=64, ramp=8))
-    cache = handle.new_cache()
+    retrofitted = retrofit(model, RetrofitConfig(max_span=64, ramp=8))
+    cache = retrofitted.new_cache()
     with torch.no_grad():
         model(tokens(1, 2040), past_key_values=cache)
         with pytest.raises(ValueError, match="learned table of 2048 positions, got a context of 2050 tokens"):
@@ -101,7 +101,7 @@ def test_a_context_beyond_the_position_table():
 def test_a_forgotten_cache_is_explained():
     model = tiny()
     retrofit(model, own_cache=False)
-    with pytest.raises(ValueError, match=r"got a DynamicCache; pass past_key_values=handle.new_cache\(\)"):
+    with pytest.raises(ValueError, match=r"got a DynamicCache; pass past_key_values=retrofitted.new_cache\(\)"):
         model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0)
     with pytest.raises(ValueError, match=r"needs its own cache, got a StaticCache; pass past_key_values"):
         model.generate(tokens(1, 5), max_new_tokens=4, pad_token_id=0, cache_implementation="static")
@@ -110,17 +110,17 @@ def test_a_forgotten_cache_is_explained():
 
 def test_a_cache_without_its_model():
     model = tiny()
-    handle = retrofit(model)
-    cache = handle.new_cache()
-    handle.detach()
+    retrofitted = retrofit(model)
+    cache = retrofitted.new_cache()
+    retrofitted.detach()
     with pytest.raises(ValueError, match="this model has no span predictors"):
         model(tokens(1, 5), past_key_values=cache)
 
 
 def test_a_cache_of_another_batch_or_device():
     model = tiny()
-    handle = retrofit(model)
-    cache = handle.new_cache()
+    retrofitted = retrofit(model)
+    cache = retrofitted.new_cache()
     model(tokens(2, 5), past_key_values=cache)
     with pytest.raises(ValueError, match="holds a batch of 2 rows, got 3"):
         model(tokens(3, 5), past_key_values=cache)
@@ -168,11 +168,11 @@ def test_masks_and_dropout_that_the_operator_does_not_have():
 
 def test_taking_tokens_back():
     model = tiny()
-    handle = retrofit(model)
+    retrofitted = retrofit(model)
     with pytest.raises(ValueError, match=r"cannot take back .* without prompt lookup"):
         model.generate(
             tokens(1, 20).repeat(1, 2),
-            past_key_values=handle.new_cache(),
+            past_key_values=retrofitted.new_cache(),
             prompt_lookup_num_tokens=3,
             max_new_tokens=12,
             pad_token_id=0,
@@ -194,21 +194,21 @@ def test_settings_are_checked():
 
 def test_an_adapter_loads_with_one_call(tmp_path):
     model, ids = tiny(), tokens(1, 80)
-    handle = forgetful(model, max_span=40, ramp=4)
+    retrofitted = forgetful(model, max_span=40, ramp=4)
     want = model(ids, use_cache=False).logits
-    handle.save(tmp_path / "adapter")
+    retrofitted.save(tmp_path / "adapter")
     other = tiny()
     load_adapter(other, tmp_path / "adapter")
     assert torch.equal(other(ids, use_cache=False).logits, want)
     half = load_adapter(tiny().to(torch.bfloat16), tmp_path / "adapter")  # the same model in another precision
-    assert half.config == handle.config
+    assert half.config == retrofitted.config
     with pytest.raises(ValueError, match="holds its weights in the blocks of a GGUF file"):
         load_adapter(packed(), tmp_path / "adapter")
 
 
 def test_adapters_that_do_not_fit(tmp_path):
-    handle = forgetful(tiny(), max_span=40, ramp=4)
-    handle.save(tmp_path / "adapter")
+    retrofitted = forgetful(tiny(), max_span=40, ramp=4)
+    retrofitted.save(tmp_path / "adapter")
     other = tiny(seed=5)
     with pytest.raises(ValueError, match=r"was made for LlamaForCausalLM .hash .*load the model it was made for"):
         load_adapter(other, tmp_path / "adapter")
@@ -290,8 +290,8 @@ def test_an_adapter_on_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_saved_caches_that_cannot_be_loaded(tmp_path):
-    handle, path = forgetful(tiny(), max_span=40, ramp=4), tmp_path / "cache.safetensors"
-    cache, _ = read(handle, tokens(1, 9))
+    retrofitted, path = forgetful(tiny(), max_span=40, ramp=4), tmp_path / "cache.safetensors"
+    cache, _ = read(retrofitted, tokens(1, 9))
     cache.fork().save(path)
     with pytest.raises(
         UserError, match=r"was saved by another model .weights .*; load it with the model that wrote it"

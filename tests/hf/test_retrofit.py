@@ -26,37 +26,37 @@ def test_untrained_it_is_the_base_model(family):
     model, ids = tiny(family), tokens(2, 90)
     with torch.no_grad():
         base = model(ids, use_cache=False).logits
-        handle = retrofit(model, RetrofitConfig(max_span=100, ramp=8))
+        retrofitted = retrofit(model, RetrofitConfig(max_span=100, ramp=8))
         assert (model(ids, use_cache=False).logits - base).abs().max() < ROUNDING
-        assert (stream(model, ids, handle.new_cache(), [60] + [1] * 30) - base).abs().max() < ROUNDING
+        assert (stream(model, ids, retrofitted.new_cache(), [60] + [1] * 30) - base).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deletion_changes_nothing(family):
     """Read in one piece without a cache, nothing is deleted; streamed, most is."""
     model, ids = tiny(family), tokens(2, 260)
-    handle = forgetful(model)
+    retrofitted = forgetful(model)
     with torch.no_grad():
         undeleted = model(ids, use_cache=False).logits
-        cache = handle.new_cache()
+        cache = retrofitted.new_cache()
         streamed = stream(model, ids, cache, [100] + [1] * 60 + [37, 63])
         assert (streamed - undeleted).abs().max() < ROUNDING
         stored = max(len(layer.memory.compact()) for layer in cache.layers)
         assert stored < 160, stored
-        with handle.paused():
+        with retrofitted.paused():
             base = model(ids, use_cache=False).logits
-        if handle.predictors:  # forgetting matters, or the test would show nothing
+        if retrofitted.predictors:  # forgetting matters, or the test would show nothing
             assert (undeleted - base).abs().max() > 100 * ROUNDING
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_is_not_seen(family):
     model, ids = tiny(family), tokens(2, 120)
-    handle = forgetful(model, max_span=60, ramp=8)
+    retrofitted = forgetful(model, max_span=60, ramp=8)
     mask = torch.ones_like(ids)
     mask[1, :45] = 0
     places = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache, parts = handle.new_cache(), []
+    cache, parts = retrofitted.new_cache(), []
     with torch.no_grad():
         for a, b in ((0, 50), (50, 51), (51, 120)):
             options = dict(attention_mask=mask[:, :b], position_ids=places[:, a:b])
@@ -73,7 +73,7 @@ GENERATE += [("gemma3", "greedy"), ("gpt_neox", "beams"), ("gpt2", "chunked")]
 @pytest.mark.parametrize(("family", "how"), GENERATE)
 def test_generate_with_deletion_equals_generate_without_a_cache(family, how):
     model = tiny(family)
-    handle = forgetful(model, max_span=40, ramp=4)
+    retrofitted = forgetful(model, max_span=40, ramp=4)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, :11], ids[1, :11] = 0, 0
     options = dict(attention_mask=mask, max_new_tokens=20, pad_token_id=0, eos_token_id=None)
@@ -83,7 +83,7 @@ def test_generate_with_deletion_equals_generate_without_a_cache(family, how):
         "beams": dict(do_sample=False, num_beams=3),
         "chunked": dict(do_sample=False, prefill_chunk_size=16),
     }[how]
-    cache = handle.new_cache()
+    cache = retrofitted.new_cache()
     torch.manual_seed(3)
     got = model.generate(ids, past_key_values=cache, **options)
     options.pop("prefill_chunk_size", None)
@@ -95,8 +95,11 @@ def test_generate_with_deletion_equals_generate_without_a_cache(family, how):
 
 def test_several_turns_go_on_from_one_cache():
     model, ids = tiny(), tokens(1, 30)
-    handle = forgetful(model, max_span=40, ramp=4)
-    cache, options = handle.new_cache(), dict(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)
+    retrofitted = forgetful(model, max_span=40, ramp=4)
+    cache, options = (
+        retrofitted.new_cache(),
+        dict(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None),
+    )
     once = model.generate(ids, past_key_values=cache, **options)
     more = torch.cat([once, tokens(1, 12, seed=5)], 1)
     again = model.generate(more, past_key_values=cache, **options)
@@ -105,19 +108,19 @@ def test_several_turns_go_on_from_one_cache():
 
 def test_a_saved_cache_goes_on(tmp_path):
     model, ids = tiny(), tokens(2, 150)
-    handle = forgetful(model, max_span=40, ramp=4)
-    cache = handle.new_cache()
+    retrofitted = forgetful(model, max_span=40, ramp=4)
+    cache = retrofitted.new_cache()
     stream(model, ids[:, :100], cache, [60, 40])
     cache.save(tmp_path / "cache.safetensors")
-    other = handle.new_cache().load(tmp_path / "cache.safetensors")
+    other = retrofitted.new_cache().load(tmp_path / "cache.safetensors")
     assert other.get_seq_length() == 100
     assert torch.equal(stream(model, ids[:, 100:], cache, 50), stream(model, ids[:, 100:], other, 50))
 
 
 def test_forks_are_independent():
     model, ids = tiny(), tokens(1, 90)
-    handle = forgetful(model, max_span=40, ramp=4)
-    cache = handle.new_cache()
+    retrofitted = forgetful(model, max_span=40, ramp=4)
+    cache = retrofitted.new_cache()
     stream(model, ids[:, :60], cache, 60)
     fork = cache.fork(copies=3)
     ways = tokens(3, 30, seed=9)
@@ -131,10 +134,10 @@ def test_forks_are_independent():
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_output_attentions_are_weights_by_position(family):
     model, ids = tiny(family), tokens(2, 70)
-    handle = forgetful(model, max_span=30, ramp=4)
+    retrofitted = forgetful(model, max_span=30, ramp=4)
     with torch.no_grad():
         whole = model(ids, use_cache=False, output_attentions=True).attentions
-        cache = handle.new_cache()
+        cache = retrofitted.new_cache()
         model(ids[:, :60], past_key_values=cache)
         late = model(ids[:, 60:], past_key_values=cache, output_attentions=True).attentions
     for before, after in zip(whole, late):
@@ -146,14 +149,14 @@ def test_output_attentions_are_weights_by_position(family):
 
 def test_gradient_checkpointing_changes_no_gradient():
     model, ids = tiny(), tokens(2, 60)
-    handle = forgetful(model, max_span=30, ramp=8)
+    retrofitted = forgetful(model, max_span=30, ramp=8)
     gradients = []
     for checkpointing in (False, True):
         model.train()
         model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append([p.grad.clone() for p in handle.parameters()])
-        handle.predictors.zero_grad()
+        gradients.append([p.grad.clone() for p in retrofitted.parameters()])
+        retrofitted.predictors.zero_grad()
     for plain, saved in zip(*gradients):
         assert plain.abs().max() > 0
         # Gradients of 120 tokens, through two layers forwards and backwards.
@@ -181,13 +184,13 @@ def test_packed_documents_do_not_see_each_other():
     assert not any(bool(weights[:, :, 25:, :25].any()) for weights in packed.attentions)
 
 
-def stop_half_way(model, handle, ids):
+def stop_half_way(model, retrofitted, ids):
     """Let the second layer fail, as a GPU out of memory would; the cache is then refused."""
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    hook, cache = handle.layers[1].module.register_forward_pre_hook(fail), handle.new_cache()
+    hook, cache = retrofitted.layers[1].module.register_forward_pre_hook(fail), retrofitted.new_cache()
     with pytest.raises(RuntimeError, match="out of memory"):
         model(ids, past_key_values=cache)
     hook.remove()
@@ -200,13 +203,13 @@ def test_detach_leaves_no_trace(family):
     model, ids = tiny(family), tokens(1, 20)
     implementation, state = model.config._attn_implementation, {k: v.clone() for k, v in model.state_dict().items()}
     base = model(ids, use_cache=False).logits
-    handle = forgetful(model)
-    stop_half_way(model, handle, ids)
-    handle.detach()
+    retrofitted = forgetful(model)
+    stop_half_way(model, retrofitted, ids)
+    retrofitted.detach()
     assert model.config._attn_implementation == implementation
     assert {k: torch.equal(v, state[k]) for k, v in model.state_dict().items()} == dict.fromkeys(state, True)
     assert not any(module._forward_pre_hooks for module in model.modules()) and not hasattr(
-        model, "_expire_span_handle"
+        model, "_expire_span_retrofit"
     )
     assert torch.equal(model(ids, use_cache=False).logits, base)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)  # with a cache of its own
@@ -218,30 +221,30 @@ def test_a_deep_copy_has_predictors_of_its_own():
     forgetful(model, max_span=20, ramp=4)
     want, twin = model(ids).logits, copy.deepcopy(model)
     assert torch.equal(twin(ids).logits, want)
-    for x in twin._expire_span_handle.predictors.parameters():
+    for x in twin._expire_span_retrofit.predictors.parameters():
         x.data.fill_(3.0)  # spans of nearly 20
     assert not torch.equal(twin(ids).logits, want) and torch.equal(model(ids).logits, want)
-    twin._expire_span_handle.detach()
+    twin._expire_span_retrofit.detach()
     assert torch.equal(twin(ids).logits, base) and torch.equal(model(ids).logits, want)
 
 
 def test_a_model_whose_weights_are_offloaded(tmp_path):
     accelerate = pytest.importorskip("accelerate")
-    handle, ids = forgetful(tiny(), max_span=20, ramp=4), tokens(1, 60)
-    handle.save(tmp_path / "adapter")
+    retrofitted, ids = forgetful(tiny(), max_span=20, ramp=4), tokens(1, 60)
+    retrofitted.save(tmp_path / "adapter")
     offloaded = accelerate.cpu_offload(tiny(), execution_device="cpu")
     assert next(offloaded.parameters()).is_meta
     load_adapter(offloaded, tmp_path / "adapter")
-    assert torch.equal(offloaded(ids).logits, handle.model(ids).logits)
+    assert torch.equal(offloaded(ids).logits, retrofitted.model(ids).logits)
     plain: dict = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
-    handle.steps_in_slots = True
-    assert torch.equal(offloaded.generate(ids, **plain), handle.model.generate(ids, **plain))
+    retrofitted.steps_in_slots = True
+    assert torch.equal(offloaded.generate(ids, **plain), retrofitted.model.generate(ids, **plain))
 
 
 def test_beams_and_rows_of_a_cache_can_be_chosen():
     model, ids = tiny(), tokens(3, 50)
-    handle = forgetful(model, max_span=30, ramp=4)
-    cache = handle.new_cache()
+    retrofitted = forgetful(model, max_span=30, ramp=4)
+    cache = retrofitted.new_cache()
     stream(model, ids, cache, 50)
     cache.batch_select_indices(torch.tensor([2, 0]))
     more = tokens(2, 10, seed=4)

@@ -25,18 +25,18 @@ def follow(stream, cache, ids):
     return worst / largest
 
 
-def over_slots(handle, ids):
+def over_slots(retrofitted, ids):
     """A stream over slots that has read the rows of ids [B, T]."""
-    stream = Stream(handle, len(ids), static_shapes=True)
+    stream = Stream(retrofitted, len(ids), static_shapes=True)
     stream.read(list(ids))
     return stream
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma3", "mistral", "gpt_neox"])
 def test_slots_equal_the_cache(family):
-    handle = forgetful(tiny(family), max_span=100, ramp=16)
-    cache, _ = read(handle, tokens(2, 70))
-    stream = over_slots(handle, tokens(2, 70))
+    retrofitted = forgetful(tiny(family), max_span=100, ramp=16)
+    cache, _ = read(retrofitted, tokens(2, 70))
+    stream = over_slots(retrofitted, tokens(2, 70))
     assert stream.static_shapes
     assert follow(stream, cache, tokens(2, FRESH + 4, seed=5)) < 1e-5
     live = torch.stack([x.float().mean(1) for x in cache.live()])
@@ -44,23 +44,23 @@ def test_slots_equal_the_cache(family):
 
 
 def test_slots_grow():
-    handle = forgetful(tiny(), max_span=200, ramp=16, seed=3)
+    retrofitted = forgetful(tiny(), max_span=200, ramp=16, seed=3)
     with torch.no_grad():
-        for predictor in handle.predictors.values():
+        for predictor in retrofitted.predictors.values():
             predictor.bias.fill_(1.0)
-    cache, _ = read(handle, tokens(1, 3))
-    stream = over_slots(handle, tokens(1, 3))
+    cache, _ = read(retrofitted, tokens(1, 3))
+    stream = over_slots(retrofitted, tokens(1, 3))
     small = stream.bytes_held
     assert follow(stream, cache, tokens(1, 10 * FRESH, seed=6)) < 1e-5
     assert stream.bytes_held > small
 
 
 def test_a_row_is_replaced_while_the_other_goes_on():
-    handle = forgetful(tiny(), max_span=60, ramp=8)
-    stream = over_slots(handle, tokens(2, 25))
+    retrofitted = forgetful(tiny(), max_span=60, ramp=8)
+    stream = over_slots(retrofitted, tokens(2, 25))
     list(stream.generate(GREEDY, 30))
     prompt = stream.prefill(tokens(1, 90, seed=90)[0])
-    alone = Stream(handle, 1, static_shapes=True)
+    alone = Stream(retrofitted, 1, static_shapes=True)
     for each in (stream, alone):
         each.join(prompt, row=0)
     for mine, own in zip(stream.generate(GREEDY, FRESH), alone.generate(GREEDY, FRESH)):
@@ -75,11 +75,11 @@ def test_a_row_is_replaced_while_the_other_goes_on():
 @pytest.mark.parametrize("keep_first", [0, 6])
 def test_several_tokens_at_once_are_read_as_one_by_one(keep_first):
     """They go through the model in one call, with the memories taken out of the slots and put back."""
-    handle = forgetful(tiny(), max_span=60, ramp=8, keep_first=keep_first)
+    retrofitted = forgetful(tiny(), max_span=60, ramp=8, keep_first=keep_first)
     ids, more = tokens(2, 4), tokens(2, 3 * FRESH, seed=3)
-    whole = handle.model(torch.cat([ids, more], 1), use_cache=False).logits[:, -1]
+    whole = retrofitted.model(torch.cat([ids, more], 1), use_cache=False).logits[:, -1]
     for static_shapes in (False, True):
-        stream = Stream(handle, 2, static_shapes=static_shapes)
+        stream = Stream(retrofitted, 2, static_shapes=static_shapes)
         stream.read(list(ids))
         stream.feed(more[:, :40])
         stream.feed(more[:, 40:45])
@@ -89,7 +89,7 @@ def test_several_tokens_at_once_are_read_as_one_by_one(keep_first):
 
 
 def test_what_slots_refuse():
-    handle = forgetful(tiny())
-    stream = over_slots(handle, tokens(2, 9))
+    retrofitted = forgetful(tiny())
+    stream = over_slots(retrofitted, tokens(2, 9))
     with pytest.raises(ValueError, match="one token of each row at a time, got 3"):
-        handle.model(tokens(2, 3), past_key_values=stream._engine.stepper.cache)
+        retrofitted.model(tokens(2, 3), past_key_values=stream._engine.stepper.cache)

@@ -22,10 +22,10 @@ def test_the_fused_step_equals_the_definition(kind, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(slots, "slot_kernel_serves", lambda impl, like: True)
     ids = torch.randint(4, VOCAB, (1, 40), generator=torch.Generator().manual_seed(2))
-    handle = forget(tiny_model(kind, layers=2))
-    want = by_definition(handle, ids)
-    handle.model.to(DEVICE)
-    stream = Stream(handle, 1, static_shapes=True)
+    retrofitted = forget(tiny_model(kind, layers=2))
+    want = by_definition(retrofitted, ids)
+    retrofitted.model.to(DEVICE)
+    stream = Stream(retrofitted, 1, static_shapes=True)
     stream.read([ids[0, :-STEPS]])
     found = []
     for n in range(40 - STEPS, 40):

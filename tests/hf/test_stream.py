@@ -13,23 +13,23 @@ from tests.hf_models import byte_tokenizer, forgetful, model_folder, tiny, token
 ROUNDING = 1e-5
 
 
-def write(handle, ids, count, **sampling):
-    return [int(x) for x in generate_tokens(handle, ids[0], Sampling(**sampling), max_tokens=count)]
+def write(retrofitted, ids, count, **sampling):
+    return [int(x) for x in generate_tokens(retrofitted, ids[0], Sampling(**sampling), max_tokens=count)]
 
 
 def test_greedy_streams_are_what_generate_writes():
     model, ids = tiny(), tokens(1, 30)
-    handle = forgetful(model, max_span=30, ramp=4)
+    retrofitted = forgetful(model, max_span=30, ramp=4)
     want = model.generate(ids, use_cache=False, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert write(handle, ids, 12, temperature=0) == want[0, 30:].tolist()
+    assert write(retrofitted, ids, 12, temperature=0) == want[0, 30:].tolist()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(seed=5)], ids=["greedy", "drawn"])
 def test_slots_write_what_the_cache_writes(sampling, tmp_path):
     """Reading, generating, breaking off, reading on, forking and saving give the same over slots as without."""
-    handle, texts = forgetful(tiny(), max_span=90, ramp=8), []
+    retrofitted, texts = forgetful(tiny(), max_span=90, ramp=8), []
     for static_shapes in (False, True):
-        stream = Stream(handle, 2, static_shapes=static_shapes)
+        stream = Stream(retrofitted, 2, static_shapes=static_shapes)
         assert stream.static_shapes == static_shapes
         stream.read(list(tokens(2, 40)))
         text = [step.tokens.tolist() for step in stream.generate(sampling, 80)]
@@ -40,7 +40,7 @@ def test_slots_write_what_the_cache_writes(sampling, tmp_path):
         stream.feed(tokens(2, 30, seed=9))
         text += [step.tokens.tolist() for step in stream.fork([0, 1]).generate(sampling, 10)]
         stream.save(tmp_path / "saved")
-        again = Stream.load(handle, tmp_path / "saved")
+        again = Stream.load(retrofitted, tmp_path / "saved")
         assert again.static_shapes == static_shapes
         text += [step.tokens.tolist() for step in again.generate(sampling, 10)]
         texts.append((text, stream.position, stream.live.tolist()))
@@ -60,8 +60,8 @@ def test_saved_streams_name_their_model(tmp_path):
 
 
 def test_forks_answer_many_questions_about_one_book():
-    handle, (book,) = forgetful(tiny(), max_span=60, ramp=4), tokens(1, 80)
-    reader = Stream(handle, 1)
+    retrofitted, (book,) = forgetful(tiny(), max_span=60, ramp=4), tokens(1, 80)
+    reader = Stream(retrofitted, 1)
     reader.read([book])
     both, questions = reader.fork([0, 0]), tokens(2, 7, seed=8)
     both.feed(questions)
@@ -73,18 +73,24 @@ def test_forks_answer_many_questions_about_one_book():
 
 
 def test_draws_follow_the_seed_and_the_options():
-    handle, ids = forgetful(tiny()), tokens(1, 20)
-    assert write(handle, ids, 8, top_k=1) == write(handle, ids, 8, temperature=0) == write(handle, ids, 8, top_p=1e-6)
-    assert write(handle, ids, 8, seed=3) == write(handle, ids, 8, seed=3) != write(handle, ids, 8, seed=4)
-    reader = Stream(handle, 1)
+    retrofitted, ids = forgetful(tiny()), tokens(1, 20)
+    assert (
+        write(retrofitted, ids, 8, top_k=1)
+        == write(retrofitted, ids, 8, temperature=0)
+        == write(retrofitted, ids, 8, top_p=1e-6)
+    )
+    assert (
+        write(retrofitted, ids, 8, seed=3) == write(retrofitted, ids, 8, seed=3) != write(retrofitted, ids, 8, seed=4)
+    )
+    reader = Stream(retrofitted, 1)
     reader.read([ids[0]])
     take = lambda stream, count: [int(step.tokens) for step in stream.generate(Sampling(seed=3), count)]  # noqa: E731
     assert take(reader.fork([0]), 16) == take(reader, 8) + take(reader, 8)  # the second call goes on with the draws
     for wrong, said in ((dict(temperature=-1), "temperature"), (dict(top_k=0), "top_k"), (dict(top_p=2), "top_p")):
         with pytest.raises(ValueError, match=f"{said} must"):
-            write(handle, ids, 8, **wrong)
+            write(retrofitted, ids, 8, **wrong)
     with pytest.raises(ValueError, match="has read no prompt yet"):
-        Stream(handle, 1).generate()
+        Stream(retrofitted, 1).generate()
 
 
 @pytest.mark.long
@@ -100,10 +106,10 @@ def test_deletion_changes_nothing_over_20k_tokens(family):
         config.n_positions = length
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    handle = forgetful(model, max_span=400, ramp=32)
+    retrofitted = forgetful(model, max_span=400, ramp=32)
     ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[1, :700] = 0
-    places, cache = (mask.cumsum(-1) - 1).clamp_min(0), handle.new_cache()
+    places, cache = (mask.cumsum(-1) - 1).clamp_min(0), retrofitted.new_cache()
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
         for start in range(0, length, 250):
@@ -135,21 +141,21 @@ def client():
     config = FAMILIES["llama"]()
     config.vocab_size = 259
     torch.manual_seed(0)
-    handle = forgetful(AutoModelForCausalLM.from_config(config).eval(), max_span=60, ramp=8)
-    scheduler = Scheduler(TextModel.of_retrofit(handle, byte_tokenizer()), rows=2)
+    retrofitted = forgetful(AutoModelForCausalLM.from_config(config).eval(), max_span=60, ramp=8)
+    scheduler = Scheduler(TextModel.of_retrofit(retrofitted, byte_tokenizer()), rows=2)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(build_app(scheduler, "tiny"), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    yield openai.OpenAI(base_url=address, api_key="none", max_retries=5), handle
+    yield openai.OpenAI(base_url=address, api_key="none", max_retries=5), retrofitted
     server.should_exit = True
     thread.join()
     scheduler.close()
 
 
 def test_the_openai_client_gets_completions_and_chat(client):
-    api, handle = client
+    api, retrofitted = client
     assert [x.id for x in api.models.list()] == ["tiny"]
     options = dict(model="tiny", max_tokens=12, temperature=0)
     whole = api.completions.create(prompt="Once upon", **options)
@@ -157,7 +163,7 @@ def test_the_openai_client_gets_completions_and_chat(client):
     streamed = "".join(x.choices[0].text for x in api.completions.create(prompt="Once upon", stream=True, **options))
     assert streamed == whole.choices[0].text
     tokenizer = byte_tokenizer()
-    ids = write(handle, torch.tensor([tokenizer.encode("Once upon")]), 12, temperature=0)
+    ids = write(retrofitted, torch.tensor([tokenizer.encode("Once upon")]), 12, temperature=0)
     assert tokenizer.decode(ids, skip_special_tokens=True).startswith(streamed)
     said = [{"role": "user", "content": "hello"}]
     answer = api.chat.completions.create(messages=said, **options)
@@ -370,11 +376,11 @@ def test_generate_continues_a_text_with_an_adapter(tmp_path, capsysbinary):
     from expire_span.hf.loading import open_model
 
     model, tokenizer = open_model(str(model_folder(tmp_path / "base")), device="cpu")
-    handle = forgetful(model)
-    handle.save(tmp_path / "adapter")
+    retrofitted = forgetful(model)
+    retrofitted.save(tmp_path / "adapter")
     options = ["--prompt", "Once", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]
     assert main(["generate", str(tmp_path / "base"), "--adapter", str(tmp_path / "adapter"), *options]) == 0
-    ids = tokenizer.encode("Once") + write(handle, torch.tensor([tokenizer.encode("Once")]), 8, temperature=0)
+    ids = tokenizer.encode("Once") + write(retrofitted, torch.tensor([tokenizer.encode("Once")]), 8, temperature=0)
     wanted, said = tokenizer.decode(ids, skip_special_tokens=True).encode(), capsysbinary.readouterr().out
     assert wanted.startswith(said.rstrip(b"\n")) and len(said) > len("Once")
     other = model_folder(tmp_path / "other", family="qwen2")

@@ -100,14 +100,14 @@ def test_a_beginning_is_blamed_by_many_tokens_only(monkeypatch):
 
 
 def test_contexts_of_training_begin_with_it_and_the_adapter_says_so(tmp_path):
-    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
-    handle.beginning = Beginning((BOS,), (BOS, 7))
-    distiller = Distiller(handle, list(tokens(3, 40)), DistillConfig(budget=0.5, context=32, batch=3))
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    retrofitted.beginning = Beginning((BOS,), (BOS, 7))
+    distiller = Distiller(retrofitted, list(tokens(3, 40)), DistillConfig(budget=0.5, context=32, batch=3))
     assert all(x[:, :2].tolist() == [[BOS, 7]] * 3 and x.shape == (3, 32) for x in [distiller._contexts().ids])
-    handle.save(tmp_path)
-    handle.detach()
+    retrofitted.save(tmp_path)
+    retrofitted.detach()
     assert json.loads((tmp_path / "adapter.json").read_text())["begins_with"] == {"text": [1], "context": [1, 7]}
-    assert load_adapter(handle.model, tmp_path).beginning == handle.beginning
+    assert load_adapter(retrofitted.model, tmp_path).beginning == retrofitted.beginning
 
 
 def test_a_record_that_is_no_record_is_refused(tmp_path):
@@ -118,18 +118,18 @@ def test_a_record_that_is_no_record_is_refused(tmp_path):
 
 
 def test_serving_follows_the_record():
-    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
     plain = byte_tokenizer().encode("a fox")
-    assert TextModel.of_retrofit(handle, bos_tokenizer()).encode("a fox") == [BOS, *plain]
-    assert TextModel.of_retrofit(handle, byte_tokenizer()).encode("a fox") == plain
-    handle.beginning = Beginning((BOS,), (BOS,))
-    served = TextModel.of_retrofit(handle, byte_tokenizer())
+    assert TextModel.of_retrofit(retrofitted, bos_tokenizer()).encode("a fox") == [BOS, *plain]
+    assert TextModel.of_retrofit(retrofitted, byte_tokenizer()).encode("a fox") == plain
+    retrofitted.beginning = Beginning((BOS,), (BOS,))
+    served = TextModel.of_retrofit(retrofitted, byte_tokenizer())
     assert served.encode("a fox") == [BOS, *plain]
     said = [{"role": "user", "content": "hi"}]
     assert served.chat_tokens is not None and served.turn_tokens is not None
     assert served.chat_tokens(said)[0] == BOS and served.turn_tokens("hi", first=True)[0] == BOS
     assert served.turn_tokens("hi")[0] != BOS
-    handle.detach()
+    retrofitted.detach()
 
 
 def test_a_chat_without_a_template_begins_as_a_text_and_one_with_a_template_as_that_says():
@@ -180,14 +180,14 @@ def test_the_commands_read_behind_the_beginning(tmp_path, capsys):
 
 
 def test_another_models_tokenizer_is_noticed(tmp_path):
-    handle = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
-    handle.beginning = find_beginning(bos_tokenizer())
-    handle.save(tmp_path)
-    handle.detach()
-    handle = load_adapter(handle.model, tmp_path)
-    check_tokenizer(handle, bos_tokenizer())
+    retrofitted = retrofit(tiny(), RetrofitConfig(max_span=64, ramp=4))
+    retrofitted.beginning = find_beginning(bos_tokenizer())
+    retrofitted.save(tmp_path)
+    retrofitted.detach()
+    retrofitted = load_adapter(retrofitted.model, tmp_path)
+    check_tokenizer(retrofitted, bos_tokenizer())
     with pytest.raises(UserError, match="the tokenizer is another one than the adapter was trained with"):
-        TextModel.of_retrofit(handle, word_tokenizer())
+        TextModel.of_retrofit(retrofitted, word_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from expire_span import Sampling, Stream
 from expire_span.hf import ExpiringCache
-from expire_span.hf.handle import Retrofit
+from expire_span.hf.retrofitted import Retrofit
 from tests.hf_models import VOCAB, forgetful, tiny
 from tests.models.test_state_versions import check_same, choose, held, held_by_stream
 
@@ -25,7 +25,7 @@ QUICK = settings(
 
 
 @pytest.fixture(scope="module")
-def handle() -> Retrofit:
+def retrofitted() -> Retrofit:
     return forgetful(tiny(), max_span=60, ramp=4)
 
 
@@ -34,16 +34,16 @@ def held_by_cache(cache: ExpiringCache) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def step_cache(handle: Retrofit, cache: ExpiringCache, g: torch.Generator, path: Any) -> tuple[str, ExpiringCache]:
+def step_cache(retrofitted: Retrofit, cache: ExpiringCache, g: torch.Generator, path: Any) -> tuple[str, ExpiringCache]:
     """Go on with a cache, or make another from it."""
 
     def read() -> None:
         count = choose((1, 1, 30), g)
-        handle.model(torch.randint(VOCAB, (2, count), generator=g), past_key_values=cache)
+        retrofitted.model(torch.randint(VOCAB, (2, count), generator=g), past_key_values=cache)
 
     def take_over() -> ExpiringCache:
         """Another cache that is given this one's memories as they are."""
-        twin = handle.new_cache()
+        twin = retrofitted.new_cache()
         for mine, theirs in zip(twin.layers, cache.layers):
             mine.seen, mine.memory = theirs.seen, theirs.memory
         return twin
@@ -59,8 +59,8 @@ def step_cache(handle: Retrofit, cache: ExpiringCache, g: torch.Generator, path:
         "fork": cache.fork,
         "copy": lambda: copy.copy(cache),
         "deepcopy": lambda: copy.deepcopy(cache),
-        "state dict": lambda: (twin := handle.new_cache()).load_state_dict(cache.state_dict()) or twin,
-        "save": lambda: (cache.save(path), handle.new_cache().load(path))[1],
+        "state dict": lambda: (twin := retrofitted.new_cache()).load_state_dict(cache.state_dict()) or twin,
+        "save": lambda: (cache.save(path), retrofitted.new_cache().load(path))[1],
         "take over": take_over,
     }
     name = "read" if torch.rand((), generator=g) < 0.4 else choose(options, g)
@@ -70,15 +70,15 @@ def step_cache(handle: Retrofit, cache: ExpiringCache, g: torch.Generator, path:
 
 @QUICK
 @given(SEEDS)
-def test_no_cache_changes_another(handle, tmp_path_factory, seed):
+def test_no_cache_changes_another(retrofitted, tmp_path_factory, seed):
     g, path = torch.Generator().manual_seed(seed), tmp_path_factory.mktemp("caches") / "saved"
-    caches, story = [handle.new_cache()], []
+    caches, story = [retrofitted.new_cache()], []
     with torch.no_grad():
-        handle.model(torch.randint(VOCAB, (2, 20), generator=g), past_key_values=caches[0])
+        retrofitted.model(torch.randint(VOCAB, (2, 20), generator=g), past_key_values=caches[0])
     copies = [held_by_cache(caches[0])]
     for _ in range(12):
         n = choose(range(len(caches)), g)
-        name, made = step_cache(handle, caches[n], g, path)
+        name, made = step_cache(retrofitted, caches[n], g, path)
         story.append((n, name))
         if made is caches[n]:
             copies[n] = held_by_cache(made)
@@ -92,9 +92,9 @@ def test_no_cache_changes_another(handle, tmp_path_factory, seed):
 @pytest.mark.parametrize("static_shapes", [False, True])
 @settings(QUICK, max_examples=2)
 @given(SEEDS)
-def test_no_stream_changes_another(handle, static_shapes, tmp_path_factory, seed):
+def test_no_stream_changes_another(retrofitted, static_shapes, tmp_path_factory, seed):
     g, path = torch.Generator().manual_seed(seed), tmp_path_factory.mktemp("streams") / "saved"
-    streams, story = [Stream(handle, 2, static_shapes=static_shapes)], []
+    streams, story = [Stream(retrofitted, 2, static_shapes=static_shapes)], []
     streams[0].read(list(torch.randint(VOCAB, (2, 20), generator=g)))
     copies = [held_by_stream(streams[0])]
     for _ in range(6):
@@ -103,7 +103,7 @@ def test_no_stream_changes_another(handle, static_shapes, tmp_path_factory, seed
         story.append((n, name))
         if name in ("fork", "save"):
             stream.save(path)
-            streams.append(stream.fork([0, 1]) if name == "fork" else Stream.load(handle, path))
+            streams.append(stream.fork([0, 1]) if name == "fork" else Stream.load(retrofitted, path))
             copies.append(held_by_stream(streams[-1]))
         elif name == "feed":
             stream.feed(torch.randint(VOCAB, (2, choose((1, 9, 30), g)), generator=g))

@@ -127,7 +127,7 @@ def test_perplexities_are_of_the_same_documents() -> None:
 def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
     """Questions of unequal length side by side; the full cache's answer is the one that transformers gives."""
     model = tiny()
-    handle, tokenizer = forgetful(model, max_span=60, ramp=4), byte_tokenizer()
+    retrofitted, tokenizer = forgetful(model, max_span=60, ramp=4), byte_tokenizer()
     rng = random.Random(0)
     samples = []
     for n, length in enumerate((5, 9, 7)):
@@ -138,7 +138,7 @@ def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
         samples[2:],
         [replace(samples[0], context=(3, 4))],
     ]
-    with method(handle, name, 0) as new_cache:
+    with method(retrofitted, name, 0) as new_cache:
         together = ask(model, new_cache(), samples, tokenizer, set(), 16)
         alone = [ask(model, new_cache(), [x], tokenizer, set(), 16)[0] for x in samples]
     for a, b in zip(together, alone):
@@ -146,7 +146,7 @@ def test_rows_answer_as_each_alone_and_as_generate_does(name: str) -> None:
         assert a.kept_bytes <= a.peak_bytes and 0 < a.live <= 1 and abs(a.live - b.live) < 0.1
         assert (name == "none") == (a.live == 1)
     if name == "none":
-        handle.detach()
+        retrofitted.detach()
         for x, outcome in zip(samples, alone):
             ids = torch.tensor([x.context + x.question])
             made = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=-1)[0, ids.shape[1] :]
@@ -272,9 +272,9 @@ def test_a_suite_refuses_another_tokenizer_than_the_adapters(folder: Path, tmp_p
     from expire_span.hf.loading import open_model
 
     model, _ = open_model(str(folder), device="cpu")
-    handle = forgetful(model, max_span=300, ramp=16)
-    handle.beginning = find_beginning(word_tokenizer())
-    handle.save(tmp_path / "adapter")
+    retrofitted = forgetful(model, max_span=300, ramp=16)
+    retrofitted.beginning = find_beginning(word_tokenizer())
+    retrofitted.save(tmp_path / "adapter")
     more = ["--methods", "expire", "--adapter", str(tmp_path / "adapter"), "--prompts", "1", "--tasks", "pairs"]
     assert run(folder, tmp_path / "suite", *more) == 2
     assert "the tokenizer is another one than the adapter was trained with" in capsys.readouterr().err

@@ -101,9 +101,9 @@ def test_lm_eval_scores_a_model_with_deletion(run_example, tmp_path, monkeypatch
     from tests.hf_models import forgetful, model_folder
 
     folder = model_folder(tmp_path / "M")
-    handle = forgetful(AutoModelForCausalLM.from_pretrained(folder).eval())
-    handle.save(tmp_path / "adapter")
-    handle.detach()
+    retrofitted = forgetful(AutoModelForCausalLM.from_pretrained(folder).eval())
+    retrofitted.save(tmp_path / "adapter")
+    retrofitted.detach()
     modules = {name: ModuleType(name) for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface")}
     modules["lm_eval"].simple_evaluate = score  # type: ignore[attr-defined]
     modules["lm_eval.models.huggingface"].HFLM = Harness  # type: ignore[attr-defined]

@@ -40,10 +40,10 @@ def model(family: str = "llama", seed: int = 0, **settings: Any) -> Any:
     return forgetful(base, **{"max_span": 60, "ramp": 8, **settings})
 
 
-def text_model(handle: Any, template: str | None = TEMPLATE) -> TextModel:
+def text_model(retrofitted: Any, template: str | None = TEMPLATE) -> TextModel:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    return TextModel.of_retrofit(handle, tokenizer)
+    return TextModel.of_retrofit(retrofitted, tokenizer)
 
 
 class Chats:

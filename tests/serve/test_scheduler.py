@@ -88,8 +88,8 @@ OVERLAPPING = ("llama", "a run's")
 def test_answers_do_not_depend_on_their_neighbours(model, overlaps, monkeypatch):
     """Prompts and answers of unequal length, more requests than rows, and one that leaves in the middle."""
     monkeypatch.setattr(Batch, "overlaps", overlaps)
-    handle = MODELS[model]()
-    client = Client(handle, rows=3)
+    retrofitted = MODELS[model]()
+    client = Client(retrofitted, rows=3)
     draws = torch.Generator().manual_seed(1)
     sizes = [(3, 40), (300, 10), (8, 70), (1, 9), (40, 10)]
     prompts = [torch.randint(1, 90, (n,), generator=draws).tolist() for n, _ in sizes]
@@ -99,7 +99,7 @@ def test_answers_do_not_depend_on_their_neighbours(model, overlaps, monkeypatch)
         pass
     leaving.cancelled = True
     for prompt, (_, limit), sampling, pieces in zip(prompts, sizes, SAMPLINGS, answers):
-        assert text_of(pieces) == alone(handle, prompt, limit, sampling)
+        assert text_of(pieces) == alone(retrofitted, prompt, limit, sampling)
     client.scheduler.close()
 
 
@@ -107,25 +107,27 @@ def test_answers_do_not_depend_on_their_neighbours(model, overlaps, monkeypatch)
 def test_a_session_knows_every_token_that_its_row_has_read(overlaps, monkeypatch):
     """With steps that overlap also the last one, which was read before it was known that the answer ends there."""
     monkeypatch.setattr(Batch, "overlaps", overlaps)
-    handle = MODELS["llama"]()
-    client = Client(handle, 2, Sessions(handle, 10**8))
+    retrofitted = MODELS["llama"]()
+    client = Client(retrofitted, 2, Sessions(retrofitted, 10**8))
     prompt, beside = [5, 6, 7] * 9, client.ask([9, 8], 40)[1]
     first = text_of(client.ask(prompt, 30)[1])
     longer = prompt + [int(x) for x in first.split(",")[:-1]] + [11, 12]
     request, pieces = client.ask(longer, 25)
-    assert text_of(pieces) == alone(handle, longer, 25, SAMPLINGS[0])
+    assert text_of(pieces) == alone(retrofitted, longer, 25, SAMPLINGS[0])
     assert request.cached == len(prompt) + 30 - (not overlaps)
-    assert text_of(beside) == alone(handle, [9, 8], 40, SAMPLINGS[0])
+    assert text_of(beside) == alone(retrofitted, [9, 8], 40, SAMPLINGS[0])
     client.scheduler.close()
 
 
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_prompts_of_equal_length_are_read_together(with_sessions):
     """Here 32 tokens each and 256 in a call; of two that begin with the same tokens, the session of one serves the other."""
-    handle = forgetful(tiny(), max_span=40, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=40, ramp=4)
     calls = []
-    handle.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(tuple(args[0].shape)), with_kwargs=True)
-    client = Client(handle, 6, Sessions(handle, 10**8) if with_sessions else None)
+    retrofitted.model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(tuple(args[0].shape)), with_kwargs=True
+    )
+    client = Client(retrofitted, 6, Sessions(retrofitted, 10**8) if with_sessions else None)
     draws = torch.Generator().manual_seed(2)
     prompts = [torch.randint(1, 90, (n,), generator=draws).tolist() for n in (32, 32, 32, 20, 32)]
     prompts.append(prompts[1])
@@ -140,29 +142,29 @@ def test_prompts_of_equal_length_are_read_together(with_sessions):
     assert client.scheduler.counts["read"] == 20 + 32 * (4 if with_sessions else 5)
     assert [x.cached for x in requests] == [0] * 5 + [32 * with_sessions]
     for prompt, limit, request, answer in zip(prompts, limits, requests, answers):
-        assert answer == alone(handle, prompt, limit, request.sampling)
+        assert answer == alone(retrofitted, prompt, limit, request.sampling)
     client.scheduler.close()
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone():
     """A token beyond the vocabulary, in the middle of prompts that would be read in one call."""
-    handle = forgetful(tiny(), max_span=40, ramp=4)
-    client = Client(handle, rows=3)
+    retrofitted = forgetful(tiny(), max_span=40, ramp=4)
+    client = Client(retrofitted, rows=3)
     pieces = [queue.Queue() for _ in range(3)]
     prompts = [[5] * 20, [10**6] * 20, [6] * 20]
     client.scheduler.submit(*(Request(p, 9, SAMPLINGS[0], (), own.put) for p, own in zip(prompts, pieces)))
     with pytest.raises(ValueError, match="tokens must lie in 0"):
         text_of(pieces[1])
     for n in (0, 2):
-        assert text_of(pieces[n]) == alone(handle, prompts[n], 9, SAMPLINGS[0])
+        assert text_of(pieces[n]) == alone(retrofitted, prompts[n], 9, SAMPLINGS[0])
     client.scheduler.close()
 
 
 def test_answers_share_the_steps_of_the_model():
-    handle = forgetful(tiny(), max_span=30, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=30, ramp=4)
     calls = []
-    handle.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(args[0].shape), with_kwargs=True)
-    client = Client(handle, rows=4)
+    retrofitted.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(args[0].shape), with_kwargs=True)
+    client = Client(retrofitted, rows=4)
     answers = [client.ask([n + 1, n + 2], 40)[1] for n in range(4)]
     for pieces in answers:
         text_of(pieces)
@@ -173,10 +175,12 @@ def test_answers_share_the_steps_of_the_model():
 
 def test_steps_on_a_cpu_have_only_the_rows_of_answers_that_run():
     """Answers end in the middle of others: the first and the third row leave, and those behind them move to the front."""
-    handle = forgetful(tiny(), max_span=30, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=30, ramp=4)
     steps = []
-    handle.model.register_forward_pre_hook(lambda _, args, kwargs: steps.append(tuple(args[0].shape)), with_kwargs=True)
-    client = Client(handle, rows=4)
+    retrofitted.model.register_forward_pre_hook(
+        lambda _, args, kwargs: steps.append(tuple(args[0].shape)), with_kwargs=True
+    )
+    client = Client(retrofitted, rows=4)
     limits, samplings = (20, 90, 40, 70), SAMPLINGS[:4]
     requests, pieces = [], [queue.Queue() for _ in limits]
     for n, (limit, sampling) in enumerate(zip(limits, samplings)):
@@ -188,24 +192,24 @@ def test_steps_on_a_cpu_have_only_the_rows_of_answers_that_run():
     assert rows == sorted(rows, reverse=True), "a row stayed after its answer had ended"
     assert rows.count(4) == 19 and rows.count(3) == 20 and rows.count(2) == 30 and rows.count(1) == 20
     for n, (limit, sampling, answer) in enumerate(zip(limits, samplings, answers)):
-        assert answer == alone(handle, [n + 3] * 9, limit, sampling)
+        assert answer == alone(retrofitted, [n + 3] * 9, limit, sampling)
 
 
 def test_answers_of_a_capped_model_do_not_depend_on_their_neighbours():
     """What a cap evicts depends on where reading pauses: a prompt beside running answers is read as if it were alone."""
-    handle = forgetful(tiny(), max_span=400, ramp=4, cap=24)
-    client = Client(handle, rows=3)
+    retrofitted = forgetful(tiny(), max_span=400, ramp=4, cap=24)
+    client = Client(retrofitted, rows=3)
     prompt = torch.randint(1, 90, (600,), generator=torch.Generator().manual_seed(1)).tolist()
     running, begun = client.ask([7], 10**9)
     begun.get(timeout=60)
     beside = text_of(client.ask(prompt, 60, Sampling(seed=3))[1])
     running.cancelled = True
-    assert beside == alone(handle, prompt, 60, Sampling(seed=3))
+    assert beside == alone(retrofitted, prompt, 60, Sampling(seed=3))
     client.scheduler.close()
 
 
 def test_a_step_that_fails_ends_its_responses_and_the_scheduler_goes_on(monkeypatch):
-    handle = forgetful(tiny(), max_span=30, ramp=4)
+    retrofitted = forgetful(tiny(), max_span=30, ramp=4)
     feed, failed = Stream.feed, []
 
     def fail_once(self, *args):
@@ -216,21 +220,21 @@ def test_a_step_that_fails_ends_its_responses_and_the_scheduler_goes_on(monkeypa
         return feed(self, *args)
 
     monkeypatch.setattr(Stream, "feed", fail_once)
-    client = Client(handle, rows=2)
+    client = Client(retrofitted, rows=2)
     answers = [client.ask([n + 1], 10**9)[1] for n in range(2)]
     for pieces in answers:
         with pytest.raises(RuntimeError, match="out of memory"):
             text_of(pieces)
-    assert text_of(client.ask([5], 20)[1]) == alone(handle, [5], 20, SAMPLINGS[0])
+    assert text_of(client.ask([5], 20)[1]) == alone(retrofitted, [5], 20, SAMPLINGS[0])
     client.scheduler.close()
 
 
 def test_a_request_that_cannot_begin_does_not_stop_the_scheduler():
-    handle = forgetful(tiny(), max_span=30, ramp=4)
-    client = Client(handle, rows=1)
+    retrofitted = forgetful(tiny(), max_span=30, ramp=4)
+    client = Client(retrofitted, rows=1)
     with pytest.raises(ValueError, match="str"):
         text_of(client.ask(["no token"], 4)[1])
-    assert text_of(client.ask([5], 8)[1]) == alone(handle, [5], 8, SAMPLINGS[0])
+    assert text_of(client.ask([5], 8)[1]) == alone(retrofitted, [5], 8, SAMPLINGS[0])
     client.scheduler.close()
 
 
@@ -246,12 +250,12 @@ def test_idle_rows_hold_nothing_after_a_compaction(model):
 
 
 def test_a_table_of_positions_ends_one_response_alone():
-    handle = forgetful(tiny("gpt2"), max_span=40, ramp=4)
-    client = Client(handle, rows=2)
+    retrofitted = forgetful(tiny("gpt2"), max_span=40, ramp=4)
+    client = Client(retrofitted, rows=2)
     long, short = client.ask([1] * 2040, 50)[1], client.ask([5], 40)[1]
     with pytest.raises(ValueError, match="reads at most 2,048 tokens, prompt and answer together; ask for fewer"):
         text_of(long)
-    assert text_of(short) == alone(handle, [5], 40, SAMPLINGS[0])
+    assert text_of(short) == alone(retrofitted, [5], 40, SAMPLINGS[0])
     client.scheduler.close()
 
 

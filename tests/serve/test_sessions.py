@@ -58,8 +58,8 @@ def test_answers_with_sessions_are_those_without(family, overlaps, fields, monke
 @pytest.mark.parametrize("name", [*MODELS, "learned reach", "paper preset", "layer spans"])
 def test_prompts_go_on_from_prompts_and_answers(name):
     """Turn by turn, each prompt being the one before, its answer, and something new; runs and retrofits."""
-    handle = MODELS[name]() if name in MODELS else build(name)
-    scheduler = Scheduler(TextModel(handle, Numbers()), rows=2, sessions=Sessions(handle, 10**8))
+    retrofitted = MODELS[name]() if name in MODELS else build(name)
+    scheduler = Scheduler(TextModel(retrofitted, Numbers()), rows=2, sessions=Sessions(retrofitted, 10**8))
     client = Client.__new__(Client)
     client.scheduler = scheduler
     prompt, draws, known = [5, 6, 7], torch.Generator().manual_seed(0), 0
@@ -67,13 +67,15 @@ def test_prompts_go_on_from_prompts_and_answers(name):
         sampling = Sampling(temperature=turn % 2, seed=turn)
         request, pieces = client.ask(prompt, 12, sampling)
         answer = text_of(pieces)
-        assert answer == alone(handle, prompt, 12, sampling), turn
+        assert answer == alone(retrofitted, prompt, 12, sampling), turn
         assert request.cached == known
         written = [int(x) for x in answer.split(",")[:-1]]
         known = len(prompt) + 11  # the last token of an answer that was cut off has not been read
         prompt = prompt + written + torch.randint(3, 90, (17 * turn,), generator=draws).tolist() + [4]
     again, pieces = client.ask(prompt[:3], 12, sampling)
-    assert text_of(pieces) == alone(handle, prompt[:3], 12, sampling) and again.cached == 3, "an answer is taken again"
+    assert text_of(pieces) == alone(retrofitted, prompt[:3], 12, sampling) and again.cached == 3, (
+        "an answer is taken again"
+    )
     scheduler.close()
 
 
@@ -204,14 +206,14 @@ def test_a_full_disk_leaves_the_server_alive(tmp_path, monkeypatch, capsys):
 
 
 def test_the_pool_is_bounded_and_the_oldest_leave_first(tmp_path):
-    handle = model()
-    stream = Stream(handle, 1)
+    retrofitted = model()
+    stream = Stream(retrofitted, 1)
     read = stream.prefill(list(range(3, 103)))
-    probe = Sessions(handle, 10**9)
+    probe = Sessions(retrofitted, 10**9)
     probe.put("", [1], None, lambda: read, [])
     size, _ = probe.bytes_held()
     for folder in (None, tmp_path):
-        pool = Sessions(handle, 3 * size, folder, most_disk=4 * size)
+        pool = Sessions(retrofitted, 3 * size, folder, most_disk=4 * size)
         for n in range(5):
             pool.put("", [n, n], None, lambda: read, [])
             pool.find("", [0, 0], None, load=False)  # used again and again
@@ -227,7 +229,7 @@ def test_the_pool_is_bounded_and_the_oldest_leave_first(tmp_path):
         in_memory, on_disk = pool.bytes_held()
         assert in_memory <= 3 * size and on_disk <= 4 * size
         assert sum(x.stat().st_size for x in tmp_path.glob("*/*")) == on_disk
-    too_small = Sessions(handle, size - 1)
+    too_small = Sessions(retrofitted, size - 1)
     too_small.put("", [1], None, lambda: read, [])
     assert len(too_small) == 0
 
@@ -247,8 +249,8 @@ def test_names_tell_owner_tokens_and_marks_apart():
 
 def test_a_model_with_a_cap_is_served_without_sessions():
     """What a cap evicts depends on where the reading was interrupted."""
-    handle = model(cap=12)
-    scheduler = Scheduler(TextModel(handle, Numbers()), sessions=Sessions(handle, 10**8))
+    retrofitted = model(cap=12)
+    scheduler = Scheduler(TextModel(retrofitted, Numbers()), sessions=Sessions(retrofitted, 10**8))
     assert scheduler.sessions is None
     scheduler.close()
 

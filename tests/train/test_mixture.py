@@ -56,14 +56,14 @@ def mixture(written, tokenizer, length=LENGTH):
     return build_mixture(documents(tokenizer), config, find_beginning(tokenizer), tokenizer, "cpu", 0)
 
 
-def make_handle(**settings):
+def make_retrofit(**settings):
     config = FAMILIES["llama"]()
     config.vocab_size = 259
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    handle = retrofit(model, RetrofitConfig(max_span=512, ramp=8, **settings))
-    handle.beginning = find_beginning(chat_tokenizer())
-    return handle
+    retrofitted = retrofit(model, RetrofitConfig(max_span=512, ramp=8, **settings))
+    retrofitted.beginning = find_beginning(chat_tokenizer())
+    return retrofitted
 
 
 def test_a_mixture_is_written_as_shares():
@@ -136,8 +136,8 @@ def test_code_is_read_from_installed_packages():
 
 
 def test_kept_tokens_never_expire_in_training():
-    handle = make_handle(initial_span=0.01)
-    learner = Distiller(handle, [torch.arange(300) % 250], DistillConfig(budget=0.25, context=128, block=32))
+    retrofitted = make_retrofit(initial_span=0.01)
+    learner = Distiller(retrofitted, [torch.arange(300) % 250], DistillConfig(budget=0.25, context=128, block=32))
     ids = torch.arange(128).view(1, -1) % 250
     _, _, plain = learner.read(Contexts.plain(ids))
     _, _, kept = learner.read(Contexts.of_rows([Row(ids[0], None, 40)]))
@@ -172,9 +172,9 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
     given: Any = dict(context=1100, block=550, batch=2, steps=3, calibrate=1, checkpoint_every=2, eval_every=100)
     given |= dict(eval_contexts=1, log_every=1, device="cpu", tracker="none", mixture=EVERYTHING, more_budgets="0.25")
     settings, docs = DistillConfig(budget=0.5, **given), documents(tokenizer)
-    handle = make_handle()
-    whole = distill(handle, docs, settings, tmp_path / "whole", tokenizer=tokenizer)
-    wanted, result = handle.learned(), whole.read_result() or {}
+    retrofitted = make_retrofit()
+    whole = distill(retrofitted, docs, settings, tmp_path / "whole", tokenizer=tokenizer)
+    wanted, result = retrofitted.learned(), whole.read_result() or {}
     assert result["mixture_loss"] > 0 and 0 < result["mixture_live"] <= 1100
 
     class Stop(Exception):
@@ -189,25 +189,25 @@ def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_pa
 
     monkeypatch.setattr(DistillLearner, "step", stop)
     with pytest.raises(Stop):
-        distill(make_handle(), docs, settings, tmp_path / "cut", tokenizer=tokenizer)
+        distill(make_retrofit(), docs, settings, tmp_path / "cut", tokenizer=tokenizer)
     monkeypatch.setattr(DistillLearner, "step", step)
-    handle = make_handle()
-    run = distill_on(handle, docs, RunFolder.open(tmp_path / "cut"), tokenizer=tokenizer)
-    assert all(torch.equal(x, wanted[name]) for name, x in handle.learned().items())
+    retrofitted = make_retrofit()
+    run = distill_on(retrofitted, docs, RunFolder.open(tmp_path / "cut"), tokenizer=tokenizer)
+    assert all(torch.equal(x, wanted[name]) for name, x in retrofitted.learned().items())
     assert run.read_result() == result
     assert set(result["more_budgets"]) == {"budget-0.25"} and result["more_budgets"]["budget-0.25"]["target"] == 275
-    check_budgets_of_adapter(run.path / "adapter", handle)
+    check_budgets_of_adapter(run.path / "adapter", retrofitted)
 
 
-def check_budgets_of_adapter(folder, handle):
+def check_budgets_of_adapter(folder, retrofitted):
     """What was trained at a budget is what is attached, and judged, at that budget."""
-    model, first = handle.model, {name: x.clone() for name, x in handle.learned().items()}
-    use_budget(handle, folder, 0.25)
-    second = {name: x.clone() for name, x in handle.learned().items()}
+    model, first = retrofitted.model, {name: x.clone() for name, x in retrofitted.learned().items()}
+    use_budget(retrofitted, folder, 0.25)
+    second = {name: x.clone() for name, x in retrofitted.learned().items()}
     assert all(bool((first[n] != second[n]).any()) for n in ("0.bias", "1.weight"))
-    use_budget(handle, folder, 0.3)
-    assert all(torch.equal(x, first[name]) for name, x in handle.learned().items())
-    handle.detach()
+    use_budget(retrofitted, folder, 0.3)
+    assert all(torch.equal(x, first[name]) for name, x in retrofitted.learned().items())
+    retrofitted.detach()
     for budget, wanted in ((None, first), (0.25, second)):
         with load_adapter(model, folder, budget=budget) as found:
             assert all(torch.equal(x, wanted[name]) for name, x in found.learned().items())

@@ -44,10 +44,10 @@ def test_the_trace_is_what_the_model_does(adapter):
     tokens = reader.encode(TEXT.encode())
     trace = Trace.of([tracer.header(), *tracer.read(tokens)])
     header = trace.header
-    layers = reader.handle.layers
+    layers = reader.retrofitted.layers
     assert (header["heads"], header["layers"], header["vocabulary"]) == (2, len(layers), "pieces")
     with torch.no_grad():
-        logs = reader.handle.model(tokens.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
+        logs = reader.retrofitted.model(tokens.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
     wanted = -logs[:-1].gather(1, tokens[1:, None])[:, 0] / math.log(2)
     assert trace.steps[0]["text"] == "T" and "".join(x["text"] for x in trace.steps[:20]) == TEXT[:20]
     # Read in blocks through the cache against all at once: float32 sums in another order, then four decimals.
@@ -97,7 +97,7 @@ def test_cutting_and_writing(adapter):
     reader = open_adapter(adapter / "adapter")
     before = Trace.of(reader.trace_text(TEXT.encode()))
     after = Trace.of(reader.trace_text(TEXT.encode(), Cut(max_span=3.0)))
-    learned = [n for n, layer in enumerate(reader.handle.layers) if layer.window is None]
+    learned = [n for n, layer in enumerate(reader.retrofitted.layers) if layer.window is None]
     assert before.spans[learned].max() > 10 and after.spans[learned].max() <= 3
     assert Trace.of(reader.trace_text(TEXT.encode())) == before, "the cut is gone"
     header, *steps = reader.generate(b"The fox", Sampling(temperature=0), 5)

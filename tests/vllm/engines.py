@@ -44,15 +44,17 @@ def make_prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, vocab, (n,), generator=g).tolist() for n in lengths]
 
 
-def make_case(folder: Path, handle: Any, prompts: list[list[int]], *, exact: bool = True, forgets: bool = True) -> Case:
+def make_case(
+    folder: Path, retrofitted: Any, prompts: list[list[int]], *, exact: bool = True, forgets: bool = True
+) -> Case:
     """Save model and adapter, and compute what streams write. exact: check that the same model without deletion writes it too;
     forgets: that the model without expiry does not."""
-    model = handle.model
+    model = retrofitted.model
     model.save_pretrained(folder / "base")
-    handle.save(folder / "adapter")
+    retrofitted.save(folder / "adapter")
     tokens = []
     for prompt in prompts:
-        stream = Stream(handle, 1)
+        stream = Stream(retrofitted, 1)
         stream.read([prompt])
         tokens.append([int(step.tokens[0]) for step in stream.generate(Sampling(temperature=0), COUNT)])
     if exact:
@@ -61,14 +63,14 @@ def make_case(folder: Path, handle: Any, prompts: list[list[int]], *, exact: boo
             ids = torch.tensor([prompt + written])
             with torch.no_grad():
                 logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-                with handle.paused():
+                with retrofitted.paused():
                     base = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
             best = logits.topk(2).values
             assert float((best[:, 0] - best[:, 1]).min()) > CERTAIN, "choose another seed"
             assert logits.argmax(-1).tolist() == written
             same.append(base.argmax(-1).tolist() == written)
         assert not forgets or not all(same), "expiry changes nothing here, so that the test would show nothing"
-    handle.detach()
+    retrofitted.detach()
     return Case(folder, prompts, tokens)
 
 

@@ -33,10 +33,10 @@ def cases(tmp_path_factory) -> dict[str, Case]:
     """All cases, made before the first engine starts: from then on, layers of transformers are replaced by vLLM's."""
     folder, found = tmp_path_factory.mktemp("cases"), {}
     for name, settings in (FAMILIES | {"capped": CAPPED}).items():
-        handle = forgetful(tiny("llama" if name == "capped" else name), **settings)
+        retrofitted = forgetful(tiny("llama" if name == "capped" else name), **settings)
         exact, forgets = name != "capped", name != "mistral"
-        peaks = measure_peaks(handle, [torch.tensor(x) for x in make_prompts(97, (400, 400))])
-        found[name] = make_case(folder / name, handle, make_prompts(97), exact=exact, forgets=forgets)
+        peaks = measure_peaks(retrofitted, [torch.tensor(x) for x in make_prompts(97, (400, 400))])
+        found[name] = make_case(folder / name, retrofitted, make_prompts(97), exact=exact, forgets=forgets)
         if name == "qwen3":  # which is served with as many slots as each head needs
             save_peaks(folder / name / "adapter", read_head(folder / name / "adapter"), 400, peaks)
     found["trained"] = train_case(folder / "trained")
@@ -63,9 +63,9 @@ def train_case(folder: Path) -> Case:
         main(["retrofit", str(base), "--data", str(folder / "text"), "--out", str(folder / "run"), *options.split()])
         == 0
     )
-    handle = load_adapter(AutoModelForCausalLM.from_pretrained(base).eval(), folder / "run" / "adapter")
+    retrofitted = load_adapter(AutoModelForCausalLM.from_pretrained(base).eval(), folder / "run" / "adapter")
     prompts = [byte_tokenizer().encode(text(30, seed)[:length]) for seed, length in enumerate((7, 80, 150))]
-    case = make_case(folder / "case", handle, prompts)
+    case = make_case(folder / "case", retrofitted, prompts)
     (folder / "case" / "adapter").rename(folder / "copy")
     (folder / "run" / "adapter").rename(folder / "case" / "adapter")
     return case

@@ -42,20 +42,20 @@ def model(tmp_path_factory):
     pytest.importorskip("transformers")
     from tests.hf_models import forgetful, tiny
 
-    handle = forgetful(tiny("llama"), keep_first=3)
+    retrofitted = forgetful(tiny("llama"), keep_first=3)
     folder = tmp_path_factory.mktemp("vllm") / "adapter"
-    handle.save(folder)
-    return handle, folder, dict(handle.model.state_dict())
+    retrofitted.save(folder)
+    return retrofitted, folder, dict(retrofitted.model.state_dict())
 
 
 def test_spans_are_those_of_the_retrofit(model):
-    handle, folder, _ = model
+    retrofitted, folder, _ = model
     adapter = read_adapter(folder)
-    assert adapter.config == handle.config and adapter.longest_life == handle.longest_life
+    assert adapter.config == retrofitted.config and adapter.longest_life == retrofitted.longest_life
     hidden = torch.randn(1, 9, 32)
-    for layer in handle.layers:
+    for layer in retrofitted.layers:
         form = adapter.span_form(layer.index, layer.dim, layer.kv_heads)
-        want = handle.spans(layer, hidden)[0].T
+        want = retrofitted.spans(layer, hidden)[0].T
         assert torch.allclose(predict_spans(hidden[0], form), want, rtol=1e-5)
         assert all(torch.equal(part, whole[1:]) for part, whole in zip(slice_heads(form, 1, 1), form))
     with pytest.raises(UserError, match=r"2.weight must have shape \(2, 32\), got none"):
@@ -79,9 +79,9 @@ def test_an_output_layer_that_files_leave_out_counts_as_the_embedding(tmp_path):
     pytest.importorskip("transformers")
     from tests.hf_models import forgetful, tiny
 
-    handle = forgetful(tiny("gemma"))
-    handle.save(tmp_path)
-    weights = dict(handle.model.state_dict())
+    retrofitted = forgetful(tiny("gemma"))
+    retrofitted.save(tmp_path)
+    weights = dict(retrofitted.model.state_dict())
     assert weights.pop("lm_head.weight") is not None
     assert len(list(check_weights(weights.items(), read_adapter(tmp_path), tied=True))) == len(weights)
 
@@ -135,13 +135,13 @@ def test_measured_peaks_are_the_largest_number_of_slots_in_use(model):
 def test_peaks_of_a_model_are_measured_kept_and_checked(model, tmp_path):
     from tests.hf_models import tokens
 
-    handle, folder, _ = model
+    retrofitted, folder, _ = model
     ids = tokens(1, 150)[0]
-    peaks, cache = measure_peaks(handle, [ids, ids[:5]]), handle.new_cache()
-    most = [torch.zeros(2, dtype=torch.int64) for _ in handle.layers]
+    peaks, cache = measure_peaks(retrofitted, [ids, ids[:5]]), retrofitted.new_cache()
+    most = [torch.zeros(2, dtype=torch.int64) for _ in retrofitted.layers]
     for token in ids.view(1, -1, 1).unbind(1):
         with torch.no_grad():
-            handle.model(token, past_key_values=cache, use_cache=True)
+            retrofitted.model(token, past_key_values=cache, use_cache=True)
         most = [torch.maximum(a, b[0]) for a, b in zip(most, cache.live())]
     assert peaks == [x.tolist() for x in most] and len({n for layer in peaks for n in layer}) > 1
     head = read_adapter(folder).head

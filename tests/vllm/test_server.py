@@ -38,17 +38,17 @@ def server(tmp_path_factory):
     from tests.serve.chats import model  # answers are ASCII, so that text tells the tokens
 
     folder, tokenizer = tmp_path_factory.mktemp("server"), byte_tokenizer()
-    handle = model("llama", max_span=60, ramp=8)
-    handle.model.save_pretrained(folder / "base")
-    handle.save(folder / "adapter")
+    retrofitted = model("llama", max_span=60, ramp=8)
+    retrofitted.model.save_pretrained(folder / "base")
+    retrofitted.save(folder / "adapter")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder / "base")
     wanted = {}
     for prompt in PROMPTS:
-        stream = Stream(handle, 1)
+        stream = Stream(retrofitted, 1)
         stream.read([tokenizer.encode(prompt)])
         wanted[prompt] = tokenizer.decode([int(x.tokens) for x in stream.generate(Sampling(temperature=0), COUNT)])
-    handle.detach()
+    retrofitted.detach()
     with run(folder) as address:
         yield address, wanted
 

@@ -62,9 +62,11 @@ def list_jobs(methods: Sequence[str], budgets: Sequence[float]) -> list[Job]:
     return [Job(name, share) for name in methods for share in (budgets if name != "none" else (1.0,))]
 
 
-def run_suite(handle: Retrofit, tokenizer: Any, suite: Suite, jobs: Sequence[Job], record: Record, tell: Tell) -> None:
+def run_suite(
+    retrofitted: Retrofit, tokenizer: Any, suite: Suite, jobs: Sequence[Job], record: Record, tell: Tell
+) -> None:
     """Ask what the record does not hold yet."""
-    ends = end_tokens(handle.model, tokenizer)
+    ends = end_tokens(retrofitted.model, tokenizer)
     total, done = suite.size * len(jobs), sum(count_known(suite, job, record) for job in jobs)
     for job in jobs:
         samples = [x for x in suite.samples if (job.method, job.budget, x.prompt.task, x.prompt.index) not in record]
@@ -75,14 +77,14 @@ def run_suite(handle: Retrofit, tokenizer: Any, suite: Suite, jobs: Sequence[Job
             continue
         told = f"{job.method} at {job.budget:g}"
         tell(f"{told}: preparing", done, total)
-        with _open(handle, suite, job, record) as new_cache:
+        with _open(retrofitted, suite, job, record) as new_cache:
             for n, ids in documents:
                 tell(f"{told}: {PERPLEXITY}", done, total)
-                record.add([_read_document(handle, new_cache(), job, n, ids, suite.chunk)])
+                record.add([_read_document(retrofitted, new_cache(), job, n, ids, suite.chunk)])
                 done += 1
             for batch in in_batches(samples, suite.rows):
                 tell(f"{told}: {batch[0].prompt.task}", done, total)
-                outcomes = ask(handle.model, new_cache(), batch, tokenizer, ends, suite.chunk)
+                outcomes = ask(retrofitted.model, new_cache(), batch, tokenizer, ends, suite.chunk)
                 record.add_outcomes(job.method, job.budget, batch, outcomes)
                 done += len(batch)
         tell(f"{told}: done", done, total)
@@ -94,25 +96,25 @@ def count_known(suite: Suite, job: Job, record: Record) -> int:
     return sum((job.method, job.budget, *key) in record for key in keys)
 
 
-def _open(handle: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractContextManager[Callable[[], Any]]:
-    tokens, budget = peak_tokens(handle, job.budget, suite.context)
+def _open(retrofitted: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractContextManager[Callable[[], Any]]:
+    tokens, budget = peak_tokens(retrofitted, job.budget, suite.context)
     if job.method == "expire":
-        use_budget(handle, suite.adapter, job.budget)
+        use_budget(retrofitted, suite.adapter, job.budget)
     if job.method == "expire" and job.budget not in record.dials:
-        dial = find_dial(handle, dial_contexts(handle, suite), budget, suite.chunk)
+        dial = find_dial(retrofitted, dial_contexts(retrofitted, suite), budget, suite.chunk)
         if dial == 0:
             raise UserError(
                 f"the adapter cannot meet a budget of {job.budget:g}: contexts of {suite.context} tokens hold more than "
                 f"{budget:,} bytes even with spans of 0; give a larger budget"
             )
         record.add([{"method": "expire", "budget": job.budget, "dial": dial}])
-    return method(handle, job.method, tokens, record.dials.get(job.budget, 1.0))
+    return method(retrofitted, job.method, tokens, record.dials.get(job.budget, 1.0))
 
 
-def dial_contexts(handle: Retrofit, suite: Suite) -> list[Tensor]:
+def dial_contexts(retrofitted: Retrofit, suite: Suite) -> list[Tensor]:
     """A few contexts, as different as there are: documents, and the first prompts of several tasks. Those of one length are
     rows [B, n] of one tensor."""
-    device = next(handle.model.parameters()).device
+    device = next(retrofitted.model.parameters()).device
     found = [x[None] for x in suite.documents[:1]]
     first = list({x.prompt.task: x for x in reversed(suite.samples)}.values())[::-1]
     wanted = DIAL_CONTEXTS - len(found)
@@ -121,8 +123,8 @@ def dial_contexts(handle: Retrofit, suite: Suite) -> list[Tensor]:
     return [torch.cat([x for x in found if x.shape[1] == n]) for n in dict.fromkeys(x.shape[1] for x in found)]
 
 
-def _read_document(handle: Retrofit, cache: Any, job: Job, index: int, ids: Tensor, chunk: int) -> dict[str, Any]:
-    losses, peak = read(handle.model, cache, ids[None], chunk)
+def _read_document(retrofitted: Retrofit, cache: Any, job: Job, index: int, ids: Tensor, chunk: int) -> dict[str, Any]:
+    losses, peak = read(retrofitted.model, cache, ids[None], chunk)
     line: dict[str, Any] = {"method": job.method, "budget": job.budget, "task": PERPLEXITY, "index": index}
     line |= {
         "score": float(losses.double().mean()),

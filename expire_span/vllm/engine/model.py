@@ -30,7 +30,7 @@ from .spec import ExpireSpec, make_spec
 logger = init_logger("vllm.expire_span")
 
 HARD_EDGE = 0.5
-"""The ramp of a window's memories, shorter than one step; see hf/handle.py."""
+"""The ramp of a window's memories, shorter than one step; see hf/retrofitted.py."""
 
 
 def expire_attention(

@@ -1,8 +1,8 @@
-"""Give a causal language model lifetimes: `handle = retrofit(model)`, without changing one of its weights or classes.
+"""Give a causal language model lifetimes: `retrofitted = retrofit(model)`, without changing one of its weights or classes.
 
 A hook before each attention layer predicts spans from the layer's input and passes them to the cache and to the attention
 function; nothing else changes. A layer that has a sliding window in the base model keeps it: all its memories get the window as
-their span, with a hard edge, and memories beyond it are deleted. `handle.detach()` removes everything again.
+their span, with a hard edge, and memories beyond it are deleted. `retrofitted.detach()` removes everything again.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ def retrofit(model: nn.Module, config: RetrofitConfig | None = None, *, own_cach
     """Add span predictors to a causal language model. If this raises, the model is unchanged.
 
     own_cache: whether `generate`, pipelines and calls with use_cache=True that give no cache get an expiring one; if False,
-    `past_key_values=handle.new_cache()` must be given.
+    `past_key_values=retrofitted.new_cache()` must be given.
     The model reads a few tokens before and after, and is refused if anything but the spans would change its logits.
     """
     config = RetrofitConfig() if config is None else config
     if not isinstance(config, RetrofitConfig):
         raise ValueError(f"config must be a RetrofitConfig, got {show(config)}; give RetrofitConfig(...)")
-    if getattr(model, "_expire_span_handle", None) is not None:
-        raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its handle first")
+    if getattr(model, "_expire_span_retrofit", None) is not None:
+        raise ValueError(f"this {type(model).__name__} is retrofitted already; call detach() on its retrofit first")
     layout = find_layout(model)
-    handle = Retrofit(model, layout, config)
+    retrofitted = Retrofit(model, layout, config)
     try:
-        check_unchanged(handle, layout)
+        check_unchanged(retrofitted, layout)
     except BaseException:
-        handle.detach()
+        retrofitted.detach()
         raise
     layout.tokens = layout.logits = None
     if own_cache:
-        supply_caches(handle)
-    return handle
+        supply_caches(retrofitted)
+    return retrofitted
 
 
 def load_adapter(
@@ -78,15 +78,15 @@ def load_adapter(
     head = read_head(folder)
     check_base(model, head, folder)
     read_weights(folder, head)  # before memory is taken for LoRA weights of the rank that the head gives
-    handle = retrofit(model, RetrofitConfig(**head["config"]), own_cache=own_cache)
+    retrofitted = retrofit(model, RetrofitConfig(**head["config"]), own_cache=own_cache)
     try:
         if head.get("lora_rank"):
-            handle.add_lora(head["lora_rank"])
-        handle.load(folder)
+            retrofitted.add_lora(head["lora_rank"])
+        retrofitted.load(folder)
     except BaseException:
-        handle.detach()
+        retrofitted.detach()
         raise
-    return handle
+    return retrofitted
 
 
 class Retrofit:
@@ -123,7 +123,7 @@ class Retrofit:
         self._paused = False
         self._attach()
 
-    # The handle
+    # The retrofit
 
     def new_cache(self, *, learning: bool = False, stepping: bool = False) -> ExpiringCache:
         """An empty cache for `past_key_values`. learning: also store hidden states, so that spans of old memories get
@@ -196,8 +196,8 @@ class Retrofit:
         if self.lora:
             remove_lora(self.model)
             self.lora = []
-        if getattr(self.model, "_expire_span_handle", None) is self:
-            del self.model._expire_span_handle
+        if getattr(self.model, "_expire_span_retrofit", None) is self:
+            del self.model._expire_span_retrofit
         return self.model
 
     @contextlib.contextmanager
@@ -236,15 +236,15 @@ class Retrofit:
         try:
             self._hooks.append(self.model.register_forward_pre_hook(self._check_call, with_kwargs=True))
             for layer in self.layers:
-                # A partial of a method, no closure, so that a deep copy of the model runs through a copy of the handle.
+                # A partial of a method, no closure, so that a deep copy of the model runs through a copy of the retrofit.
                 hook = functools.partial(self._before_layer, layer)
                 self._hooks.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
             for module, index in self.layout.readers.items():
                 hook = functools.partial(self._before_reader, index)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             self._take_over()
-            # Set around nn.Module, so that the handle is no submodule and the model's state_dict and parameters do not change.
-            object.__setattr__(self.model, "_expire_span_handle", self)
+            # Set around nn.Module, so that the retrofit is no submodule and state_dict and parameters stay as they are.
+            object.__setattr__(self.model, "_expire_span_retrofit", self)
         except BaseException:
             self.detach()
             raise
@@ -269,7 +269,7 @@ class Retrofit:
         if name != NAME:
             raise ValueError(
                 f"this model is retrofitted, but its attention implementation was set to {name!r}, which forgets nothing; "
-                f"set it back to {NAME!r}, or call detach() on the handle before changing it"
+                f"set it back to {NAME!r}, or call detach() on the retrofit before changing it"
             )
         reading = self._prepare(layer, args, kwargs)
         if self.layout.readers:
