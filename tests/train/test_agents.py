@@ -124,7 +124,7 @@ def test_truncated_episodes_count_the_value_of_their_final_state():
         learner.trained.value_head.bias.fill_(2.0)
     seen = []
     real = learner.player.envs.step
-    learner.player.envs.step = lambda actions: seen.append(real(actions)) or seen[-1]
+    learner.player.envs.step = lambda *asked: seen.append(real(*asked)) or seen[-1]
     window = learner.player.play(24, gamma=0.5, gae_lambda=0.0).window
     for t, frame in enumerate(seen):
         raised = torch.where(frame.terminated, 0.0, 0.5 * 2.0)  # cut off or going on: the value beyond counts

@@ -142,7 +142,7 @@ def test_an_adapter_finds_its_model_from_anywhere(tmp_path, monkeypatch, name):
 
 def _without_file(load):
     """Loads a folder's safetensors whether or not a .gguf file was asked for, which needs the package gguf."""
-    return lambda name, gguf_file=None, **options: load(name, **options)
+    return lambda name, gguf_file=None, quantization_config=None, **options: load(name, **options)
 
 
 # On the page

@@ -331,7 +331,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
         (["spam", "a.jsonl"], "unknown figure 'spam'"),
         (["spans", "nothing"], "'nothing'"),
         (["spans", "a.jsonl", "--out", "x.gif"], "pdf, png, svg, got x.gif"),
-        (["ages", "a.jsonl", "--needed", "-1"], "an age between 0 and 1,099,511,627,776, got -1"),
+        (["ages", "a.jsonl", "--needed", "-1"], "--needed must lie between 0 and 1,099,511,627,776, got -1"),
         (["growth", "empty.jsonl"], "has a header but no steps"),
         (["words", "a.jsonl"], "compares what a model does; give a run, got the trace a.jsonl"),
         (["words", str(run.path), "--word", "Troy"], "does not hold the word 'Troy'"),
