@@ -10,10 +10,10 @@ transformers = pytest.importorskip("transformers")
 from expire_span.hf import RetrofitConfig, retrofit  # noqa: E402
 from expire_span.hf.evaluate import (  # noqa: E402
     MOST_DIAL,
-    answers,
     bootstrap,
     evaluate,
     find_dial,
+    find_right_answers,
     held_bytes,
     method,
     peak_tokens,
@@ -101,8 +101,8 @@ def test_rows_are_evaluated_as_each_alone():
             for row in range(3):
                 alone, held = read(model, new_cache(), ids[row : row + 1], 16)
                 assert (alone - losses[row]).abs().max() < 1e-4 and held[0] == peak[row]
-            right = answers(model, new_cache(), questions, 32)
-            assert right == [answers(model, new_cache(), [q], 32)[0] for q in questions]
+            right = find_right_answers(model, new_cache(), questions, 32)
+            assert right == [find_right_answers(model, new_cache(), [q], 32)[0] for q in questions]
 
 
 def test_bootstrap_finds_a_difference_and_only_that():

@@ -127,7 +127,7 @@ def test_in_few_bits_a_models_own_rounding_is_the_measure(monkeypatch):
 @pytest.mark.skipif("bamba" not in HERE, reason="this version has no such family")
 def test_a_model_that_reads_chunks_inexactly_is_refused_as_such():
     with pytest.raises(
-        ValueError, match=r"bamba. cannot read in chunks, as a retrofit does: without spans, through a cache"
+        ValueError, match=r"bamba. cannot read in chunks, as a retrofit does: without spans, through its own cache"
     ):
         retrofit(tiny_model("bamba"))
 
