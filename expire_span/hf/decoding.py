@@ -77,9 +77,8 @@ class RetrofitModel:
         for chunk, marked in zip(chunks, repeat(None) if marks is None else marks.split(size, dim=1)):
             for layer in cache.expiring:
                 layer.marks = marked
-            logits = self.retrofitted.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-                :, -1
-            ]
+            out = self.retrofitted.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = out.logits[:, -1]
         found: list[dict[str, Any]] = [{"memory": x.memory, "position": x.seen} for x in cache.expiring]
         if cache.recurrent:
             found[0]["recurrent"] = cache.recurrent

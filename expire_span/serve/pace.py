@@ -53,7 +53,8 @@ class Pace:
             return self.shared if shared else self.alone
         if self.cost is None:
             return STEP
-        return min(self.shared, max(STEP, int(self.pause / self.cost) // STEP * STEP))
+        fitting = int(min(self.pause / self.cost, self.shared))  # a pause may be endless
+        return min(self.shared, max(STEP, fitting // STEP * STEP))
 
     def note(self, tokens: int, seconds: float) -> None:
         """Learn from a call. One of fewer than `STEP` tokens says little about longer ones, and is ignored."""

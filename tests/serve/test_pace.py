@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,7 +23,8 @@ def timed(cost, pause):
 
 
 @pytest.mark.parametrize(
-    ("cost", "pause", "tokens"), [(0.002, 1.0, 448), (0.002, 0.3, 128), (0.0001, 1.0, 512), (0.1, 1.0, 64)]
+    ("cost", "pause", "tokens"),
+    [(0.002, 1.0, 448), (0.002, 0.3, 128), (0.0001, 1.0, 512), (0.1, 1.0, 64), (0.1, math.inf, 512)],
 )
 def test_a_chunk_takes_no_longer_than_the_pause(cost, pause, tokens):
     """In multiples of 64 tokens, at least one, at most 512."""
