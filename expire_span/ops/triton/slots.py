@@ -58,13 +58,13 @@ def _place(x, cos, sin, column, d, inside, norm_eps, D: tl.constexpr, QK_NORM: t
 
 
 @triton.jit
-def _look_at(tile, written, now, end, pos_of, span_of, inv_ramp, FRESH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slots of a tile, the age of their memories, and the weights of these: 0 in empty slots."""
+def _look_at(tile, written, now, end, pos_of, span_of, FRESH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of a tile, the age of their memories, and the steps that these remain: minus infinity in empty slots."""
     is_older = tile >= written
     i = tl.where(is_older, FRESH + (tile - written) * BLOCK_N, tile * BLOCK_N) + tl.arange(0, BLOCK_N)
     held = i < tl.where(is_older, end, now)
     age = now.to(tl.float32) - tl.load(pos_of + i, mask=held, other=0.0)
-    return i, age, fade(tl.load(span_of + i, mask=held, other=float("-inf")) - age, inv_ramp)
+    return i, age, tl.load(span_of + i, mask=held, other=float("-inf")) - age
 
 
 @triton.jit
@@ -115,23 +115,22 @@ def _attend_tiles(
     tiles = written + tl.cdiv(end - FRESH, BLOCK_N)
     if SKIP_DEAD:
         # Which memories of a tile are alive is read while the tile before it is attended to.
-        i, age, m = _look_at(first, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N)
+        i, age, remaining = _look_at(first, written, now, end, pos_of, span_of, FRESH, BLOCK_N)
         for tile in tl.range(first, tiles, step, num_stages=STAGES):
-            next_i, next_age, next_m = _look_at(
-                tile + step, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N
-            )
-            if tl.max(m, 0) > 0:
+            next_i, next_age, next_remaining = _look_at(tile + step, written, now, end, pos_of, span_of, FRESH, BLOCK_N)
+            if fade(tl.max(remaining, 0), inv_ramp) > 0:  # one weight in place of a tile's, most of which are skipped
+                m = fade(remaining, inv_ramp)
                 acc, total, peak = _attend_tile(
                     acc, total, peak, q, keys_of, values_of, relative, i, age, m, m > 0, scale, d, inside,
                     WINDOW, EPS, SQUASH, D,
                 )  # fmt: skip
-            i, age, m = next_i, next_age, next_m
+            i, age, remaining = next_i, next_age, next_remaining
     else:
         for tile in tl.range(first, tiles, step, num_stages=STAGES):
-            i, age, m = _look_at(tile, written, now, end, pos_of, span_of, inv_ramp, FRESH, BLOCK_N)
+            i, age, remaining = _look_at(tile, written, now, end, pos_of, span_of, FRESH, BLOCK_N)
             held = i < tl.where(tile >= written, end, now)
             acc, total, peak = _attend_tile(
-                acc, total, peak, q, keys_of, values_of, relative, i, age, m, held, scale, d, inside,
+                acc, total, peak, q, keys_of, values_of, relative, i, age, fade(remaining, inv_ramp), held, scale, d, inside,
                 WINDOW, EPS, SQUASH, D,
             )  # fmt: skip
     return acc, total, peak
