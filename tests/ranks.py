@@ -5,7 +5,6 @@ They are forked from a server that has loaded torch, and find each other through
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODULES = ["torch", "torch._dynamo", "expire_span.ops", "expire_span.models.decoder", "tests.ranks"]
+from tests.forked import CONTEXT
+
 PATIENCE = 30.0
 """Seconds that a case may take; a hang ends the test instead of the suite."""
 
@@ -22,13 +22,11 @@ class Ranks:
     """`call(function, size, *args)` runs function(group, *args) in the first `size` ranks and returns their results."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, self.folder.name, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, count, self.folder.name, theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

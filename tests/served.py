@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.forked import CONTEXT
+
 HEAD = "HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["expire_span.cli.serve", "expire_span.serve.http", "tests.hf_models"])
 
 
 class Served:
@@ -119,7 +118,7 @@ def served(folder: Path, *options: str, files: int = 0, patches: dict[str, Any] 
     log.touch()
     adapter = ["--adapter", str(folder / "adapter"), "--device", "cpu", "--port", str(port)]
     arguments = ["serve", str(folder / "base"), *adapter, *options]
-    process = _FORKED.Process(target=_run, args=(arguments, str(log), files, patches or {}), daemon=True)
+    process = CONTEXT.Process(target=_run, args=(arguments, str(log), files, patches or {}), daemon=True)
     process.start()
     server = Served(process, log)
     try:

@@ -32,7 +32,7 @@ from expire_span.train.supervised import check_rows, train
 from tests.error_budget import DOUBLE
 from tests.ranks import Ranks
 from tests.tiny import as_options, spawn, tiny_config, write_text
-from tests.train.test_ddp import SAME, check_same, launcher, lines
+from tests.train.test_ddp import SAME, call, check_same, launcher, lines
 
 BLOCK, BATCH, VOCAB = 48, 2, 11
 LAYERS = {
@@ -105,7 +105,7 @@ def ranks():
 @pytest.mark.parametrize(
     ("layer", "carry", "size", "steps"),
     [
-        ("one span a layer", True, 2, 50),
+        ("one span a layer", True, 2, 16),
         ("spans of each head, learned reach", True, 3, 8),
         ("spans of each head, learned reach", False, 4, 8),
         ("without self", True, 4, 8),
@@ -231,12 +231,6 @@ def test_launched_processes_share_rows_and_resume_exactly(tmp_path, kind):
     code, output = call(kind, "resume", str(run.path))
     assert code == 0, output
     assert (run.path / "metrics.jsonl").read_bytes() == before
-
-
-def call(kind: str, *args: str) -> tuple[int, str]:
-    process = spawn(*args, launcher=launcher(kind))
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out + err
 
 
 def check_shared(tmp_path: Path, kind: str, steps: int) -> RunFolder:

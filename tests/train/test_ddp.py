@@ -16,16 +16,21 @@ from expire_span.runs import RunFolder
 from expire_span.train.devices import check_processes
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import reordered
+from tests.forked import call_pair
 from tests.tiny import as_options, spawn, tiny_config, write_text
 
 SAME = reordered(256, depth=10)
 """Relative difference after at most ten steps whose gradients sum the tokens of a batch in another order; 3e-5."""
 
 
-def launcher(kind: str) -> tuple[str, ...]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return free.getsockname()[1]
+
+
+def launcher(kind: str) -> tuple[str, ...]:
+    port = str(free_port())
     if kind == "forked":
         return ("-m", "tests.forked_processes", port)
     if kind == "fsdp":
@@ -36,8 +41,10 @@ def launcher(kind: str) -> tuple[str, ...]:
 
 
 def call(kind: str, *args: str) -> tuple[int, str]:
+    if kind == "forked":
+        return call_pair(*args, port=free_port())
     process = spawn(*args, launcher=launcher(kind))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out + err
 
 

@@ -17,23 +17,24 @@ from expire_span.recipes import text_tiny
 from expire_span.runs import RunError, RunFolder, UserError, find_run
 from expire_span.train.signals import Interrupted
 from expire_span.train.supervised import SupervisedLearner, resume, train
-from tests.tiny import as_options, noisy_config, spawn, tiny_config, write_text
+from tests.forked import Forked
+from tests.tiny import as_options, noisy_config, tiny_config, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def config(tmp_path):
-    return noisy_config(write_text(tmp_path), steps=24, checkpoint_every=3, eval_every=8, log_every=4, eval_batches=1)
+    return noisy_config(write_text(tmp_path), steps=12, checkpoint_every=3, eval_every=4, log_every=2, eval_batches=1)
 
 
 def finished(run: RunFolder) -> tuple[bytes, bytes]:
     return (run.path / "metrics.jsonl").read_bytes(), (run.path / "result.json").read_bytes()
 
 
-def start(config, tmp_path: Path, name: str, **options):
+def start(config, tmp_path: Path, name: str) -> Forked:
     args = ["train", "text_tiny", "--runs-dir", str(tmp_path / "runs"), "--name", name]
-    return spawn(*args, *as_options(config, text_tiny()), **options)
+    return Forked(*args, *as_options(config, text_tiny()))
 
 
 def wait_for_lines(path: Path, count: int, process) -> None:
@@ -53,7 +54,7 @@ def test_kill_9_at_random_moments(config, tmp_path, moments):
     path = tmp_path / "runs" / "killed" / "metrics.jsonl"
     for number, lines in enumerate(moments):
         if number:
-            process = spawn("resume", "killed", "--runs-dir", str(tmp_path / "runs"))
+            process = Forked("resume", "killed", "--runs-dir", str(tmp_path / "runs"))
         wait_for_lines(path, lines, process)
         time.sleep(draw.random() * 0.2)
         process.kill()
@@ -69,7 +70,7 @@ class Crash(BaseException):
     """Stands for a power cut inside this process."""
 
 
-@pytest.mark.parametrize("stop_after", [7, 24, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 23))])
+@pytest.mark.parametrize("stop_after", [7, 12, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 11))])
 def test_a_crash_after_any_step_changes_nothing(config, tmp_path, monkeypatch, stop_after):
     unbroken = _unbroken(config, tmp_path)
     real = SupervisedLearner.step
@@ -81,7 +82,7 @@ def test_a_crash_after_any_step_changes_nothing(config, tmp_path, monkeypatch, s
 
     with monkeypatch.context() as patch:
         patch.setattr(SupervisedLearner, "step", step)
-        if stop_after == 24:
+        if stop_after == 12:
             patch.setattr(SupervisedLearner, "final_result", lambda self: (_ for _ in ()).throw(Crash))
         with pytest.raises(Crash):
             train(config, tmp_path / "a", shown=False)
@@ -115,15 +116,15 @@ def stop_at(monkeypatch, at: int) -> None:
 def test_damaged_newest_checkpoint_is_replaced_by_the_one_before(config, tmp_path, monkeypatch, capsys, damage):
     unbroken = _unbroken(config, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        stop_at(patch, 14)
+        stop_at(patch, 8)
         train(config, tmp_path / "a", shown=False)
-    path = tmp_path / "a" / "checkpoints" / "step-00000012" / "model.safetensors"
+    path = tmp_path / "a" / "checkpoints" / "step-00000006" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data) if damage == "flip" else bytes(data[:-100]))
     run = resume(RunFolder.open(tmp_path / "a"))
     said = capsys.readouterr().out
-    assert "step-00000012 is damaged (model.safetensors does not match its checksum)" in said
+    assert "step-00000006 is damaged (model.safetensors does not match its checksum)" in said
     assert finished(run) == unbroken
 
 

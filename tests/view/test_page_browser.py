@@ -40,6 +40,7 @@ def server(tmp_path_factory):
     source = Source(run)
     with pytest.MonkeyPatch.context() as patch, serving(source) as (port, app):
         patch.setattr(Tracer, "generate", unhurried)
+        patch.setattr("expire_span.view.server.SAMPLE_TOKENS", 120)  # each test opens with the sample
         yield f"http://127.0.0.1:{port}/", app, source
 
 

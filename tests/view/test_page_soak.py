@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import signal
 import socket
 import statistics
 import threading
@@ -20,7 +21,9 @@ import pytest
 
 from expire_span.train.supervised import train
 from expire_span.view.server import bind_port
-from tests.tiny import spawn, tiny_config, write_text
+from tests.browser import wait_until
+from tests.forked import Forked
+from tests.tiny import tiny_config, write_text
 
 WORKERS = 6
 """Threads that ask at the same time."""
@@ -34,20 +37,19 @@ def server(tmp_path_factory) -> Iterator[tuple[int, psutil.Process]]:
     run = train(tiny_config(write_text(folder), steps=2), folder / "runs" / "tiny", shown=False)
     taken = bind_port(8980)
     wanted = taken.getsockname()[1]
-    complaints = (folder / "stderr.txt").open("w")  # a pipe that nobody reads would fill up and stop the server
-    process = spawn("view", str(run.path), "--no-browser", "--port", str(wanted), stderr=complaints)
+    process = Forked("view", str(run.path), "--no-browser", "--port", str(wanted))
     try:
-        assert process.stdout is not None
-        said = re.fullmatch(rf"port {wanted} is in use, taking (\d+)\n", process.stdout.readline())
+        wait_until(lambda: process.said("out").count("\n") >= 2 or process.poll() is not None, 60)
+        first, second, *_ = process.said("out").splitlines()
+        said = re.fullmatch(rf"port {wanted} is in use, taking (\d+)", first)
         assert said and int(said[1]) > wanted  # the next one may be somebody else's
-        assert f"{run.path} at http://127.0.0.1:{said[1]}/" in process.stdout.readline()
+        assert f"{run.path} at http://127.0.0.1:{said[1]}/" in second
         yield int(said[1]), psutil.Process(process.pid)
     finally:
-        process.terminate()
-        process.wait(20)
-        complaints.close()
+        process.send_signal(signal.SIGTERM)
+        _, complaints = process.communicate(20)
         taken.close()
-    assert "Traceback" not in (folder / "stderr.txt").read_text()
+    assert "Traceback" not in complaints
 
 
 @dataclass
