@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expire_span.models.stepping import Stepper
+from expire_span.models.systems.expire_span import HeadReach
 from expire_span.ops import expire_attention, rule
 from expire_span.ops.reference import ages
 from expire_span.settings.run import DecoderConfig, ExpireSpanConfig
@@ -79,7 +80,8 @@ def test_decoding(impl):
 def test_steps_over_slots(monkeypatch, fused):
     monkeypatch.setattr("expire_span.models.slot_step.slot_kernel_serves", lambda impl, like: fused)
     shape = dict(dim=32, layers=1, heads=2, ff_dim=32)  # an interpreted step takes its time for each layer and head
-    mixer = ExpireSpanConfig(max_span=24, ramp=6, initial_span=0.2, span_per="kv_head")
+    spans = dict(max_span=24, ramp=6, initial_span=0.2, span_per="kv_head")
+    mixer = ExpireSpanConfig(**spans, reach=HeadReach(spread=4.0))
     decoder = build(DecoderConfig.modern(**shape, mixer=mixer))
     tokens = torch.randint(256, (1 if fused else 2, 16), generator=torch.Generator().manual_seed(1))
     stepper, found = Stepper(decoder, len(tokens)), []

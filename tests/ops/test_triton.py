@@ -31,7 +31,7 @@ CASES = {
     "ramp edges": Case(queries=45, stored=20, spans="edges"),
     "a million steps in": Case(queries=63, start=10**6, gaps=True),
     "a billion steps in": Case(queries=35, start=10**9),
-    "spans per head": Case(batch=1, queries=24, per_head=True, heads=4, kv_heads=2),
+    "spans per head": Case(batch=1, queries=35, per_head=True, heads=4, kv_heads=2),
     "two heads share spans": Case(batch=2, queries=24, span_rows=2, heads=3, kv_heads=3, gaps=True),
     "no self": Case(queries=63, options={"include_self": False}),
     "many rows": Case(batch=3, queries=20, stored=11, heads=2, kv_heads=2),
@@ -229,7 +229,7 @@ def test_padding_slots_in_front_are_dead():
 
 DECODE = {
     "one query": Case(2, 4, 2, 1, 111, 32, gaps=True),
-    "per head, far": Case(2, 2, 2, 5, 300, 32, per_head=True, spans="scattered", start=10**9),
+    "per head, far": Case(2, 4, 2, 5, 300, 32, per_head=True, spans="scattered", start=10**9),
     "edges, no self": Case(1, 4, 1, 16, 30, 64, spans="edges", options={"include_self": False}),
     "expired": Case(1, 2, 1, 3, 30, 96, spans="expired"),
     "born on the ramp": Case(2, 4, 2, 3, 30, 32, spans="short"),
