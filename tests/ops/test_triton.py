@@ -22,16 +22,16 @@ CASES = {
     "one query": Case(queries=1),
     "one query in a store": Case(queries=1, stored=50, gaps=True),
     "63": Case(),
-    "111 in a store, gaps": Case(queries=111, stored=40, gaps=True),
-    "all alive": Case(queries=80, spans="alive"),
+    "a store, gaps": Case(queries=50, stored=40, gaps=True),
+    "all alive": Case(queries=70, spans="alive"),
     "born on the ramp": Case(queries=111, stored=20, spans="short"),
-    "born on the ramp, no self": Case(queries=63, spans="short", gaps=True, options=PAPER),
-    "all expired": Case(queries=40, spans="expired"),
-    "one survivor per block": Case(queries=111, spans="scattered"),
-    "ramp edges": Case(queries=63, stored=20, spans="edges"),
+    "born on the ramp, no self": Case(queries=45, spans="short", gaps=True, options=PAPER),
+    "all expired": Case(queries=35, spans="expired"),
+    "one survivor per block": Case(queries=70, spans="scattered"),
+    "ramp edges": Case(queries=45, stored=20, spans="edges"),
     "a million steps in": Case(queries=63, start=10**6, gaps=True),
-    "a billion steps in": Case(queries=40, start=10**9),
-    "spans per head": Case(batch=1, queries=40, per_head=True, heads=4, kv_heads=2),
+    "a billion steps in": Case(queries=35, start=10**9),
+    "spans per head": Case(batch=1, queries=35, per_head=True, heads=4, kv_heads=2),
     "two heads share spans": Case(batch=2, queries=24, span_rows=2, heads=3, kv_heads=3, gaps=True),
     "no self": Case(queries=63, options={"include_self": False}),
     "many rows": Case(batch=3, queries=20, stored=11, heads=2, kv_heads=2),
@@ -39,11 +39,11 @@ CASES = {
     "head dim 96": Case(queries=33, dim=96),
     "head dim 128": Case(queries=17, dim=128),
     "head dim 256": Case(queries=17, dim=256),
-    "relative": Case(queries=63, stored=20, gaps=True, relative=12, options={"normalizer_eps": 0.1}),
+    "relative": Case(queries=45, stored=20, gaps=True, relative=12, options={"normalizer_eps": 0.1}),
     "relative, one query": Case(queries=1, stored=9, relative=8, options=PAPER),
     "relative beyond the row, per head": Case(1, 4, 2, 24, per_head=True, relative=100, options=PAPER),
     "relative, a million steps in": Case(queries=33, dim=64, start=10**6, relative=5),
-    "eps": Case(queries=45, stored=20, spans="edges", options={"normalizer_eps": 0.1}),
+    "eps": Case(queries=35, stored=20, spans="edges", options={"normalizer_eps": 0.1}),
     "eps, all expired": Case(queries=20, spans="expired", options=PAPER),
     "soft caps": Case(queries=45, stored=20, spans="edges", options={"softcap": 1.5}),
     "soft caps and sinks": Case(1, 2, 1, queries=24, gaps=True, sinks=True, options={"softcap": 3.0}),
@@ -105,7 +105,7 @@ class _Rounded:
 
 SEEN_ELSEWHERE = {
     "63",
-    "111 in a store, gaps",
+    "a store, gaps",
     "all alive",
     "one survivor per block",
     "born on the ramp",
@@ -143,11 +143,11 @@ def test_long_rows_against_float64(name, dtype):
 @pytest.mark.parametrize("paper", [False, True])
 def test_half_precision(dtype, paper):
     extra = dict(relative=10, options=PAPER) if paper else {}
-    assert_within_budget(Case(1, 2, 1, 33 if paper else 63, 30, 32, gaps=True, **extra), dtype)
+    assert_within_budget(Case(1, 2, 1, 33, 34, 32, gaps=True, **extra), dtype)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("63", marks=pytest.mark.long), "111 in a store, gaps", "all alive", "one survivor per block"]
+    "name", [pytest.param("63", marks=pytest.mark.long), "a store, gaps", "all alive", "one survivor per block"]
 )
 @pytest.mark.parametrize(
     "options", [dict(wide=2, split_at=16), pytest.param(dict(split_at=32), marks=pytest.mark.long)], ids=str
@@ -181,7 +181,7 @@ def test_relative_keys_whatever_the_block_sizes(options):
     block_n, m = (64, 64) if ON_GPU else (16, 16)
     tuning.override(Tuning(block_n, Launch(2 * m), Launch(m), Launch(m), **options))
     try:
-        assert_within_budget(Case(1, 2, 1, 50, 14, 32, spans="alive", relative=17, options=PAPER), torch.float32)
+        assert_within_budget(Case(1, 2, 1, 35, 14, 32, spans="alive", relative=17, options=PAPER), torch.float32)
     finally:
         tuning.override(None if ON_GPU else SMALL)
 
@@ -198,7 +198,7 @@ def test_two_memories_of_one_position_and_relative_keys():
 
 @pytest.mark.parametrize("ramp", [0.5, 1.0, 49.0])
 def test_ramps(ramp):
-    assert_within_budget(Case(1, 1, 1, 63, 20, 32, spans="edges"), torch.float32, ramp)
+    assert_within_budget(Case(1, 1, 1, 45, 20, 32, spans="edges"), torch.float32, ramp)
 
 
 def test_uninitialised_memory_is_never_read(monkeypatch):
@@ -213,7 +213,7 @@ def test_uninitialised_memory_is_never_read(monkeypatch):
 
 def test_padding_slots_in_front_are_dead():
     """Rows of a store of different lengths: padding stands in front, at position -2**40 with span 0."""
-    case = Case(2, 2, 1, 20, 40, 32)
+    case = Case(2, 2, 1, 17, 40, 32)
     x = {n: t.detach() for n, t in case.tensors(torch.float32).items()}
     x["k_pos"] = x["k_pos"].repeat(2, 1)
     for row, pads in enumerate((3, 37)):

@@ -237,7 +237,7 @@ def test_a_step_of_half_precision_with_folded_norms_is_within_its_rounding(monke
 
 
 def last_logits(decoder: Decoder) -> torch.Tensor:
-    stepper = advance(decoder, 2, 3)
+    stepper = advance(decoder, 2, 2)
     return stepper.logits(torch.tensor([7, 9], device=DEVICE)).double()
 
 
