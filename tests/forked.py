@@ -67,11 +67,16 @@ class Forked:
         return path.read_text() if path.exists() else ""
 
 
-def call_pair(*args: str, port: int, timeout: float = 120) -> tuple[int, str]:
-    """Exit code and output of a command in two processes that train together, with the variables of `accelerate launch`."""
+def fork_pair(*args: str, port: int) -> list[Forked]:
+    """A command in two processes that train together, with the variables of `accelerate launch`."""
     names = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [{name: str(x) for name, x in {**names, "RANK": n, "LOCAL_RANK": n}.items()} for n in range(2)]
-    pair = [Forked(*args, variables=rank) for rank in ranks]
+    return [Forked(*args, variables=rank) for rank in ranks]
+
+
+def call_pair(*args: str, port: int, timeout: float = 120) -> tuple[int, str]:
+    """Exit code and output of such a command."""
+    pair = fork_pair(*args, port=port)
     told = ["".join(process.communicate(timeout)) for process in pair]
     return next((p.returncode for p in pair if p.returncode), 0), "".join(told)
 

@@ -30,9 +30,10 @@ from expire_span.train.regroup import Layout, regroup
 from expire_span.train.step_metrics import StepMetrics
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import DOUBLE
+from tests.forked import fork_pair
 from tests.ranks import Ranks
 from tests.tiny import as_options, spawn, tiny_config, write_text
-from tests.train.test_ddp import SAME, call, check_same, launcher, lines
+from tests.train.test_ddp import SAME, call, check_same, free_port, launcher, lines
 
 BLOCK, BATCH, VOCAB = 48, 2, 11
 LAYERS = {
@@ -105,7 +106,7 @@ def ranks():
 @pytest.mark.parametrize(
     ("layer", "carry", "size", "steps"),
     [
-        ("one span a layer", True, 2, 16),
+        ("one span a layer", True, 2, 50),
         ("spans of each head, learned reach", True, 3, 8),
         ("spans of each head, learned reach", False, 4, 8),
         ("without self", True, 4, 8),
@@ -349,13 +350,15 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_exactly(tmp_path, 
     start = ["train", "text_tiny", "--runs-dir", str(tmp_path), *as_options(config, text_tiny())]
     code, output = call(kind, *start, "--name", "whole")
     assert code == 0, output
-    process = spawn(*start, "--name", "killed", launcher=launcher(kind))
+    start += ["--name", "killed"]
+    ranks = fork_pair(*start, port=free_port()) if kind == "forked" else []
+    process = ranks[0] if ranks else spawn(*start, launcher=launcher(kind))
     first = tmp_path / "killed" / "checkpoints" / "step-00000010"
     deadline = time.monotonic() + 90
     while not first.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
-    os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+    os.kill(ranks[1].pid if ranks else children_of(process.pid)[-1], signal.SIGKILL)
     out, err = process.communicate(timeout=30)
     assert process.returncode != 0 and "another process of this run has ended" in out + err, out + err
     code, output = call(kind, "resume", str(tmp_path / "killed"))

@@ -31,8 +31,6 @@ def free_port() -> int:
 
 def launcher(kind: str) -> tuple[str, ...]:
     port = str(free_port())
-    if kind == "forked":
-        return ("-m", "tests.forked_processes", port)
     if kind == "fsdp":
         return ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m", "tests.fsdp_child")
     options = ("--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
