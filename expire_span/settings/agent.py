@@ -175,9 +175,6 @@ class AgentTrainConfig(LearningConfig):
     weigh_credit: bool = False
     """Weight the two parts of an advantage, the reward of the step itself and all that is later, by how much of each is seen to
     depend on the action. Where actions change nothing later, as answers to questions do, the later part is noise."""
-    novelty: NonNegative = 0.0
-    """Reward for an observation that is new in its episode, which falls to zero with the learning rate: without it, an
-    agent may stop looking around before it knows what for. Returns are reported without it."""
     imitate: Natural = 0
     """Updates at the start that imitate the environment's expert in place of reinforcement; `steps` imitates throughout."""
     expert_share: Share = 0.5

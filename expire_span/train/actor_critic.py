@@ -41,7 +41,6 @@ from .credit import CreditWeights
 from .devices import build_accelerator, check_processes, impl_of
 from .evaluate import memory_bytes
 from .loop import Fault
-from .novelty import Novelty
 from .optimizers import build_optimizers, rate_factor, set_rates
 from .replay import Window, replay
 from .reward_scale import RewardScale
@@ -146,8 +145,7 @@ class AgentLearner:
         scale = RewardScale(count, device, self._add_up) if config.train.scale_rewards else None
         credit = CreditWeights(device, self._add_up) if config.train.weigh_credit else None
         unit = RewardScale(count, device, self._add_up) if model.predict_rewards else None
-        novelty = Novelty(count) if config.train.novelty else None
-        self.player = Player(self.trained, envs, task, scale, credit, unit, config.train.stagger, novelty)
+        self.player = Player(self.trained, envs, task, scale, credit, unit, config.train.stagger)
         kinds = [find(mixer.kind).learns_spans for mixer in model.mixers]
         self.budgeted = [n for n, learns in enumerate(kinds) if learns] or list(range(model.layers))
         self.budget = self._build_budget()
@@ -182,8 +180,6 @@ class AgentLearner:
     def step(self, index: int) -> int:
         c = self.train_config
         expert_rows = round(c.expert_share * self.player.envs.count) if index < c.imitate else None
-        if self.player.novelty is not None:
-            self.player.novelty.weight = c.novelty * rate_factor(index, c)
         played = self.player.play(c.window, gamma=c.gamma, gae_lambda=c.gae_lambda, expert_rows=expert_rows)
         self.rate = rate_factor(index, c)
         set_rates(self.optimizers, self.rate)

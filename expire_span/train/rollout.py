@@ -16,7 +16,6 @@ from expire_span.store import NEVER, HiddenMemory, trim_states
 
 from .credit import CreditWeights, HeadWatch
 from .environments import Environments, EnvironmentStep
-from .novelty import Novelty
 from .replay import Window
 from .reward_scale import RewardScale
 
@@ -67,13 +66,12 @@ class Player:
         credit: CreditWeights | None = None,
         unit: RewardScale | None = None,
         stagger: bool = False,
-        novelty: Novelty | None = None,
     ) -> None:
         """scale: the unit of rewards in what is learned from; None leaves them as they are. credit: weights of the parts of
         advantages; None leaves them as they are. unit: that of predicted rewards; None where none are predicted.
-        stagger: cut first episodes off at different steps. novelty: rewards for what is new; None gives none."""
+        stagger: cut first episodes off at different steps."""
         self.policy, self.envs, self.task, self.scale, self.credit = policy, envs, task, scale, credit
-        self.unit, self.novelty = unit, novelty
+        self.unit = unit
         self.stagger, self.time = stagger, 0
         device = envs.device
         self.state: list[Any] = policy.initial_state(envs.count, "hidden")
@@ -91,8 +89,6 @@ class Player:
         start, episodes, seen = trim_states(self.state), EpisodeSums(), _Columns()
         self.state = self.policy.begin_steps(start, length + 1)  # the value of the last observation is asked too
         watch = HeadWatch(self.policy.action_head) if self.credit is not None else None
-        if self.novelty is not None:
-            self.novelty.judge(self.envs.observation, self.begins)
         for _ in range(length):
             seen.add(observation=self.envs.observation, begins=self.begins)
             out = self.policy(_one_step(self.envs.observation), self.state)
@@ -106,8 +102,6 @@ class Player:
                 actions = torch.cat([expert[:expert_rows], actions[expert_rows:]])
             frame = self.envs.step(actions, self._cut(length))
             seen.add(reward=frame.reward, beyond=self._value_beyond(frame, out.state))
-            if self.novelty is not None:
-                seen.add(bonus=self.novelty.judge(self.envs.observation, frame.ended))
             seen.add(actions=actions, log_prob=log_prob, value=out.value[:, 0], ended=frame.ended)
             seen.add(live=_mean_live(out.state, held))
             episodes.add(self._note(frame))
@@ -176,7 +170,6 @@ class Player:
             **({"scale": self.scale.state_dict()} if self.scale is not None else {}),
             **({"credit": self.credit.state_dict()} if self.credit is not None else {}),
             **({"unit": self.unit.state_dict()} if self.unit is not None else {}),
-            **({"novelty": self.novelty.state_dict()} if self.novelty is not None else {}),
             "envs": self.envs.state_dict(),
         }
 
@@ -191,8 +184,6 @@ class Player:
             self.credit.load_state_dict(saved["credit"], move)
         if self.unit is not None:
             self.unit.load_state_dict(saved["unit"], move)
-        if self.novelty is not None:
-            self.novelty.load_state_dict(saved["novelty"])
 
 
 @dataclass
@@ -217,7 +208,7 @@ class _Columns:
             if name not in ("observation", "live", "features", "score")
         }
         reward = c["reward"] if scale is None else scale.scaled(c["reward"])
-        reward = reward + gamma * c["beyond"] + c.get("bonus", 0.0)
+        reward = reward + gamma * c["beyond"]
         names = self.columns["observation"][0]
         observation = {name: torch.stack([x[name] for x in self.columns["observation"]]) for name in names}
         advantage = advantages(reward, c["value"], c["ended"], last, gamma, gae_lambda)

@@ -183,7 +183,7 @@ def test_a_crash_changes_nothing(tmp_path, monkeypatch, env):
     """A run that is broken after any step and resumed ends with the unbroken run's bytes."""
     budget = replace(tiny_agent().train.budget, live=3.0, gain=0.2, start_loss=0.9)
     options = dict(steps=5, minibatches=2, budget=budget, imitate=2, eval_every=5, eval_episodes=4, test_episodes=4)
-    options["averaging"], options["stagger"], options["novelty"] = 0.5, True, 0.1
+    options["averaging"], options["stagger"] = 0.5, True
     monkeypatch.setattr("expire_span.train.credit.FIRST", 1)
     monkeypatch.setattr("expire_span.train.credit.NOTABLE", 10.0)  # so that what is later weighs less
     options["weigh_credit"] = True
