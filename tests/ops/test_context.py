@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -122,6 +122,11 @@ SETTINGS: Any = dict(
 )
 
 
+AFTER_ARRIVAL = Case(queries=60, options={"normalizer_eps": 0.1})
+"""A case that is computed only once all memories have come: with an epsilon, normalisers cannot be joined."""
+
+
+@example(drawn=(AFTER_ARRIVAL, 3), seed=0, dtype=torch.float64)
 @settings(max_examples=40, **SETTINGS)
 @given(drawn=cases(), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_shards_equal_the_whole(ranks, drawn, seed, dtype):
