@@ -1,5 +1,6 @@
 """Fixtures of all tests. Each worker has one thread; without a GPU, Triton kernels run in the interpreter."""
 
+import gc
 import importlib.util
 import os
 
@@ -12,6 +13,17 @@ if importlib.util.find_spec("triton") is not None:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # and for the programs that tests start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """All modules and tests, some 600,000 objects, stay until the end: nobody looks for garbage among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

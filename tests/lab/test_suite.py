@@ -27,7 +27,7 @@ SIZES = {
     "minibatches": 1,
     "eval-episodes": 4,
     "test-episodes": 4,
-    "eval-every": 1,
+    "eval-every": 2,
     "log-every": 1,
 }
 
