@@ -14,7 +14,7 @@ BIN := .venv/bin
 demo: .venv/.ready  ## train a model that learns what to forget, and show it (about two minutes)
 	$(BIN)/expire-span demo
 
-test: export PYTHONDONTWRITEBYTECODE =  # rewriting the assertions of all test files takes 7 seconds, once
+test: export PYTHONDONTWRITEBYTECODE =  # compiling all modules and tests anew takes each process seconds
 test: .venv/.ready  ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

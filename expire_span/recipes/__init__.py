@@ -103,7 +103,7 @@ def enwik8_long() -> RunConfig:
     base = enwik8()
     train = replace(base.train, steps=22_300, lr=1.25e-3, muon_lr=7.5e-3, decay_share=0.95, span_weight=6e-7)
     train = replace(train, weight_decay=0.15, eval_every=3000, checkpoint_every=8000)
-    task = TextTask(path="data/enwik8", shuffle=True)
+    task = replace(base.task, shuffle=True)
     return replace(base, task=task, model=replace(base.model, dropout=0.1, head_gates=True), train=train)
 
 

@@ -17,7 +17,7 @@ from expire_span.lab.study.pool import run_jobs
 from tests.tiny import ROOT
 
 KILLED = """
-import sys, time
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from expire_span.lab.study.folder import StudyFolder
@@ -35,16 +35,16 @@ def work(nap, folder, tick):
 
 if __name__ == "__main__":
     folder = StudyFolder.open(Path("out"), "naps", {})
-    print(sorted(run_jobs(work, [Nap(f"nap-{n}") for n in range(8)], folder, int(sys.argv[1]))))
+    print(sorted(run_jobs(work, [Nap(f"nap-{n}") for n in range(8)], folder, 2)))
 """
 
 
 @pytest.mark.slow
 def test_killed_work_goes_on(tmp_path):
-    """Two processes work; the parent is killed; its workers end too; the same command with one then runs only the rest."""
+    """Two processes work; the parent is killed; its workers end too; the same command then runs only what is missing."""
     (tmp_path / "go.py").write_text(KILLED)
     command, environment = [sys.executable, "go.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, "2"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 120
     while not list(tmp_path.glob("out/cells/*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def test_killed_work_goes_on(tmp_path):
     process.communicate(timeout=60)  # the pipe closes when the last worker has gone
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/cells/*.json")}
     assert 1 <= len(before) < 8
-    again = subprocess.run([*command, "1"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0 and f"{len(before)} of 8 cells were finished already" in again.stdout, again.stderr
     assert again.stdout.splitlines()[-1] == str([f"nap-{n}" for n in range(8)])
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())

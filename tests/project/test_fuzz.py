@@ -14,7 +14,7 @@ from tests.fuzz import operator
 from tests.fuzz.faces import FACES
 from tests.fuzz.runner import failure, fuzz
 
-SECONDS = 2.5
+SECONDS = 4.0
 """For each face."""
 
 
