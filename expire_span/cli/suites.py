@@ -14,8 +14,8 @@ from .parsing import warn
 
 Command = Any
 """The options of evaluate-cache; its module imports this one."""
-VERSION = 2
-"""Counts changes of the prompts: records of another version are refused."""
+VERSION = 3
+"""Counts changes of the prompts and of how a budget is met: records of another version are refused."""
 
 
 def run_suite_command(command: Command, methods: list[str], budgets: list[float]) -> int:

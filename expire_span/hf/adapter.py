@@ -78,12 +78,21 @@ def find_budget(folder: Path, budget: float) -> Path:
     return found
 
 
+def list_budgets(folder: Path) -> list[Path]:
+    """The folders of all that an adapter learned: its own, and those of its further budgets."""
+    return [folder, *(x for x in sorted(folder.glob("budget-*")) if (x / "adapter.json").is_file())]
+
+
 def use_budget(retrofitted: Any, folder: Path | None, budget: float) -> None:
     """Go on with what an adapter learned at this budget, if that is one of its further ones, else with its first."""
     if folder is not None:
         further = folder / budget_folder(budget)
-        chosen = further if (further / "adapter.json").is_file() else folder
-        retrofitted.load_learned(read_weights(chosen, read_head(chosen)))
+        use_folder(retrofitted, further if further in list_budgets(folder) else folder)
+
+
+def use_folder(retrofitted: Any, folder: Path) -> None:
+    """Go on with what lies in one folder of an adapter."""
+    retrofitted.load_learned(read_weights(folder, read_head(folder)))
 
 
 def read_head(folder: Path) -> dict[str, Any]:

@@ -119,24 +119,35 @@ def peak_tokens(retrofitted: Retrofit, share: float, context: int) -> tuple[int,
     return tokens, tokens * one
 
 
-def find_dial(retrofitted: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, rounds: int = 8) -> float:
+def find_dial(
+    retrofitted: Retrofit, documents: list[Tensor], budget: int, chunk: int, *, kept: bool = False, rounds: int = 8
+) -> float:
     """The largest dial, up to MOST_DIAL, with which no document's peak exceeds `budget` bytes; documents [B, n].
 
-    Spans other than the predicted ones are not what was trained. The search stops within 3% of the budget. A result of 0 means
-    that even spans of 0 may exceed it.
+    kept: what is left at the end, the mean over all documents, shall not exceed it. Spans other than the predicted ones are not
+    what was trained. The search stops within 3% of the budget. A result of 0 means that even spans of 0 may exceed it.
     """
     low, high, dial = 0.0, math.inf, 1.0
     for _ in range(rounds):
-        with method(retrofitted, "expire", 0, dial) as new_cache:
-            peak = max(
-                int(read(retrofitted.model, new_cache(), ids, chunk, scored=False)[1].max()) for ids in documents
-            )
+        peak = count_bytes(retrofitted, documents, chunk, dial, kept=kept)
         low, high = (dial, high) if peak <= budget else (low, dial)
         if dial == low and (dial == MOST_DIAL or peak >= CLOSE * budget):
             break
         guess = min(dial * CLOSE**0.5 * budget / max(peak, 1), MOST_DIAL)
         dial = guess if low < guess < high else (low + min(high, MOST_DIAL)) / 2
     return low
+
+
+def count_bytes(retrofitted: Retrofit, documents: list[Tensor], chunk: int, dial: float, *, kept: bool) -> float:
+    """Bytes that documents [B, n] need: the largest peak, or the mean of what is kept at the end."""
+    found = []
+    with method(retrofitted, "expire", 0, dial) as new_cache:
+        for ids in documents:
+            cache = new_cache()
+            peak = read(retrofitted.model, cache, ids, chunk, scored=False)[1]
+            found.append(held_bytes(cache) if kept else peak)
+    every = torch.cat(found).double()
+    return float(every.mean() if kept else every.max())
 
 
 @torch.no_grad()

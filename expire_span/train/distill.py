@@ -188,7 +188,9 @@ class DistillLearner:
 
     def step(self, index: int) -> int:
         if self.beat is not None and self.distiller.calibrated:
-            self.beat.note(f"step {index + 1} of {self.config.train.steps}")
+            settings = self.config.train
+            limited = f"training for {settings.seconds:g} s" if settings.seconds is not None else ""
+            self.beat.note(limited or f"step {index + 1} of {settings.steps}")
         self.lines.append(self.distiller.step(index))
         return self.config.train.batch * self.config.train.context
 

@@ -123,7 +123,7 @@ class TrainingLoop:
         self.display, self.tracker = display, tracker
         self.accelerator = learner.accelerator
         self.writes = self.accelerator.is_main_process
-        self.clock, self.tokens = Clock(first), 0  # tokens since the last line of metrics
+        self.clock, self.tokens = Clock(first, settings.seconds), 0  # tokens since the last line of metrics
         self.unread = False  # steps were made that `find_fault` has not looked at
         if settings.seconds is not None and self.accelerator.num_processes > 1:
             given = f"got seconds {settings.seconds:g} and {self.accelerator.num_processes} processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -47,7 +48,7 @@ class Speed:
     tokens_per_second: float
     """Tokens per second since the last line of metrics."""
     left: float
-    """Estimated seconds for the remaining steps."""
+    """Estimated seconds for the remaining steps, or until the time limit if that comes first."""
     ms_per_step: float
     """Milliseconds per step since the last line of metrics."""
 
@@ -55,14 +56,17 @@ class Speed:
 class Clock:
     """Speed between two lines of metrics, and the time left."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, limit: float | None = None) -> None:
+        """limit: seconds after which training ends, whatever step it is at."""
         self.start = self.last = time.perf_counter()
         self.first_step = self.last_step = step
+        self.limit = math.inf if limit is None else limit
 
     def read(self, step: int, tokens: int, total: int) -> Speed:
         now = time.perf_counter()
         spent = max(now - self.last, 1e-9)
         left = (total - step) * (now - self.start) / max(step - self.first_step, 1)
+        left = min(left, max(self.limit - (now - self.start), 0.0))
         pace = 1000 * spent / max(step - self.last_step, 1)
         self.last, self.last_step = now, step
         return Speed(now - self.start, tokens / spent, left, pace)

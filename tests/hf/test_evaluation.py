@@ -12,6 +12,7 @@ from expire_span.hf.evaluate import (  # noqa: E402
     MOST_DIAL,
     bootstrap,
     evaluate,
+    count_bytes,
     find_dial,
     find_right_answers,
     held_bytes,
@@ -75,6 +76,13 @@ def test_the_dial_meets_a_budget():
             _, peak = read(retrofitted.model, new_cache(), ids, 16)
         assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and retrofitted.dial == 1.0
     assert find_dial(retrofitted, [ids], 10 * free, 16) == MOST_DIAL
+    for budget in (free // 2, int(1.2 * free)):  # what is kept at the end, on average
+        dial = find_dial(retrofitted, [ids, ids[:1]], budget, 16, kept=True)
+        kept = count_bytes(retrofitted, [ids, ids[:1]], 16, dial, kept=True)
+        with method(retrofitted, "expire", 0, dial) as new_cache:
+            read(retrofitted.model, cache := new_cache(), ids, 16)
+        one, two = held_bytes(cache).tolist()
+        assert kept == (2 * one + two) / 3 and 0.9 * budget < kept <= budget and one != two
     for name, share, said in (
         ("magic", 0.5, "unknown method 'magic'; known are none, window"),
         (

@@ -262,10 +262,40 @@ def test_a_suite_keeps_an_adapters_dial_and_counts_its_bytes(folder: Path, tmp_p
     assert ours["peak_bytes"] <= 0.26 * full["peak_bytes"] and ours["live"] < 0.5 < full["live"]
     assert full["held_bytes"] == full["kept_bytes"] == 400 * 2 * 2 * 2 * 8 * 4
     record = Record(tmp_path / "suite.jsonl", found["settings"])
-    assert list(record.dials) == [0.25] and record.dials[0.25] > 0
-    monkeypatch.setattr(running, "find_dial", lambda *_: 0.0)
+    assert list(record.dials) == [0.25] and record.dials[0.25][0] > 0 and record.dials[0.25][1] == ""
+    monkeypatch.setattr(running, "find_dial", lambda *_, **__: 0.0)
     assert run(folder, tmp_path / "suite", *more, "--budgets", "0.25,0.2") == 2
-    assert "the adapter cannot meet a budget of 0.2: contexts of 400 tokens hold more" in capsys.readouterr().err
+    assert "the adapter cannot meet a budget of 0.2: contexts of 400 tokens keep more" in capsys.readouterr().err
+
+
+def test_a_suite_uses_what_keeps_the_nearest_number_of_memories(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    from expire_span.hf.loading import open_model
+    from expire_span.lab.suites import run as running
+
+    model, _ = open_model(str(folder), device="cpu")
+    retrofitted = forgetful(model, max_span=300, ramp=16)
+    retrofitted.save(tmp_path / "adapter")
+    for predictor in retrofitted.predictors.values():
+        predictor.bias.data -= 3.0
+    retrofitted.save(tmp_path / "adapter" / "budget-0.1")
+    contexts = [torch.randint(3, 60, (2, 300))]
+    keeps = [running.count_bytes(retrofitted, contexts, 64, 1.0, kept=True)]
+    running.use_folder(retrofitted, tmp_path / "adapter")
+    keeps.append(running.count_bytes(retrofitted, contexts, 64, 1.0, kept=True))
+    assert keeps[0] < 0.7 * keeps[1]
+    choose = lambda budget: running.choose_folder(retrofitted, tmp_path / "adapter", contexts, budget, 64)  # noqa: E731
+    middle = (keeps[0] * keeps[1]) ** 0.5
+    assert choose(0.95 * middle) == "budget-0.1" and choose(1.05 * middle) == ""
+    monkeypatch.setattr(running, "choose_folder", lambda *_: "budget-0.1")
+    more = ["--methods", "expire", "--adapter", str(tmp_path / "adapter"), "--budgets", "0.3", "--prompts", "1"]
+    more += ["--tasks", "pairs", "--chunk", "64"]
+    assert run(folder, tmp_path / "suite", *more) == 0
+    found = json.loads((tmp_path / "suite.json").read_text())
+    assert Record(tmp_path / "suite.jsonl", found["settings"]).dials[0.3][1] == "budget-0.1"
+    used = []
+    monkeypatch.setattr(running, "choose_folder", None)
+    monkeypatch.setattr(running, "use_folder", lambda _, chosen: used.append(chosen.name))
+    assert run(folder, tmp_path / "suite", *more, "--prompts", "2") == 0 and used == ["budget-0.1"]
 
 
 def test_a_suite_refuses_another_tokenizer_than_the_adapters(folder: Path, tmp_path: Path, capsys) -> None:

@@ -106,6 +106,16 @@ def test_a_time_limit_ends_the_run_at_the_end_of_its_schedule(tmp_path, monkeypa
         replace(SETTINGS, seconds=0)
 
 
+def test_the_time_left_is_that_of_the_limit_if_it_comes_first(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("expire_span.train.progress.time.perf_counter", lambda: now[0])
+    free, limited = Clock(0), Clock(0, 30.0)
+    now[0] = 110.0
+    assert free.read(5, 1, 105).left == pytest.approx(200) and limited.read(5, 1, 105).left == pytest.approx(20)
+    now[0] = 140.0
+    assert limited.read(6, 1, 105).left == 0 and limited.read(104, 1, 105).left == 0
+
+
 def test_a_fault_stops_before_a_checkpoint_is_written(tmp_path):
     words = r"count became too large at step 8 \(everywhere\); the last checkpoint is .*step-00000006; count less"
     with pytest.raises(NonFinite, match=words):

@@ -31,7 +31,8 @@ class Record:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, json.loads(json.dumps(settings))
         self.rows: dict[Key, dict[str, Any]] = {}
-        self.dials: dict[float, float] = {}
+        self.dials: dict[float, tuple[float, str]] = {}
+        """By budget: the factor of an adapter's spans, and the subfolder of what was trained for another budget, if any."""
         if path.exists():
             self._read()
         else:
@@ -56,7 +57,7 @@ class Record:
 
     def _take(self, fields: dict[str, Any]) -> None:
         if "dial" in fields:
-            self.dials[fields["budget"]] = fields["dial"]
+            self.dials[fields["budget"]] = fields["dial"], fields["folder"]
         else:
             self.rows[key_of(fields)] = fields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,16 +14,14 @@ from torch import Tensor
 
 from expire_span.errors import UserError
 from expire_span.hf import Retrofit
-from expire_span.hf.adapter import use_budget
-from expire_span.hf.evaluate import check_methods, find_dial, held_bytes, method, peak_tokens, read
+from expire_span.hf.adapter import list_budgets, use_folder
+from expire_span.hf.evaluate import check_methods, count_bytes, find_dial, held_bytes, method, peak_tokens, read
 from expire_span.hf.loading import end_tokens
 
 from .asking import allocated_bytes, ask, in_batches
 from .prompts import Sample
 from .record import PERPLEXITY, Record
 
-DIAL_CONTEXTS = 4
-"""Number of contexts, of different tasks where there are several, on which the dial of an adapter is set to a budget."""
 Tell = Callable[[str, int, int], None]
 """Called with what is being done, the number of prompts that are answered, and the number of all."""
 
@@ -98,29 +97,50 @@ def count_known(suite: Suite, job: Job, record: Record) -> int:
 
 def _open(retrofitted: Retrofit, suite: Suite, job: Job, record: Record) -> AbstractContextManager[Callable[[], Any]]:
     tokens, budget = peak_tokens(retrofitted, job.budget, suite.context)
-    if job.method == "expire":
-        use_budget(retrofitted, suite.adapter, job.budget)
-    if job.method == "expire" and job.budget not in record.dials:
-        dial = find_dial(retrofitted, dial_contexts(retrofitted, suite), budget, suite.chunk)
+    if job.method != "expire":
+        return method(retrofitted, job.method, tokens)
+    if job.budget not in record.dials:
+        contexts = dial_contexts(retrofitted, suite)
+        name = "" if suite.adapter is None else choose_folder(retrofitted, suite.adapter, contexts, budget, suite.chunk)
+        _use(retrofitted, suite, name)
+        dial = find_dial(retrofitted, contexts, budget, suite.chunk, kept=True)
         if dial == 0:
             raise UserError(
-                f"the adapter cannot meet a budget of {job.budget:g}: contexts of {suite.context} tokens hold more than "
+                f"the adapter cannot meet a budget of {job.budget:g}: contexts of {suite.context} tokens keep more than "
                 f"{budget:,} bytes even with spans of 0; give a larger budget"
             )
-        record.add([{"method": "expire", "budget": job.budget, "dial": dial}])
-    return method(retrofitted, job.method, tokens, record.dials.get(job.budget, 1.0))
+        record.add([{"method": "expire", "budget": job.budget, "dial": dial, "folder": name}])
+    dial, name = record.dials[job.budget]
+    _use(retrofitted, suite, name)
+    return method(retrofitted, "expire", tokens, dial)
+
+
+def _use(retrofitted: Retrofit, suite: Suite, name: str) -> None:
+    if suite.adapter is not None:
+        use_folder(retrofitted, suite.adapter / name)
+
+
+def choose_folder(retrofitted: Retrofit, adapter: Path, contexts: list[Tensor], budget: int, chunk: int) -> str:
+    """The subfolder of an adapter (empty for its own folder) whose spans, as they are, keep the number of bytes that is nearest
+    to `budget`, as a ratio: contexts shorter than in training keep more of their tokens."""
+    found = {}
+    for folder in (folders := list_budgets(adapter)):
+        name = "" if folder == adapter else folder.name
+        if len(folders) == 1:
+            return name
+        use_folder(retrofitted, folder)
+        found[name] = abs(math.log(count_bytes(retrofitted, contexts, chunk, 1.0, kept=True) / budget))
+    return min(found, key=lambda name: found[name])
 
 
 def dial_contexts(retrofitted: Retrofit, suite: Suite) -> list[Tensor]:
-    """A few contexts, as different as there are: documents, and the first prompts of several tasks. Those of one length are
-    rows [B, n] of one tensor."""
+    """A document, and the first prompt of each task: rows [B, n] of at most `suite.rows` contexts of one length."""
     device = next(retrofitted.model.parameters()).device
     found = [x[None] for x in suite.documents[:1]]
     first = list({x.prompt.task: x for x in reversed(suite.samples)}.values())[::-1]
-    wanted = DIAL_CONTEXTS - len(found)
-    chosen = first[:: max(1, len(first) // max(wanted, 1))][:wanted]
-    found += [torch.tensor([x.context], device=device) for x in chosen]
-    return [torch.cat([x for x in found if x.shape[1] == n]) for n in dict.fromkeys(x.shape[1] for x in found)]
+    found += [torch.tensor([x.context], device=device) for x in first]
+    alike = [torch.cat([x for x in found if x.shape[1] == n]) for n in dict.fromkeys(x.shape[1] for x in found)]
+    return [part for rows in alike for part in rows.split(suite.rows)]
 
 
 def _read_document(retrofitted: Retrofit, cache: Any, job: Job, index: int, ids: Tensor, chunk: int) -> dict[str, Any]:
