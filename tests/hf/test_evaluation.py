@@ -11,8 +11,8 @@ from expire_span.hf import RetrofitConfig, retrofit  # noqa: E402
 from expire_span.hf.evaluate import (  # noqa: E402
     MOST_DIAL,
     bootstrap,
-    evaluate,
     count_bytes,
+    evaluate,
     find_dial,
     find_right_answers,
     held_bytes,
