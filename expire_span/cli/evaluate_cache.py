@@ -37,7 +37,8 @@ class EvaluateCache:
     methods: str = "none,window,sinks,knorm,snap,expire"
     """The caches to compare, separated by commas."""
     budgets: str = "0.5,0.25,0.125"
-    """Peak bytes as shares of the full cache, separated by commas."""
+    """Bytes as shares of the full cache, separated by commas: those of the suite text are peak bytes, those of the others what is
+    kept of a context."""
     context: Count = 4096
     """Number of tokens of each document."""
     documents: Count = 16

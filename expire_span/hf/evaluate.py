@@ -30,6 +30,8 @@ from .rivals import METHODS as RIVALS
 METHODS = ("none", *RIVALS, "expire")
 MOST_DIAL = 8.0
 """Largest dial, the factor by which predicted spans are multiplied so that the peak meets a budget."""
+LEAST_DIAL = 1e-4
+"""Smaller dials are not tried."""
 CLOSE = 0.97
 """The search for a dial ends once the peak is at least this share of the budget."""
 NewCache = Callable[[], Any]
@@ -125,15 +127,18 @@ def find_dial(
     """The largest dial, up to MOST_DIAL, with which no document's peak exceeds `budget` bytes; documents [B, n].
 
     kept: what is left at the end, the mean over all documents, shall not exceed it. Spans other than the predicted ones are not
-    what was trained. The search stops within 3% of the budget. A result of 0 means that even spans of 0 may exceed it.
+    what was trained. The search stops within 3% of the budget, or `rounds` tries after the first dial that meets it: where most
+    spans are far longer than the documents, a dial must be small before it changes anything. A result of 0 means that spans of
+    almost 0 exceed the budget.
     """
     low, high, dial = 0.0, math.inf, 1.0
-    for _ in range(rounds):
-        peak = count_bytes(retrofitted, documents, chunk, dial, kept=kept)
-        low, high = (dial, high) if peak <= budget else (low, dial)
-        if dial == low and (dial == MOST_DIAL or peak >= CLOSE * budget):
+    while rounds and dial > LEAST_DIAL:
+        needed = count_bytes(retrofitted, documents, chunk, dial, kept=kept)
+        low, high = (dial, high) if needed <= budget else (low, dial)
+        rounds -= low > 0
+        if dial == low and (dial == MOST_DIAL or needed >= CLOSE * budget):
             break
-        guess = min(dial * CLOSE**0.5 * budget / max(peak, 1), MOST_DIAL)
+        guess = min(dial * CLOSE**0.5 * budget / max(needed, 1), MOST_DIAL, dial / 2 if low == 0 else math.inf)
         dial = guess if low < guess < high else (low + min(high, MOST_DIAL)) / 2
     return low
 

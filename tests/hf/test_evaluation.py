@@ -62,6 +62,20 @@ def test_a_window_method_is_a_window():
     assert (losses - want).abs().max() < 1e-5
 
 
+def test_a_dial_is_found_where_most_spans_are_far_longer_than_the_documents():
+    """Spans of thousands of tokens in 400: at a dial of 0.03 nearly all that lived at 1 still lives."""
+    retrofitted, ids = forgetful(tiny(), max_span=20_000, ramp=4), tokens(2, 400)
+    for predictor in retrofitted.predictors.values():
+        predictor.weight.data *= 4.0
+        predictor.bias.data.fill_(-5.0)
+    for kept in (False, True):
+        count = lambda dial: count_bytes(retrofitted, [ids], 32, dial, kept=kept)  # noqa: B023, E731
+        assert count(0.03) > 0.95 * count(1.0)
+        for share in (0.85, 0.4, 0.1):
+            budget = int(share * count(1.0))
+            assert 0.93 * budget < count(find_dial(retrofitted, [ids], budget, 32, kept=kept)) <= budget
+
+
 def test_the_dial_meets_a_budget():
     retrofitted = forgetful(tiny(), max_span=150, ramp=4)
     ids = tokens(2, 160)
@@ -76,6 +90,7 @@ def test_the_dial_meets_a_budget():
             _, peak = read(retrofitted.model, new_cache(), ids, 16)
         assert 0.9 * budget < int(peak.max()) <= budget and (dial < 1) == (budget < free) and retrofitted.dial == 1.0
     assert find_dial(retrofitted, [ids], 10 * free, 16) == MOST_DIAL
+    assert find_dial(retrofitted, [ids], 1, 16) == 0.0
     for budget in (free // 2, int(1.2 * free)):  # what is kept at the end, on average
         dial = find_dial(retrofitted, [ids, ids[:1]], budget, 16, kept=True)
         kept = count_bytes(retrofitted, [ids, ids[:1]], 16, dial, kept=True)
