@@ -37,8 +37,8 @@ class EvaluateCache:
     methods: str = "none,window,sinks,knorm,snap,expire"
     """The caches to compare, separated by commas."""
     budgets: str = "0.5,0.25,0.125"
-    """Bytes as shares of the full cache, separated by commas: peak bytes in the suite text, in the others those that are kept of a
-    context."""
+    """Bytes as shares of the full cache, separated by commas: peak bytes in the suite text, in the others those that are
+    kept of a context."""
     context: Count = 4096
     """Number of tokens of each document."""
     documents: Count = 16
