@@ -67,18 +67,18 @@ class Forked:
         return path.read_text() if path.exists() else ""
 
 
-def fork_pair(*args: str, port: int) -> list[Forked]:
-    """A command in two processes that train together, with the variables of `accelerate launch`."""
-    names = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [{name: str(x) for name, x in {**names, "RANK": n, "LOCAL_RANK": n}.items()} for n in range(2)]
+def fork_several(*args: str, port: int, processes: int = 2) -> list[Forked]:
+    """A command in several processes that train together, with the variables of `accelerate launch`."""
+    names = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{name: str(x) for name, x in {**names, "RANK": n, "LOCAL_RANK": n}.items()} for n in range(processes)]
     return [Forked(*args, variables=rank) for rank in ranks]
 
 
-def call_pair(*args: str, port: int, timeout: float = 120) -> tuple[int, str]:
+def call_several(*args: str, port: int, processes: int = 2, timeout: float = 120) -> tuple[int, str]:
     """Exit code and output of such a command."""
-    pair = fork_pair(*args, port=port)
-    told = ["".join(process.communicate(timeout)) for process in pair]
-    return next((p.returncode for p in pair if p.returncode), 0), "".join(told)
+    started = fork_several(*args, port=port, processes=processes)
+    told = ["".join(process.communicate(timeout)) for process in started]
+    return next((p.returncode for p in started if p.returncode), 0), "".join(told)
 
 
 def _run(args: tuple[str, ...], folder: str, variables: dict[str, str]) -> None:

@@ -40,13 +40,20 @@ class Ranks:
             process.join()
         self.folder.cleanup()
 
-    def call(self, function: Callable[..., Any], size: int, *args: Any, among: list[int] | None = None) -> list[Any]:
+    def call(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        among: list[int] | None = None,
+        patience: float = PATIENCE,
+    ) -> list[Any]:
         """among: the ranks whose results are waited for; all by default."""
         for pipe in self.pipes[:size]:
             pipe.send((function, size, args))
         pipes = [self.pipes[rank] for rank in (among or range(size))]
         hangs = (True, "a rank hangs")
-        answers = [pipe.recv() if pipe.poll(PATIENCE) else hangs for pipe in pipes]
+        answers = [pipe.recv() if pipe.poll(patience) else hangs for pipe in pipes]
         failures = [text for failed, text in answers if failed]
         if hangs in answers:
             self.__exit__()  # what they still send belongs to no later case

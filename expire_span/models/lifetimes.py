@@ -226,7 +226,7 @@ class ReachLifetimes(Lifetimes):
     def _spans(self, product: Tensor) -> Tensor:
         # The parameter is clamped, not each token's span: at the limit the sum of the tokens' gradients is dropped if it points
         # outward. Dropping single outward gradients would bias the sum inward, and open heads that training wants closed.
-        reach = clamp_with_recovery(self.reach.to(product.dtype), 0.0, self.furthest)
+        reach = clamp_with_recovery(self.reach, 0.0, self.furthest).to(product.dtype)
         steps = self.ramp * torch.expm1(REACH_RATE * reach).unsqueeze(1)  # [heads, 1]
         own, shared = steps.split([self.out_features, len(steps) - self.out_features])
         room = self.max_span - self.min_span

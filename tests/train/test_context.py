@@ -30,7 +30,7 @@ from expire_span.train.regroup import Layout, regroup
 from expire_span.train.step_metrics import StepMetrics
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import DOUBLE
-from tests.forked import fork_pair
+from tests.forked import fork_several
 from tests.ranks import Ranks
 from tests.tiny import as_options, spawn, tiny_config, write_text
 from tests.train.test_ddp import SAME, call, check_same, free_port, launcher, lines
@@ -110,11 +110,12 @@ def ranks():
         ("spans of each head, learned reach", True, 3, 8),
         ("spans of each head, learned reach", False, 4, 8),
         ("without self", True, 4, 8),
+        *[pytest.param(x, y, n, 50, marks=pytest.mark.long) for x in LAYERS for y in (True, False) for n in (2, 3, 4)],
     ],
 )
 def test_processes_that_share_rows_learn_what_one_learns(ranks, layer, carry, size, steps):
     losses, weights = learn(None, layer, carry, steps, {})
-    for found, learned in ranks.call(learn, size, layer, carry, steps, {}):
+    for found, learned in ranks.call(learn, size, layer, carry, steps, {}, patience=max(30, 6 * steps)):
         assert found == pytest.approx(losses, abs=1e-6)
         for name, x in weights.items():
             torch.testing.assert_close(learned[name], x, rtol=1e-6, atol=1e-6)
@@ -351,7 +352,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_exactly(tmp_path, 
     code, output = call(kind, *start, "--name", "whole")
     assert code == 0, output
     start += ["--name", "killed"]
-    ranks = fork_pair(*start, port=free_port()) if kind == "forked" else []
+    ranks = fork_several(*start, port=free_port()) if kind == "forked" else []
     process = ranks[0] if ranks else spawn(*start, launcher=launcher(kind))
     first = tmp_path / "killed" / "checkpoints" / "step-00000010"
     deadline = time.monotonic() + 90

@@ -16,7 +16,7 @@ from expire_span.runs import RunFolder
 from expire_span.train.devices import check_processes
 from expire_span.train.supervised import check_rows, train
 from tests.error_budget import reordered
-from tests.forked import call_pair
+from tests.forked import call_several
 from tests.tiny import as_options, spawn, tiny_config, write_text
 
 SAME = reordered(256, depth=10)
@@ -38,9 +38,10 @@ def launcher(kind: str) -> tuple[str, ...]:
     return (*launch, "-m", "expire_span")
 
 
-def call(kind: str, *args: str) -> tuple[int, str]:
+def call(kind: str, *args: str, processes: int = 2) -> tuple[int, str]:
+    """processes: of forked ones; launched ones are two."""
     if kind == "forked":
-        return call_pair(*args, port=free_port())
+        return call_several(*args, port=free_port(), processes=processes)
     process = spawn(*args, launcher=launcher(kind))
     out, err = process.communicate(timeout=300)
     return process.returncode, out + err

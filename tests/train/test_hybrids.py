@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("gymnasium")
 
+from expire_span.lab.controls import choose_control
 from expire_span.models.state import map_tensors
 from expire_span.settings.run import AgentRunConfig
 from expire_span.train.actor_critic import AgentLearner
-from expire_span.train.controls import build_control
 from expire_span.train.replay import replay
 from tests.tiny_agents import MIXER, play_twice, tiny_agent
 
@@ -76,12 +76,11 @@ def test_forgetting_one_kind_of_a_hybrids_layers():
 
     wanted = {"forget": (True, True), "forget_expiring": (False, True), "forget_recurrent": (True, False)}
     for name, emptied in wanted.items():
-        control = build_control(name, learner.trained, learner.config.task, 4, torch.device("cpu"), 0)
+        control = choose_control(name)(learner.trained, learner.config.task, 4, torch.device("cpu"), 0)
         changed = control.change(state, steps, {})
         for part, before, none, gone in zip(changed, state, empty, emptied):
             assert show_state(part) == show_state(none) if gone else part is before
             assert show_state(none) != show_state(before)
     with pytest.raises(ValueError, match="forget_recurrent needs recurrent layers, and this agent has none"):
-        build_control(
-            "forget_recurrent", AgentLearner(tiny_agent()).trained, learner.config.task, 4, torch.device("cpu"), 0
-        )
+        plain = AgentLearner(tiny_agent()).trained
+        choose_control("forget_recurrent")(plain, learner.config.task, 4, torch.device("cpu"), 0)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.ops.context.current import active_context, outside_graphs
+
 
 class ClampWithRecovery(torch.autograd.Function):
     """x clamped to [low, high]; the gradient is dropped only where it would push a clamped value further out.
@@ -24,11 +26,31 @@ class ClampWithRecovery(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        low, high = ctx.range
-        outward = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))  # a step goes against the gradient
-        return grad.masked_fill(outward, 0), None, None
+        (x,), (low, high) = ctx.saved_tensors, ctx.range
+        return grad.masked_fill(_outward(x, grad, low, high), 0), None, None
+
+
+class _ClampInParts(torch.autograd.Function):
+    """The same in a context, where this part has a share of the gradient and the sum of all decides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.x, ctx.range, ctx.context = x, (low, high), active_context()
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x, (low, high) = ctx.x, ctx.range
+        return ctx.context.share_gradient(x, grad, lambda total: _outward(x, total, low, high)), None, None
+
+
+def _outward(x: Tensor, grad: Tensor, low: float, high: float) -> Tensor:
+    """Where a step against the gradient leads a clamped value further out."""
+    return ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))
 
 
 def clamp_with_recovery(x: Tensor, low: float, high: float) -> Tensor:
-    return ClampWithRecovery.apply(x, low, high)  # type: ignore[return-value]
+    """x: a parameter."""
+    if active_context() is None:
+        return ClampWithRecovery.apply(x, low, high)  # type: ignore[return-value]
+    return outside_graphs(_ClampInParts.apply, x, low, high)

@@ -32,6 +32,11 @@ class Context(Protocol):
         call over the memories that it holds."""
         ...
 
+    def share_gradient(self, parameter: Tensor, grad: Tensor, dropped: Callable[[Tensor], Tensor]) -> Tensor:
+        """The gradient that this part gives to a parameter whose gradient is dropped by the sum over all parts. grad: this
+        part's; dropped: of such a sum, where it is dropped (bool)."""
+        ...
+
 
 _active: Context | None = None
 _outside: Callable[..., Any] | None = None

@@ -104,6 +104,10 @@ class ContextGroup:
             return attend_meanwhile(exchange, own, call)
         return run(merge(exchange.travel(), own).into(call))
 
+    def share_gradient(self, parameter: Tensor, grad: Tensor, dropped: Callable[[Tensor], Tensor]) -> Tensor:
+        """The ranks add their gradients afterwards, so each gives its own or, where the sum is dropped, none."""
+        return grad.masked_fill(dropped(self._gather(grad).sum(0).to(grad.device)), 0)
+
     def _gather_queries(self, call: Call) -> list[Queries]:
         """The positions and documents of every rank's queries."""
         own = Queries.of(call)

@@ -100,6 +100,8 @@ class Pieces:
         self.banks: list[_Bank] = []
         self.calls = 0
         self.borrowed: list[_Borrowed] = []
+        self.shared: dict[Tensor, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        """By parameter, the sum of its gradients so far, and where such a sum is dropped."""
 
     def first(self, count: int) -> int:
         return self.index * count
@@ -124,6 +126,16 @@ class Pieces:
 
     def attend(self, call: Call, run: Callable[[Call], Tensor]) -> Tensor:
         return run(self._widen(call))
+
+    def share_gradient(self, parameter: Tensor, grad: Tensor, dropped: Callable[[Tensor], Tensor]) -> Tensor:
+        """Every piece gives none at first: `give_shared` adds the sum of all, after the last of them."""
+        before, _ = self.shared.get(parameter, (torch.zeros_like(grad), dropped))
+        self.shared[parameter] = before + grad, dropped
+        return torch.zeros_like(grad)
+
+    def give_shared(self) -> None:
+        for parameter, (total, dropped) in self.shared.items():
+            torch.autograd.backward(parameter, total.masked_fill(dropped(total), 0))
 
     def _widen(self, call: Call) -> Call:
         own, number = Memories.of(call), self.calls
@@ -199,6 +211,7 @@ def backward_in_pieces(loss_of: Callable[[int], Tensor], pieces: int) -> None:
             if n == pieces - 1:
                 after = _random_state()
             context.backward(loss)
+    context.give_shared()
     _set_random_state(after)
 
 
