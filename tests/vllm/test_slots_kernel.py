@@ -10,6 +10,7 @@ from expire_span.vllm.slots import ALIGNMENT, BlockSlots
 from tests.error_budget import reordered
 from tests.triton_interpreter import DEVICE, ON_GPU, block_slots
 
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 HEADS, RAMP, TURNS = 2, 3.0, 14
 
 
@@ -40,7 +41,9 @@ def test_the_kernel_is_the_plain_step(capacity, group, dim, dtype, evict):
     """Three requests at different positions, far from the start, whose spans differ by token and head."""
     plain, fused = make(capacity, dim, dtype), make(capacity, dim, dtype)
     g = torch.Generator().manual_seed(3)
-    blocks, begin = torch.tensor([3, 1, 4], device=DEVICE), torch.tensor([0, 70_000, 9], device=DEVICE)
+    blocks, begin = torch.tensor([[3, 0], [1, 70_000], [4, 9]], device=DEVICE).unbind(
+        1
+    )  # which do not lie side by side
     lost = 0
     for turn in range(TURNS):
         q, k, v = (torch.randn(3, n, dim, generator=g).to(DEVICE, dtype) for n in (HEADS * group, HEADS, HEADS))

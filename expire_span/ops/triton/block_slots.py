@@ -120,7 +120,7 @@ def triton_block_step(
     """q [n, Hq, D], k, v [n, Hkv, D], span [n, Hkv] in float32, blocks and now [n] in int64; fields: those of `BlockSlots`. Returns
     y [n, Hq, D] and the number of memories of each request that found no slot, [n]."""
     count, heads, dim = k.shape
-    q, k, v, span = (x.contiguous() for x in (q, k, v, span))
+    q, k, v, span, blocks, now = (x.contiguous() for x in (q, k, v, span, blocks, now))
     y, lost = q.new_empty(q.shape), blocks.new_zeros(count)
     if not count:
         return y, lost
