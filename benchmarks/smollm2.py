@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.record import save
 from benchmarks.retrieval_lessons import weave_facts
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
-from expire_span.hf.evaluate import bootstrap, evaluate
 from expire_span.hf.loading import open_model, read_documents
-from expire_span.hf.questions import make_questions
+from expire_span.lab.caches.evaluate import bootstrap, evaluate
+from expire_span.lab.caches.questions import make_questions
 from expire_span.runs import RunFolder
 from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.distill import distill, distill_on

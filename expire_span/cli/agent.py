@@ -21,6 +21,7 @@ USUAL_TO_COMPARE = ("task.env", "task.options", "train.steps", "train.envs", "tr
 def evaluate(run: RunFolder, command: Any) -> dict[str, Any]:
     """The result of new episodes. command: the `Eval` of runs.py."""
     from expire_span.checkpoint import load_policy
+    from expire_span.lab.controls import choose_control
     from expire_span.train.actor_critic import TEST, split_seed
     from expire_span.train.agent_evaluation import evaluate_agent
     from expire_span.train.devices import check_device
@@ -29,7 +30,7 @@ def evaluate(run: RunFolder, command: Any) -> dict[str, Any]:
     task = config.task if command.options is None else replace(config.task, options=command.options)
     policy = load_policy(run, check_device(command.device), warn)
     settings: dict[str, Any] = dict(seed=split_seed(config.seed, TEST), rows=config.train.envs)
-    settings |= dict(greedy=command.greedy, control=command.control)
+    settings |= dict(greedy=command.greedy, control=choose_control(command.control))
     return evaluate_agent(policy, task, command.episodes, **settings).to_dict()
 
 

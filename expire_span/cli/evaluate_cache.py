@@ -83,8 +83,8 @@ def run_evaluate_cache(args: list[str]) -> int:
     check_text(command.data)
     from expire_span.disk.files import to_json, write_atomic
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
-    from expire_span.hf.evaluate import check_methods, evaluate
     from expire_span.hf.loading import check_context, open_model
+    from expire_span.lab.caches.evaluate import check_methods, evaluate
     from expire_span.train.progress import Heartbeat
 
     check_methods(methods)
@@ -118,8 +118,8 @@ def _share(word: str) -> float:
 def _material(command: EvaluateCache, retrofitted: Any, tokenizer: Any) -> tuple[list, list]:
     """Documents, which begin as the adapter's contexts did, and questions about them."""
     from expire_span.hf.loading import read_contexts
-    from expire_span.hf.questions import make_questions
     from expire_span.hf.texts import check_tokenizer, check_vocabulary, describe_beginning, find_beginning
+    from expire_span.lab.caches.questions import make_questions
 
     assert command.data is not None
     check_tokenizer(retrofitted, tokenizer)
@@ -150,7 +150,7 @@ def _print_row(row: dict[str, Any]) -> None:
 
 def compare_with_expire(rows: list[dict[str, Any]]) -> None:
     """Add to each rival's row by how much expire is better on the same documents, with a paired bootstrap."""
-    from expire_span.hf.evaluate import bootstrap
+    from expire_span.lab.caches.evaluate import bootstrap
 
     ours = {row["budget"]: row for row in rows if row["method"] == "expire"}
     for row in rows:

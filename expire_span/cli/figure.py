@@ -117,7 +117,7 @@ def _check_out(out: Path) -> None:
 
 
 def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, out: Path) -> None:
-    from expire_span.view.figures import draw_ages, save_figure, write_figure
+    from expire_span.lab.figures.traces import draw_ages, save_figure, write_figure
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
@@ -136,9 +136,9 @@ def _draw_one(command: FigureCommand, run: RunFolder | None, raw: bytes | None, 
 
 def _draw_cut(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
     """One text read twice: with the lives that the model gives, and with shorter ones."""
-    from expire_span.view.figures import save_figure
+    from expire_span.lab.figures.pairs import draw_cut
+    from expire_span.lab.figures.traces import save_figure
     from expire_span.view.limit import Cut
-    from expire_span.view.pair_figures import draw_cut
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
@@ -155,8 +155,8 @@ def _draw_cut(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Pa
 
 def _draw_words(command: FigureCommand, run: RunFolder, raw: bytes | None, out: Path) -> None:
     """One text with a word in it, and the same text with other words in its place."""
-    from expire_span.view.figures import save_figure
-    from expire_span.view.pair_figures import draw_words
+    from expire_span.lab.figures.pairs import draw_words
+    from expire_span.lab.figures.traces import save_figure
     from expire_span.view.source import open_reader
     from expire_span.view.trace import Trace
 
@@ -177,8 +177,8 @@ def _figure_of_systems(command: FigureCommand, out: Path) -> int:
     for kind in kinds:
         if kind not in SYSTEMS:
             raise UserError(f"unknown mixer {kind!r}; {nearest(kind, list(SYSTEMS))}")
-    from expire_span.view.figures import save_figure
-    from expire_span.view.system_figures import draw_patterns, draw_system_growth, measure_all, measure_pattern
+    from expire_span.lab.figures.systems import draw_patterns, draw_system_growth, measure_all, measure_pattern
+    from expire_span.lab.figures.traces import save_figure
 
     if command.name == "patterns":
         patterns = {kind: measure_pattern(kind) for kind in kinds}

@@ -22,9 +22,9 @@ def run_suite_command(command: Command, methods: list[str], budgets: list[float]
     methods = _usable(command, methods)
     _check(command)
     from expire_span.hf import RetrofitConfig, load_adapter, retrofit
-    from expire_span.hf.evaluate import check_budgets
     from expire_span.hf.loading import open_model
     from expire_span.hf.texts import check_tokenizer
+    from expire_span.lab.caches.evaluate import check_budgets
     from expire_span.lab.suites.page import write_results
     from expire_span.lab.suites.prompts import Frame
     from expire_span.lab.suites.record import Record, answers_path, write_prompts

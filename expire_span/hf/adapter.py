@@ -103,7 +103,10 @@ def read_head(folder: Path) -> dict[str, Any]:
         raise UserError(f"no adapter at {folder}: it has no adapter.json{hint}")
     head = read_json(path)
     if head.get("format") != FORMAT:
-        raise UserError(f"adapter {folder} has format {head.get('format')}, this version reads format {FORMAT}")
+        raise UserError(
+            f"adapter {folder} has format {head.get('format')}, this version reads format {FORMAT}; make it anew with: "
+            "expire-span retrofit"
+        )
     try:
         _check_head(head)
     except ValueError as error:
@@ -122,8 +125,7 @@ def _check_head(head: dict[str, Any]) -> None:
         require(isinstance(value, str), f"{name} must be text, got {show(value)}")
     check_count("lora_rank", head.get("lora_rank", 0), least=0)
     Beginning.from_record(head.get("begins_with"))
-    written = head.get("settings_sha256", _settings_sha256(head))  # adapters of earlier versions have none
-    require(written == _settings_sha256(head), "its settings do not match their checksum")
+    require(head.get("settings_sha256") == _settings_sha256(head), "its settings do not match their checksum")
 
 
 def load_into(retrofitted: Any, folder: Path) -> None:

@@ -21,9 +21,6 @@ NAME = "expire_span"
 KEPT = float(2**62)
 """Span of tokens that are always kept, longer than any stream. It is finite, so that the ordinary deletion rule applies."""
 
-KEPT_BEFORE = float(2**28)
-"""What `KEPT` was when caches were saved by earlier versions."""
-
 
 def is_kept(span: Tensor) -> Tensor:
     """Which spans are KEPT: those above half of it, since adding and subtracting a ramp may have rounded them."""

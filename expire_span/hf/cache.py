@@ -24,7 +24,7 @@ from expire_span.models.state import bytes_of, pack, unpack
 from expire_span.store import ExpiringMemory
 from expire_span.store.tensor_files import check_tensors, to_bytes
 
-from .attention import KEPT, KEPT_BEFORE, LayerReading, is_kept
+from .attention import LayerReading, is_kept
 from .recurrent import RecurrentLayer, copy_states, load_states, map_states, states_of
 
 
@@ -218,14 +218,6 @@ class HybridLayer(StatesBeside, ExpiringLayer):
     memories = ExpiringLayer
 
 
-def with_kept_for_ever(memory: ExpiringMemory | None) -> ExpiringMemory | None:
-    """A memory that was saved before first tokens were kept beyond `KEPT_BEFORE` tokens, with today's span for them."""
-    if memory is None:
-        return None
-    span = memory.slots["span"]
-    return memory.replace_field("span", span.masked_fill(span > KEPT_BEFORE / 2, KEPT))
-
-
 class ExpiringCache(Cache):
     """Build one with `retrofitted.new_cache()`."""
 
@@ -328,7 +320,7 @@ class ExpiringCache(Cache):
                 raise ValueError(f"the saved cache has ramp {memory['ramp']}, this retrofit has {layer.ramp}")
             found.append((saved["seen"], None if memory is None else ExpiringMemory.from_state_dict(memory)))
         for layer, (seen, memory) in zip(self.expiring, found):
-            layer.seen, layer.memory, layer.padded = seen, with_kept_for_ever(memory), True
+            layer.seen, layer.memory, layer.padded = seen, memory, True
         for states in recurrent:
             self.recurrent = states
 
@@ -364,13 +356,11 @@ class ExpiringCache(Cache):
         return self
 
     def _check_model(self, path: str | Path, wrote: str | None) -> None:
-        """Refuse a cache of another model. Files of earlier versions do not name theirs."""
-        if self.identify is None or wrote is None:
-            return
-        mine = self.identify()
+        """Refuse a cache of another model, where this one can tell its own."""
+        mine = wrote if self.identify is None else self.identify()
         if wrote != mine:
             raise UserError(
-                f"{path} was saved by another model (weights {wrote[:12]}, these are {mine[:12]}); load it with the model "
+                f"{path} was saved by another model (weights {wrote!s:.12}, these are {mine!s:.12}); load it with the model "
                 "that wrote it"
             )
 

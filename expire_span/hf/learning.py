@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.ops.rule import is_alive
 from expire_span.store import ExpiringMemory
 
 from .attention import LayerReading, is_kept
@@ -55,7 +56,7 @@ class LearningLayer(ExpiringLayer):
         assert reading.predictor is not None
         # A copy, since new memories are written into the same buffer before the backward pass.
         span = reading.predictor(hidden.clone())
-        marked = (old.span <= -self.ramp) | is_kept(old.span)  # padding stays dead, and what is kept stays
+        marked = ~is_alive(old.span, self.ramp) | is_kept(old.span)  # padding stays dead, and what is kept stays
         return torch.where(marked.unsqueeze(1), old.span.unsqueeze(1), span)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from expire_span.models.policy import Policy
 from expire_span.settings.agent import EnvTask
 
 from .build_environments import build_environments
-from .controls import Control, ControlName, build_control
 from .retention import Retention, RetentionCounter
 from .rollout import count_memories, judge
 
@@ -105,6 +105,23 @@ class _Episode:
     peak: int | None
 
 
+class Control:
+    """Changes the memories with which an agent acts while it is evaluated; this base changes nothing. `change` is called
+    before every step, `follow` after."""
+
+    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
+        """The state of B rows with which the agent acts. steps [B]: steps of each row's episode so far; facts: those of
+        `Environments.facts`."""
+        return state
+
+    def follow(self, actions: Tensor, ended: Tensor) -> None:
+        """Called after the agent has taken `actions` [B, K]; `ended` [B] (bool) marks rows whose episode is over."""
+
+
+BuildControl = Callable[[Policy, EnvTask, int, torch.device, int], Control]
+"""Of the policy, its task, the number of environments, the device and the seed of the evaluation."""
+
+
 @torch.no_grad()
 def evaluate_agent(
     policy: Policy,
@@ -114,20 +131,20 @@ def evaluate_agent(
     seed: int,
     rows: int = 64,
     greedy: bool = False,
-    control: ControlName = "none",
+    control: BuildControl | None = None,
 ) -> AgentResult:
     """Play at least `episodes` whole episodes with drawn actions, as in training, or with the likeliest ones.
 
     Torch's random generator is restored afterwards, so that evaluating does not change how training continues.
 
     Args:
-        control: changes what the agent remembers while it plays; see controls.py.
+        control: makes what changes the agent's memories while it plays; lab/controls.py has several by name.
     """
     policy.eval()
     device = next(policy.parameters()).device
     envs = build_environments(task, min(rows, episodes), device)
     envs.begin(seed)
-    changes = build_control(control, policy, task, envs.count, device, seed)
+    changes = control(policy, task, envs.count, device, seed) if control else Control()
     evaluation = _Evaluation(policy, task, envs, quota=-(-episodes // envs.count), greedy=greedy, control=changes)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -239,12 +239,12 @@ class Distiller:
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Any], moments: dict[str, Any]) -> None:
         self.choose(0)
-        for level, known in zip(self.levels, [state["controller"], *state.get("controllers", [])]):
+        for level, known in zip(self.levels, [state["controller"], *state["controllers"]]):
             level.load(self.retrofitted, weights)
             level.controller.load_state_dict(known)
         self.rng.bit_generator.state = state["rng"]
-        self.mixture.load_state(state.get("written"))
-        self.calibrated = state.get("calibrated", True)  # older states were written before there was calibration
+        self.mixture.load_state(state["written"])
+        self.calibrated = state["calibrated"]
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": {int(n): x for n, x in moments.items()}, "param_groups": groups})
 

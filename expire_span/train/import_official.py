@@ -21,6 +21,7 @@ from torch import Tensor
 from expire_span import checkpoint
 from expire_span.models import official
 from expire_span.models.decoder import Decoder
+from expire_span.ops.rule import full_until
 from expire_span.runs import RunFolder, UserError, check_new
 from expire_span.settings.run import RunConfig, TextTask, TrainConfig
 from expire_span.tasks.registry import build_task
@@ -94,7 +95,7 @@ def _find_max_span(told: official.Settings, given: Given) -> int:
     if given.max_span is None and told.life is None:
         raise UserError("the checkpoint has no mask that tells its longest span, got none; give it with --max-span")
     if told.life is None or given.max_span is None:
-        return given.max_span if given.max_span is not None else (told.life or 0) - given.ramp
+        return given.max_span if given.max_span is not None else full_until(told.life or 0, given.ramp)
     if given.max_span + given.ramp != told.life:
         raise UserError(
             f"max_span and ramp must add up to the size of the checkpoint's mask, {told.life}, "

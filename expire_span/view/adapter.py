@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expire_span.hf import Retrofit, load_adapter
 from expire_span.hf.loading import open_base
 from expire_span.hf.texts import encode_text
+from expire_span.ops.rule import full_until
 from expire_span.runs import RunFolder
 from expire_span.serve.detokenizer import text_of
 from expire_span.shipped import SAMPLE, SHIPPED
@@ -75,7 +76,7 @@ class AdapterTracer(TokenTracer):
         never expire."""
         heads, ramp = self.log.facts.heads, self.log.facts.ramp
         if span is None:
-            return [[layer.window - 0.5 - ramp] * heads] * count
+            return [[full_until(layer.window - 0.5, ramp)] * heads] * count
         rows = spans_by_head(span)
         rows = [[KEPT] * len(row) for row in rows[:kept]] + rows[kept:]
         return [row if len(row) == heads else (row * heads)[:heads] for row in rows]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from expire_span.ops.rule import lifetime
+from expire_span.ops.rule import full_until, lifetime, until_dead
 
 from .trace import Line, Trace
 
@@ -66,7 +66,7 @@ def limit_spans(model: nn.Module, limit: float | None = None, share: float = 1.0
         raise ValueError(f"the memory system {kind} gives tokens no spans, so none can be cut")
 
     def shorten(module: Any, args: object, span: Tensor) -> Tensor:
-        span = span if share == 1 else (span + module.ramp) * share - module.ramp
+        span = span if share == 1 else full_until(until_dead(span, module.ramp) * share, module.ramp)
         # A limit beyond the range of the spans' dtype cuts nothing, but clamp would refuse it.
         return span if limit is None else span.clamp(max=min(limit, torch.finfo(span.dtype).max))
 
@@ -108,6 +108,7 @@ def find_share(trace: Trace, live: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        alive = np.minimum(lifetime((spans + ramp) * middle - ramp, ramp).numpy(), left).mean((0, 1)).sum() / len(trace)
+        shorter = full_until(until_dead(spans, ramp) * middle, ramp)
+        alive = np.minimum(lifetime(shorter, ramp).numpy(), left).mean((0, 1)).sum() / len(trace)
         low, high = (middle, high) if alive < live else (low, middle)
     return high

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from expire_span.hf.attention import KEPT, is_kept
+from expire_span.hf.attention import is_kept
 from expire_span.hf.rotary import turns_per_token
 from expire_span.store.slots import FRESH
 from expire_span.stream import Stream
@@ -45,7 +45,7 @@ def answer(retrofitted, ids, count, neighbours=()):
 
 def keys_of(stream):
     """The living keys of a stream of one row over slots, in order of birth, for each layer and head."""
-    return [alive_keys(part["memory"], part["position"]) for part in stream._engine.stepper.to_state()]
+    return [alive_keys(part["memory"], part["position"]) for part in stream.snapshot(0).state]
 
 
 def alive_keys(memory, now):
@@ -120,8 +120,7 @@ def test_first_tokens_stay_bit_for_bit_however_long_a_stream_is(position, static
     for n, token in enumerate(tokens(1, 2 * FRESH + 3, seed=4).T):
         stream.feed(token)
         assert bool(stream.logits.isfinite().all()), n
-    engine, before = stream._engine, first_keys(prompt.state)
-    state = engine.stepper.to_state() if static_shapes else engine.groups[0].state
+    before, state = first_keys(prompt.state), stream.snapshot(0).state
     assert state[0]["position"] == position + 2 * FRESH + 3
     assert len(before) == 2 and before == first_keys(state) and len(before[0]) == 2 * 3
 
@@ -139,7 +138,7 @@ def test_slots_hold_first_tokens_after_a_simulated_age_of_2_to_the_31():
         stepper.clock.epochs += 2**31
     for token in tokens(1, 3 * FRESH, seed=4).T:
         stream.feed(token)
-    for part in stepper.to_state():
+    for part in stream.snapshot(0).state:
         assert bool((is_kept(part["memory"].span).sum(-1) == 3).all())
 
 
@@ -188,17 +187,6 @@ def test_a_pause_and_detaching_give_the_model_its_own_angles_back(family):
     rotary.forward = mine = rotary.forward
     retrofitted.detach()
     assert "forward" not in vars(rotary) and mine is not None
-
-
-def test_caches_that_earlier_versions_saved_keep_their_first_tokens(tmp_path):
-    retrofitted = half(torch.float32)
-    cache, _ = read(retrofitted, tokens(1, 20))
-    for layer in cache.layers:
-        span = layer.memory.slots["span"]
-        layer.memory = layer.memory.replace_field("span", torch.where(is_kept(span), float(2**28), span))
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = retrofitted.new_cache().load(tmp_path / "cache.safetensors")
-    assert all(int((x.memory.span == KEPT).sum()) == 2 * 3 for x in loaded.layers)
 
 
 def test_models_whose_angles_change_with_the_length_are_left_alone():

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from expire_span.hf import load_adapter
-from expire_span.hf.adapter import base_hash
+from expire_span.hf.adapter import _settings_sha256, base_hash
 from expire_span.hf.fingerprint import ALIKE, check_record, find_difference, record_of
 from tests.hf_models import forgetful
 
@@ -121,7 +121,8 @@ def test_an_adapter_made_from_a_rounded_model_fits_the_whole_one(tmp_path):
 
 def test_an_adapter_without_a_fingerprint_is_held_to_the_hash(adapter, tmp_path):
     head = json.loads((adapter / "adapter.json").read_text())
-    del head["base"]["fingerprint"], head["settings_sha256"]
+    del head["base"]["fingerprint"]
+    head["settings_sha256"] = _settings_sha256(head)
     (tmp_path / "adapter.json").write_text(json.dumps(head))
     (tmp_path / "adapter.safetensors").write_bytes((adapter / "adapter.safetensors").read_bytes())
     load_adapter(base(), tmp_path).detach()

@@ -85,17 +85,12 @@ def test_slots_keep_them(family):
         text += [step.tokens.tolist() for step in stream.generate(Sampling(temperature=0), 150)]
         texts.append((text, stream.live.tolist()))
         for row in range(2):
-            state = kept_state(stream.fork([row]))
+            state = stream.snapshot(row).state
             kept = [
                 is_kept(part["memory"].span).sum(-1) for part, x in zip(state, retrofitted.layers) if x.window is None
             ]
             assert all(bool((count == KEEP).all()) for count in kept)
     assert texts[0] == texts[1]
-
-
-def kept_state(stream):
-    engine = stream._engine
-    return engine.stepper.to_state() if stream.static_shapes else engine.groups[0].state
 
 
 def test_learning_keeps_them_too():

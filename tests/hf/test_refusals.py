@@ -12,6 +12,7 @@ from transformers import T5ForConditionalGeneration as T5  # noqa: E402
 
 from expire_span.errors import StorageError, UserError  # noqa: E402
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit  # noqa: E402
+from expire_span.hf.adapter import _settings_sha256  # noqa: E402
 from expire_span.hf.loading import open_model  # noqa: E402
 from tests.hf_models import FAMILIES, forgetful, llama_gguf, model_folder, read, tiny, tokens  # noqa: E402
 
@@ -225,7 +226,9 @@ def test_adapters_that_do_not_fit(tmp_path):
     untouched(model)
     head = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
     (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(head | {"format": 9}))
-    with pytest.raises(ValueError, match="has format 9, this version reads format 1"):
+    with pytest.raises(
+        ValueError, match="has format 9, this version reads format 1; make it anew with: expire-span retrofit"
+    ):
         load_adapter(model, tmp_path / "adapter")
     base = head["base"]
     for change, words in [
@@ -270,7 +273,7 @@ def test_adapters_whose_weights_do_not_fit(tmp_path):
     ]:
         path.write_bytes(data)
         changed = head | {"lora_rank": rank, "sha256": hashlib.sha256(data).hexdigest()}
-        del changed["settings_sha256"]  # as adapters of earlier versions
+        changed["settings_sha256"] = _settings_sha256(changed)
         (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=said + ".*; copy (it|the adapter) again"):
             load_adapter(model, tmp_path / "adapter")
@@ -302,6 +305,16 @@ def test_saved_caches_that_cannot_be_loaded(tmp_path):
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(UserError, match="does not match its checksum"):
+        cache.load(path)
+    path.write_bytes(data.replace(b'"sha256"', b'"sha255"', 1))
+    with pytest.raises(UserError, match="does not match its checksum"):
+        cache.load(path)
+    cache.identify, identify = None, cache.identify
+    cache.fork().save(path)
+    cache.identify = identify
+    with pytest.raises(
+        UserError, match=r"was saved by another model .weights None, .*; load it with the model that wrote"
+    ):
         cache.load(path)
     path.write_bytes(data.replace(b"seen", b'se"n', 1))
     with pytest.raises(UserError, match="is not a saved cache that can be read"):

@@ -13,7 +13,6 @@ from expire_span.cli import main
 from expire_span.errors import UserError
 from expire_span.hf import RetrofitConfig, load_adapter, retrofit
 from expire_span.hf.loading import chat_tokens, read_contexts, turn_tokens
-from expire_span.hf.questions import make_questions
 from expire_span.hf.texts import (
     Beginning,
     check_tokenizer,
@@ -27,6 +26,7 @@ from expire_span.hf.texts import (
     template_of_turn,
     text_beginning,
 )
+from expire_span.lab.caches.questions import make_questions
 from expire_span.serve.text import TextModel
 from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.distiller import Distiller

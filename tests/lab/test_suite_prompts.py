@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.errors import UserError  # noqa: E402
-from expire_span.hf.evaluate import method  # noqa: E402
+from expire_span.lab.caches.evaluate import method  # noqa: E402
 from expire_span.lab.suites.asking import ask, in_batches  # noqa: E402
 from expire_span.lab.suites.gsm8k import make_problems  # noqa: E402
 from expire_span.lab.suites.haystack import Haystack, no_books, read_books, read_passages  # noqa: E402

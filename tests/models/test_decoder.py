@@ -111,9 +111,46 @@ def test_an_agent_rolls_out_in_eval_mode_with_states_that_learning_starts_from()
     assert all(float(block.mixer.span_predictor.weight.grad.abs().sum()) > 0 for block in backbone.layers())
 
 
-def test_reading_single_tokens_on_a_gpu_recommends_a_stream_once(monkeypatch):
+class OnGPU(torch.Tensor):
+    """A tensor that says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def like_on_a_gpu(monkeypatch):
+    """A decoder whose embeddings seem to lie on a GPU, and whose layers change nothing."""
+    decoder = Decoder(small_config("expire_span"))
+    plain = decoder.embed.forward
     monkeypatch.setattr(decoder_module, "_single_tokens", itertools.count(1))
-    with pytest.warns(UserWarning, match=r"expire_span.Stream\(decoder\)") as told:
+    monkeypatch.setattr(decoder.embed, "forward", lambda tokens: plain(tokens).as_subclass(OnGPU))
+    monkeypatch.setattr(
+        decoder.backbone, "forward", lambda x, state, **_: (x.as_subclass(torch.Tensor), state or [], None)
+    )
+    return decoder
+
+
+def test_reading_single_tokens_on_a_gpu_recommends_a_stream_once(like_on_a_gpu):
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"expire_span.Stream\(decoder\)") as told:
         for _ in range(3 * decoder_module.MANY_SINGLE_TOKENS):
-            decoder_module._recommend_stream()
-    assert len(told) == 1
+            like_on_a_gpu(token, [])
+    assert len(told) == 1 and told[0].filename == __file__, "it names the line that called the decoder"
+
+
+@pytest.mark.parametrize("count, state, learning", [(2, [], False), (1, None, False), (1, [], True)])
+def test_other_calls_recommend_no_stream(like_on_a_gpu, recwarn, count, state, learning):
+    """Blocks, the first token of a text, and steps that gradients go through."""
+    tokens = torch.zeros(1, count, dtype=torch.int64)
+    with torch.set_grad_enabled(learning):
+        for _ in range(decoder_module.MANY_SINGLE_TOKENS):
+            like_on_a_gpu(tokens, state)
+    assert not recwarn.list
+
+
+def test_single_tokens_on_a_cpu_recommend_no_stream(monkeypatch, recwarn):
+    monkeypatch.setattr(decoder_module, "_single_tokens", itertools.count(decoder_module.MANY_SINGLE_TOKENS))
+    decoder = Decoder(small_config("expire_span")).eval()
+    with torch.no_grad():
+        decoder(torch.zeros(1, 1, dtype=torch.int64), decoder.initial_state(1))
+    assert not recwarn.list

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("gymnasium")
 
+from expire_span.lab.controls import Delete, choose_control, choose_rows
 from expire_span.models.policy import Policy
 from expire_span.models.systems.expire_span import ExpireSpanConfig
 from expire_span.settings.agent import EnvTask, PolicyConfig
 from expire_span.store import NEVER, trim_states
 from expire_span.train.agent_evaluation import evaluate_agent, wilson
 from expire_span.train.build_environments import build_environments
-from expire_span.train.controls import Delete, choose_rows
 from expire_span.train.retention import RetentionCounter
 from tests import tiny_agents  # noqa: F401 (registers Tiny/Echo-v0)
 
@@ -132,7 +132,7 @@ def test_rows_of_two_states_are_exchanged():
 def test_controls_play_on(control):
     """The twin's episodes stay in step with the agent's; with the control forget, the store holds only the newest memory."""
     policy = policy_of(CORRIDOR)
-    result = evaluate_agent(policy, CORRIDOR, 8, seed=1, rows=4, control=control)
+    result = evaluate_agent(policy, CORRIDOR, 8, seed=1, rows=4, control=choose_control(control))
     assert result.episodes == 8
     assert control != "forget" or result.peak_live == [1]
 
@@ -140,4 +140,4 @@ def test_controls_play_on(control):
 def test_controls_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="swap needs a corridor with two colours"):
         task = EnvTask(env="ExpireSpan/Corridor-Hard-v0")
-        evaluate_agent(policy_of(task), task, 2, seed=0, control="swap")
+        evaluate_agent(policy_of(task), task, 2, seed=0, control=choose_control("swap"))

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("gymnasium")
 
 from expire_span.checkpoint import load_policy
+from expire_span.lab.controls import choose_control
 from expire_span.recipes.agents import agent_corridor_tiny, agent_repeat_previous_tiny
 from expire_span.train.actor_critic import AgentLearner, train
 from expire_span.train.agent_evaluation import evaluate_agent
@@ -24,7 +25,7 @@ def test_a_number_is_remembered():
     for index in range(30):
         learner.step(index)
     scores = {
-        name: evaluate_agent(learner.trained, learner.config.task, 256, seed=9, control=name).score
+        name: evaluate_agent(learner.trained, learner.config.task, 256, seed=9, control=choose_control(name)).score
         for name in ("none", "forget")
     }
     assert scores["none"] > 0.75 and scores["forget"] < 0.55, scores
@@ -38,7 +39,7 @@ def test_corridor_easy_and_its_controls(tmp_path):
     assert result["score"] >= 0.95 and all(band["success"] >= 0.95 for band in result["bands"]), result
     policy, task = load_policy(run), replace(run.config.task, options='{"min_length": 10}')
     for control, low, high in (("forget", 0.4, 0.6), ("delete", 0.4, 0.6), ("swap", 0.0, 0.1)):
-        assert low <= evaluate_agent(policy, task, 512, seed=9, control=control).score <= high, control
+        assert low <= evaluate_agent(policy, task, 512, seed=9, control=choose_control(control)).score <= high, control
 
 
 @pytest.mark.long

@@ -16,9 +16,9 @@ from expire_span.cli import main
 from expire_span.generate import Sampling
 from expire_span.hf import loading
 from expire_span.hf.loading import open_model
+from expire_span.lab.figures.traces import FIGURES, draw_spans
 from expire_span.runs import UserError
 from expire_span.view.adapter import AdapterTracer
-from expire_span.view.figures import FIGURES, draw_spans
 from expire_span.view.limit import Cut
 from expire_span.view.server import Source
 from expire_span.view.source import open_adapter

@@ -314,7 +314,7 @@ def test_single_tokens_are_written_by_one_thread(run):
 
 def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
     from expire_span.cli.figure import NAMES, PAIRED
-    from expire_span.view.figures import FIGURES
+    from expire_span.lab.figures.traces import FIGURES
 
     assert {*FIGURES, *PAIRED, "patterns"} == set(NAMES)  # patterns is a figure of the memory systems, not of a run
     monkeypatch.chdir(tmp_path)
@@ -342,7 +342,7 @@ def test_figures_of_every_name(run, tmp_path, monkeypatch, capsys):
 
 def test_the_timeline_shows_memories_that_end():
     """However long they live, as far as the trace goes; its lines can still be told apart."""
-    from expire_span.view.figures import draw_timeline
+    from expire_span.lab.figures.traces import draw_timeline
 
     for count, span, shown in ((90, 700, 90), (3000, 20, 500), (3000, 400, 1212), (3000, 5000, 2000)):
         header = {"ramp": 4.0, "layers": 1, "heads": 1, "system": "expire_span"}
@@ -352,7 +352,7 @@ def test_the_timeline_shows_memories_that_end():
 
 def test_ages_at_which_memories_die():
     """The figure counts what the trace says, and shows the age that was needed."""
-    from expire_span.view.figures import draw_ages
+    from expire_span.lab.figures.traces import draw_ages
 
     header = {"layers": 2, "heads": 1, "ramp": 2, "system": "expire_span"}
     deaths = {4: [[0, 0, 0]], 5: [[0, 0, 1], [1, 0, 3]], 6: [[0, 0, 3]]}  # last read at age 3, 3 and 2; and at age 1
@@ -368,7 +368,7 @@ def test_ages_at_which_memories_die():
 
 
 def test_figures_that_compare(run, tmp_path, monkeypatch):
-    from expire_span.view.pair_figures import draw_cut, draw_words
+    from expire_span.lab.figures.pairs import draw_cut, draw_words
 
     monkeypatch.chdir(tmp_path)
     assert main(["figure", "words", str(run.path), "--out", "words.png"]) == 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from expire_span.hf.cache import ExpiringCache
-from expire_span.hf.evaluate import held_bytes, read
+from expire_span.lab.caches.evaluate import held_bytes, read
 
 from .prompts import Sample
 from .scoring import RULES, is_settled

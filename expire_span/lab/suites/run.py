@@ -15,8 +15,8 @@ from torch import Tensor
 from expire_span.errors import UserError
 from expire_span.hf import Retrofit
 from expire_span.hf.adapter import list_budgets, use_folder
-from expire_span.hf.evaluate import check_methods, count_bytes, find_dial, held_bytes, method, peak_tokens, read
 from expire_span.hf.loading import end_tokens
+from expire_span.lab.caches.evaluate import check_methods, count_bytes, find_dial, held_bytes, method, peak_tokens, read
 
 from .asking import allocated_bytes, ask, in_batches
 from .prompts import Sample

@@ -13,12 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from expire_span.disk.files import write_output
+from expire_span.ops.rule import full_until, until_dead
 from expire_span.runs import UserError
+from expire_span.view.lines import lay_out, texts_of
+from expire_span.view.pictures import PALETTE, STYLE, count_alive
+from expire_span.view.trace import Trace
 
-from .lines import lay_out, texts_of
-from .pair_figures import SINGLE, tell_kept, tell_scale
-from .pictures import PALETTE, STYLE, count_alive
-from .trace import Trace
+from .pairs import SINGLE, tell_kept, tell_scale
 
 PRINT: dict[Any, Any] = STYLE | {name: "black" for name, value in STYLE.items() if value == STYLE["text.color"]}
 PRINT |= {"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "svg.fonttype": "path", "figure.dpi": 100}
@@ -52,7 +53,7 @@ def draw_timeline(trace: Trace) -> Figure:
     """Lifelines of the layer that keeps a single memory longest, and below how many live."""
     spans = trace.spans.max(1)
     layer, ramp = int(trace.bounded_spans.max((1, 2)).argmax()), trace.header["ramp"]
-    lifetime = float(np.median(spans[layer])) + ramp
+    lifetime = until_dead(float(np.median(spans[layer])), ramp)
     births = np.arange(
         min(len(trace), max(LEAST_STEPS, min(int(3 * lifetime), MOST_STEPS)))
     )  # so that memories are seen to end
@@ -60,7 +61,7 @@ def draw_timeline(trace: Trace) -> Figure:
     ends = np.minimum(deaths, len(births))
     figure = Figure(figsize=(6.8, 3.2), layout="constrained")
     bars, count = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    solid = np.clip(deaths - ramp, births, ends)
+    solid = np.clip(full_until(deaths, ramp), births, ends)
     width = min(0.7, 200 / len(births))
     bars.hlines(births, births, ends, color=PALETTE[0], lw=width, alpha=0.4)
     bars.hlines(births, births, solid, color=PALETTE[0], lw=width)

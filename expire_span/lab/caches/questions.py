@@ -8,8 +8,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from expire_span.hf.texts import Beginning, template_of_turn
+
 from .evaluate import Question
-from .texts import Beginning, template_of_turn
 
 NAMES = ("apple", "river", "candle", "marble", "falcon", "garden", "silver", "window", "pepper", "island")
 

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from .lines import lay_out, texts_of
-from .trace import FOR_GOOD, Trace
+from expire_span.view.lines import lay_out, texts_of
+from expire_span.view.trace import FOR_GOOD, Trace
 
 COLUMNS = 96
 """Letters of a line."""

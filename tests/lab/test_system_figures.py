@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from expire_span.cli import main
+from expire_span.lab.figures.systems import FAINTEST, draw_system_growth, measure_growth, measure_pattern
 from expire_span.models.systems import SYSTEMS
-from expire_span.view.system_figures import FAINTEST, draw_system_growth, measure_growth, measure_pattern
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from .adapter import use_budget
-from .cache import ExpiringCache
-from .retrofitted import Retrofit
+from expire_span.hf.adapter import use_budget
+from expire_span.hf.cache import ExpiringCache
+from expire_span.hf.retrofitted import Retrofit
+
 from .rivals import LEAST_CAPACITY, EvictingCache, evicting
 from .rivals import METHODS as RIVALS
 

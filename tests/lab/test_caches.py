@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from expire_span.hf import RetrofitConfig, retrofit  # noqa: E402
-from expire_span.hf.evaluate import (  # noqa: E402
+from expire_span.lab.caches.evaluate import (  # noqa: E402
     MOST_DIAL,
     bootstrap,
     count_bytes,
@@ -20,7 +20,7 @@ from expire_span.hf.evaluate import (  # noqa: E402
     peak_tokens,
     read,
 )
-from expire_span.hf.questions import make_questions  # noqa: E402
+from expire_span.lab.caches.questions import make_questions  # noqa: E402
 from tests.hf_models import VOCAB, byte_tokenizer, forgetful, tiny, tokens  # noqa: E402
 
 

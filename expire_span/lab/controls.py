@@ -21,24 +21,11 @@ from expire_span.models.policy import Policy
 from expire_span.models.state import map_tensors
 from expire_span.settings.agent import EnvTask
 from expire_span.store import NEVER, HiddenMemory, trim_states
-
-from .build_environments import build_environments
-from .environments import to_tensor
+from expire_span.train.agent_evaluation import BuildControl, Control
+from expire_span.train.build_environments import build_environments
+from expire_span.train.environments import to_tensor
 
 ControlName = Literal["none", "forget", "forget_expiring", "forget_recurrent", "delete", "swap"]
-
-
-class Control:
-    """The base of all controls, which changes nothing. `change` is called before every step of an evaluation, `follow`
-    after."""
-
-    def change(self, state: list[Any], steps: Tensor, facts: dict[str, Tensor]) -> list[Any]:
-        """The state of B rows with which the agent acts. steps [B]: steps of each row's episode so far; facts: those of
-        `Environments.facts`."""
-        return state
-
-    def follow(self, actions: Tensor, ended: Tensor) -> None:
-        """Called after the agent has taken `actions` [B, K]; `ended` [B] (bool) marks rows whose episode is over."""
 
 
 class Forget(Control):
@@ -156,11 +143,11 @@ def _fact_of(facts: dict[str, Tensor]) -> Tensor:
     return facts["fact"]
 
 
-def build_control(
-    name: ControlName, policy: Policy, task: EnvTask, count: int, device: torch.device, seed: int
-) -> Control:
+def choose_control(name: ControlName) -> BuildControl | None:
+    """What `evaluate_agent` takes for the control of this name."""
     if name.startswith("forget"):
-        return Forget(policy, name.removeprefix("forget").removeprefix("_"))
+        which = name.removeprefix("forget").removeprefix("_")
+        return lambda policy, task, count, device, seed: Forget(policy, which)
     if name == "delete":
-        return Delete(count, device)
-    return Swap(policy, task, count, device, seed) if name == "swap" else Control()
+        return lambda policy, task, count, device, seed: Delete(count, device)
+    return Swap if name == "swap" else None

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .attention_function import observed
+from expire_span.hf.attention_function import observed
 
 NAME = "expire_span_observed"
 METHODS = ("window", "sinks", "knorm", "snap")

@@ -1,0 +1,1 @@
+"""Figures for papers: of one trace, of several side by side, and of the memory systems."""
