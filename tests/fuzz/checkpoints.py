@@ -57,6 +57,7 @@ def _killed(work: Callable[[], Any], changes: int, folder: Path, truncate: bool)
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # the threads of the parent are not in its child, which would wait for them
             _die_at(changes, str(folder), truncate)
             work()
         finally:

@@ -22,7 +22,7 @@ NAME = "operator"
 SPANS = ("mixed", "short", "edges", "scattered", "alive", "infinite", "zero", "born dead", "equal ages")
 STEPS = ("ones", "gaps", "jumps", "twins")
 PACKINGS = ("none", "ids", "rows", "boundaries", "pair")
-RAMPS = (1.0, 2.0**-20, 0.5, 5.0, 7.0, 16.0, 100.0, 0.3, 8.001, 1e-6)
+RAMPS = (1.0, 2.0**-20, 2.0**-7, 0.5, 5.0, 7.0, 16.0, 100.0, 0.3, 8.001, 1e-6)
 SIMPLE: dict[str, Any] = dict(
     seed=0, dtype="float32", impl="reference", batch=1, kv_heads=1, group=1, queries=1, stored=0, dim=1, span_rows=0,
     spans="alive", span_dtype="same", ramp=1.0, causal=True, include_self=True, scale=0.0, relative=0, eps=0.0,
