@@ -10,10 +10,10 @@ each waits for the one before.
     python -m benchmarks.serve --model FOLDER --adapter DIR --prompt-tokens 4096 --beside --text docs/*.md --requests 1,8,64,256
 
 takes a model of transformers and prompts of equal length, cut from text. Without --adapter every memory lives for an eighth of
-the prompt's tokens. --beside also gives the same requests to transformers' continuous batching (`generate_batch`) with the full
-cache, and measures the decode steps of a bare `Stream`. `steady` is tokens per second from the moment at which all requests had
-their first token until the first of them ended; `first` includes the waiting for others. Times of tokens are those at which
-they were delivered, in both.
+the prompt's tokens. --beside also gives the same requests to transformers' continuous batching (`generate_batch`) with the
+full cache, and to a bare `Stream`, with their prompts (bare stream) and its decode steps alone (bare steps). `steady` is
+tokens per second from the moment at which all requests had their first token until the first of them ended; `first` includes
+the waiting for others. Times of tokens are those at which they were delivered, in both.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from expire_span.serve.scheduler import Scheduler
 from expire_span.serve.sessions import Sessions
 from expire_span.serve.text import TextModel
 from expire_span.serve.turns import Prompt, read_chat
+from expire_span.stream import Stream
 
 from .hf_decode import KINDS
 from .record import save
@@ -53,14 +54,18 @@ class _Numbers:
         return "".join(f"{token}," for token in tokens)
 
 
-def build(layers: int, dim: int, device: str) -> Any:
-    """A random model with spans of up to 1,024 tokens, of which most are much shorter."""
+def build_plain(layers: int, dim: int, device: str) -> Any:
+    """A random model of the shape of a small Llama."""
     torch.manual_seed(0)
     shape = dict(num_hidden_layers=layers, hidden_size=dim, intermediate_size=dim * 8 // 3, vocab_size=VOCAB)
     heads = dict(num_attention_heads=dim // 64, num_key_value_heads=max(1, dim // 192))
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads))
-    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
-    retrofitted = retrofit(model, RetrofitConfig(max_span=1024, ramp=32))
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+
+
+def build(layers: int, dim: int, device: str) -> Any:
+    """The same with spans of up to 1,024 tokens, of which most are much shorter."""
+    retrofitted = retrofit(build_plain(layers, dim, device), RetrofitConfig(max_span=1024, ramp=32))
     with torch.no_grad():
         for predictor in retrofitted.predictors.values():
             predictor.weight.normal_()
@@ -69,6 +74,8 @@ def build(layers: int, dim: int, device: str) -> Any:
 
 
 def load(args: argparse.Namespace) -> Any:
+    if args.model is None:
+        return build_plain(args.layers, args.dim, args.device)
     kind = torch.bfloat16 if args.device == "cuda" else torch.float32
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=kind).to(args.device).eval()
 
@@ -153,6 +160,18 @@ def measure_bare(retrofitted: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Decode steps of a `Stream` with as many rows, with nothing around it."""
     line = KINDS["expire, slots"](retrofitted, torch.tensor(prompts, device=retrofitted.model.device), 4096)
     return {"requests": len(prompts), "tokens_per_second": len(prompts) / line["seconds"], **line}
+
+
+def measure_bare_whole(retrofitted: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """The same requests by a `Stream` alone: all prompts are read together, then all answers are written. The second of two
+    rounds counts; the first warms up and records."""
+    asked = torch.tensor(prompts, device=retrofitted.model.device)
+    for _ in range(2):
+        begin = time.perf_counter()
+        stream = Stream(retrofitted, len(asked), static_shapes=True)
+        stream.read(list(asked))
+        times = [time.perf_counter() for _ in stream.generate(max_tokens=tokens)]
+    return summary(begin, [times] * len(asked))
 
 
 def summary(begin: float, times: list[list[float]]) -> dict[str, Any]:
@@ -269,7 +288,8 @@ def measure_all(args: argparse.Namespace, retrofitted: Any, requests: int, lines
         sizes: dict[str, Any] = dict(
             zip(("num_blocks", "max_batch_tokens"), map(int, filter(None, args.beside_cache.split(","))))
         )
-        ways["bare stream"] = partial(measure_bare, retrofitted, prompts)
+        ways["bare steps"] = partial(measure_bare, retrofitted, prompts)
+        ways["bare stream"] = partial(measure_bare_whole, retrofitted, prompts, args.tokens)
         ways["generate_batch"] = partial(
             measure_generate_batch, load(args), prompts, args.beside_tokens or args.tokens, sizes
         )

@@ -320,9 +320,8 @@ class RunFolder:
         if not self.finished:
             return None
         result = read_json(self.path / "result.json")
-        if SEAL in result:  # earlier versions wrote none
-            check_seal(result, self.path / "result.json")
-            del result[SEAL]
+        check_seal(result, self.path / "result.json")
+        del result[SEAL]
         scored = ("score",) if "score" in result else ()
         check_record(result, (*scored, *needed), str(self.path / "result.json"))
         return result

@@ -74,8 +74,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("train a recipe: expire-span train RECIPE [--FIELD VALUE ...]", "runs.run_train"),
     "resume": ("go on with an interrupted run", "runs.run_resume"),
     "eval": ("score a run's newest checkpoint", "runs.run_eval"),
-    "generate": ("write text with a run's newest checkpoint", "generate.run_generate"),
-    "verify": ("show that deletion changes nothing: expire-span verify RUN|ADAPTER", "verify.run_verify"),
+    "generate": ("write text with a run or a retrofitted model: expire-span generate [RUN]", "generate.run_generate"),
+    "verify": ("show that deletion changes nothing: expire-span verify [RUN|ADAPTER]", "verify.run_verify"),
     "report": ("write a run's report.html", "runs.run_report"),
     "trace": (
         "write what a run remembers while it reads: expire-span trace [RUN|ADAPTER] --text FILE",
@@ -83,11 +83,11 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "view": ("show on a page what a run remembers: expire-span view [RUN|ADAPTER|TRACE]", "view.run_view"),
     "figure": (
-        "write a figure for a paper: expire-span figure spans|timeline|words|growth|.. RUN",
+        "write a figure for a paper: expire-span figure spans|timeline|words|growth|.. [RUN]",
         "figure.run_figure",
     ),
     "analyse": (
-        "what a run of text keeps, why, and what shorter memory costs: expire-span analyse RUN",
+        "what a run of text keeps, why, and what shorter memory costs: expire-span analyse [RUN]",
         "analyse.run_analyse",
     ),
     "compare": ("memory systems side by side: expire-span compare RECIPE --mixers a,b,c", "compare.run_compare"),
@@ -104,7 +104,10 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "evaluate-cache": ("forgetting methods of a Hugging Face model side by side", "evaluate_cache.run_evaluate_cache"),
     "measure-slots": ("measure how many slots an adapter needs in vLLM", "measure_slots.run_measure_slots"),
-    "chat": ("chat with a retrofitted model in bounded memory", "chat.run_chat"),
-    "serve": ("serve a retrofitted model as OpenAI's API does", "serve.run_serve"),
+    "chat": (
+        "chat with a retrofitted model in bounded memory: expire-span chat MODEL --adapter FOLDER",
+        "chat.run_chat",
+    ),
+    "serve": ("serve a run or a retrofitted model as OpenAI's API does: expire-span serve [MODEL]", "serve.run_serve"),
     "study": ("run a study of memory and write its page: entrances, word-rnn, questions", "study.run_study"),
 }

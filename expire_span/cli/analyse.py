@@ -20,7 +20,7 @@ from .runs import with_data
 class Analyse:
     """Analyse a run of text: which letters live longest, what a word's span depends on, what shorter memory costs."""
 
-    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """Name or folder of a run on text or books, with learned spans; without it, the model that ships with the package."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""

@@ -9,9 +9,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from expire_span.checks import out_of_bounds
 from expire_span.errors import UserError
@@ -53,14 +53,18 @@ def parse(kind: Any, args: list[str], prog: str, default: Any = None, usual: Seq
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(said), without_fields():
-            found = tyro.cli(kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,), **options)
+            found, unknown = tyro.cli(
+                kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,), return_unknown_args=True, **options
+            )
+        if unknown:
+            raise UserError(tell_unknown(unknown[0], kind if default is None else default, prog))
         check_widths(found)
         check_bounds(found)
         return found
     except SystemExit as stop:
         if not stop.code:
             raise
-    raise UserError(one_sentence(said.getvalue(), prog))
+    raise UserError(tell_missing(said.getvalue(), kind, prog) or tell_wrong_value(said.getvalue(), prog))
 
 
 def as_switches(args: list[str], kind: Any, default: Any = None) -> list[str]:
@@ -79,35 +83,63 @@ def as_switches(args: list[str], kind: Any, default: Any = None) -> list[str]:
     return out
 
 
-def find_switches(command: Any, prefix: str = "--") -> set[str]:
+def find_switches(command: Any) -> set[str]:
     """The options of a command (a dataclass, or one with values) that are switches, those of settings inside it included."""
-    found: set[str] = set()
+    return {name for name, value in find_options(command) if isinstance(value, bool)}
+
+
+def find_options(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any]]:
+    """Names and values of a command's options, those of settings inside it included; a class gives its defaults."""
+    hints = get_type_hints(command if isinstance(command, type) else type(command), include_extras=True)
     for field in dataclasses.fields(command):
         made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value, name = made if isinstance(command, type) else getattr(command, field.name), field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            found |= find_switches(value, prefix if prefix == "--" and name in UNNAMED else f"{prefix}{name}.")
-        elif isinstance(value, bool):
-            found.add(prefix + name)
-    return found
+            yield from find_options(value, prefix if prefix == "--" and name in UNNAMED else f"{prefix}{name}.")
+        elif _positional(hints[field.name]) is None:
+            yield prefix + name, value
 
 
-def one_sentence(said: str, prog: str) -> str:
-    """The message inside tyro's box, without colours, its frame (drawn, or in ASCII under a title) and the help below it."""
-    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
-    drawn = "╭" in said
-    lines = [line.strip("│ ") for line in said.splitlines() if not line.startswith(("╭", "╰"))]
-    parts = re.split(r"\n[─-]{4,}\n", "\n".join(lines))[0 if drawn else 1 :]
-    message = " ".join(parts[0].split()).replace("Error parsing --", "--")
-    message = re.sub(r"^Error parsing [\w.]*: ", "", message)
-    unknown = re.match(r"Unrecognized options: ([^\s,]+)", message)
-    if not unknown:
-        message = message.removesuffix(".")
-        for theirs, ours in _PLAIN_WORDS:
-            message = re.sub(f"^{theirs}$", ours, message)
-        return f"{message}; see {prog} --help"
-    near = re.search(r"--(?!help)\S+", " ".join(parts[1:])) if unknown[1].startswith("--") else None
-    return f"unknown option {unknown[1]}; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help")
+def _positional(hint: Any) -> str | None:
+    """What the usage calls a field that is given by its place; None where it is an option."""
+    import tyro
+
+    told = getattr(hint, "__metadata__", ())
+    return next((x.metavar for x in told if getattr(x, "metavar", None)), "") if tyro.conf.Positional in told else None
+
+
+def tell_unknown(word: str, command: Any, prog: str) -> str:
+    """The sentence about a word that is no option of a command, with the option that is nearest to it."""
+    options = [name for name, _ in find_options(command)] if word.startswith("--") else []
+    near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), options, n=1)
+    return f"unknown option {word}; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help")
+
+
+def tell_missing(said: str, kind: Any, prog: str) -> str | None:
+    """The sentence about what a command needs and was not given, by the fields that have no default; None if it has all."""
+    if "Missing from" not in said:
+        return None
+    hints = get_type_hints(kind, include_extras=True)
+    needed = [x.name for x in dataclasses.fields(kind) if x.default is x.default_factory is dataclasses.MISSING]
+    names = [_positional(hints[name]) or f"--{name.replace('_', '-')}" for name in needed]
+    missing = [name for name in names if re.search(rf"^\W*{re.escape(name)}( |$)", plain(said), re.MULTILINE)]
+    return f"{prog.removeprefix(PROGRAM).lstrip()} needs {' and '.join(missing or names)}, got none; see {prog} --help"
+
+
+def tell_wrong_value(said: str, prog: str) -> str:
+    """The first paragraph in tyro's frame (drawn, or in ASCII under a title), in our words where we have some."""
+    lines = [line.strip("│ ") for line in plain(said).splitlines() if not line.startswith(("╭", "╰"))]
+    paragraphs = re.split(r"\n[─-]{4,}\n", "\n".join(lines))
+    message = " ".join(paragraphs[0 if "╭" in said else 1].split()).replace("Error parsing --", "--")
+    message = re.sub(r"^Error parsing [\w.]*: ", "", message).removesuffix(".")
+    for theirs, ours in _PLAIN_WORDS:
+        message = re.sub(f"^{theirs}$", ours, message)
+    return f"{message}; see {prog} --help"
+
+
+def plain(said: str) -> str:
+    """A terminal's text without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", said)
 
 
 def nearest(word: str, known: list[str]) -> str:

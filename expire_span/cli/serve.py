@@ -60,6 +60,8 @@ class Serve:
     """Largest number of tokens of a prompt."""
     max_kept: Natural = 4096
     """Largest number of tokens of a chat that are marked "keep"."""
+    max_answer: Count = 100_000
+    """Largest number of tokens of an answer that a client may ask for (max_tokens)."""
     session_memory: Natural = 1_000_000_000
     """Bytes of memory for what earlier requests have read, so that a prompt that begins as they did goes on from there; 0 reads
     every prompt whole."""
@@ -142,7 +144,8 @@ def _serve(command: Serve, scheduler: Scheduler, listener: socket.socket, keys: 
     from expire_span.web.hosts import LOOPBACK, OwnHosts, is_loopback
     from expire_span.web.server import Server, ServerConfig, exempt_loaded
 
-    limits = Limits(command.max_body, command.max_prompt, command.max_kept, patience=command.patience)
+    sizes = command.max_body, command.max_prompt, command.max_kept, command.max_answer
+    limits = Limits(*sizes, patience=command.patience)
     names = {*LOOPBACK, command.host, *command.allow_host}
     hosts = OwnHosts(names, any_address=not is_loopback(command.host), hint="; allow a name with --allow-host")
     name = command.model or SHIPPED.name

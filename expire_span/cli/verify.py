@@ -13,21 +13,22 @@ from expire_span.runs import RunFolder, UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
 from .retrofit import run_verify as verify_adapter
-from .runs import OnRun
+from .runs import OnAnyRun
 
 if TYPE_CHECKING:
     from expire_span.stream.verify import Verdict
 
 
 @dataclass(frozen=True)
-class Verify(OnRun):
+class Verify(OnAnyRun):
     """Stream tokens with deletion and without it, and print the largest difference between the logits.
 
     Of an adapter folder: check also that it is whole and belongs to its base model; with `model`, `tokens` and `device` alone.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|ADAPTER")]
-    """Name of a run under --runs-dir, or the path of its folder, or of an adapter folder."""
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|ADAPTER]")] = None
+    """Name of a run under --runs-dir, or the path of its folder, or of an adapter folder; without it, the model that ships with
+    the package."""
     model: str | None = None
     """Of an adapter: its base model; None takes the one that the adapter names."""
     file: Path | None = None
@@ -40,10 +41,9 @@ class Verify(OnRun):
 
 def run_verify(args: list[str]) -> int:
     """Verify a run's model or an adapter folder."""
-    named = next((Path(arg) for arg in args if not arg.startswith("-")), None)
-    if named is not None and named.is_dir() and not (named / "config.json").exists():
-        return verify_adapter(args)
     command = parse(Verify, args, f"{PROGRAM} verify")
+    if command.run is not None and _holds_no_run(Path(command.run), command.runs_dir):
+        return verify_adapter(args)
     run = find_run(command.run, command.runs_dir)
     if command.model is not None:
         raise UserError(f"--model {command.model} is for adapters; {run.path} is a run, which has a model of its own")
@@ -61,6 +61,11 @@ def run_verify(args: list[str]) -> int:
     verdict = "exact but for the cap's evictions" if found.evicted else "exact to rounding" if exact else "NOT exact"
     print(f"{verdict} (allowed are {found.allowed:.0e})")
     return 0 if exact else 1
+
+
+def _holds_no_run(path: Path, runs_dir: Path) -> bool:
+    """Whether this is a folder without a run, and no run's name: an adapter's, or one that is to be refused as such."""
+    return path.is_dir() and not any((place / "config.json").exists() for place in (path, runs_dir / path))
 
 
 def describe_deletions(found: Verdict) -> str:

@@ -179,9 +179,7 @@ def seal_line(line: bytes) -> bytes:
 
 
 def check_line(fields: dict[str, Any], line: bytes, where: str) -> dict[str, Any]:
-    """The fields of a line that `seal_line` wrote, without the checksum, which must match. Earlier versions wrote none."""
-    if SEAL not in fields:
-        return fields
+    """The fields of a line that `seal_line` wrote, without the checksum, which must match."""
     body, _, rest = line.rstrip().rpartition(_LINE_SEAL)
     if rest != _digest_line(body) + b'"}':
         raise UserError(

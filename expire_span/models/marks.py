@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from expire_span.ops.rule import full_until
 from expire_span.store.slots import KEPT
 
 FREE = -1
@@ -26,7 +27,7 @@ def override(span: Tensor, marks: Tensor | None, ramp: float) -> Tensor:
     if marks is None:
         return span
     marks = marks.to(span.device).unsqueeze(1)
-    latest = marks.clamp(0, LATEST).to(span.dtype) - ramp
+    latest = full_until(marks.clamp(0, LATEST).to(span.dtype), ramp)
     span = torch.where((marks >= 0) & (marks != KEEP), torch.minimum(span, latest), span)
     return span.masked_fill(marks == KEEP, KEPT)
 

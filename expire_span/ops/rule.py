@@ -10,6 +10,7 @@ would lose a short ramp beside a long span. An empty slot has position `NEVER` a
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,20 @@ def is_alive(remaining: Tensor, ramp: float) -> Tensor:
     return remaining > -ramp
 
 
+def until_dead(remaining: Any, ramp: float) -> Any:
+    """Steps until memories with so many steps `remaining` are dead; dead where <= 0. At birth: lifetimes of spans."""
+    return remaining + ramp
+
+
+def full_until(dies: Any, ramp: float) -> Any:
+    """The inverse: until when a memory that is dead at `dies` has its full weight; of the age at which it dies, its span."""
+    return dies - ramp
+
+
 def steps_left(span: Tensor, pos: Tensor, now: int, ramp: float) -> Tensor:
     """Steps until each memory is dead, counted from a query at `now`; dead where <= 0. span, pos [.., S] -> [.., S]."""
     span = exact_span(span)
-    left = span - (now - pos).to(span.dtype) + ramp
+    left = until_dead(span - (now - pos).to(span.dtype), ramp)
     return left.masked_fill(pos == NEVER, -torch.inf)
 
 

@@ -24,7 +24,7 @@ from expire_span.web.hosts import OwnHosts
 from expire_span.web.streaming import Streamed
 
 from .operations import add_operations
-from .protocol import MOST_KEPT, MOST_PROMPT, Body, Chat, Completion
+from .protocol import MOST_ANSWER, MOST_KEPT, MOST_PROMPT, Body, Chat, Completion
 from .requests import Request
 from .scheduler import Busy, Scheduler
 
@@ -44,6 +44,8 @@ class Limits:
     """Largest number of tokens of a prompt."""
     max_kept: int = MOST_KEPT
     """Largest number of tokens of a chat that never expire."""
+    max_answer: int = MOST_ANSWER
+    """Largest number of tokens that a client may ask for as an answer."""
     default_tokens: int = 256
     """Number of tokens of an answer where the client gives none."""
     patience: float = 30.0
@@ -161,7 +163,7 @@ class _Call:
         self.requests: list[Request] = []
 
     async def begin(self, scheduler: Scheduler, body: Body, limits: Limits, owner: str) -> None:
-        most = limits.max_prompt, limits.max_kept
+        most = limits.max_prompt, limits.max_kept, limits.max_answer
         options = scheduler.text, limits.default_tokens, self._receiver(), *most, owner
         try:  # in a thread, since a long prompt takes a while to encode, and a session to read
             self.requests = await asyncio.to_thread(body.requests, *options)

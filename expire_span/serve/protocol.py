@@ -28,6 +28,8 @@ MOST_KEPT = 4096
 """Largest number of tokens of a chat that never expire, unless the server is given another."""
 MOST_PROMPT = 500_000
 """Largest number of tokens of a prompt, unless the server is given another."""
+MOST_ANSWER = 100_000
+"""Largest number of tokens that a client may ask for, unless the server is given another."""
 REFUSED = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -90,17 +92,19 @@ class Body(BaseModel, extra="allow"):
         receiver: Callable[[int], Any],
         most_prompt: int = MOST_PROMPT,
         most_kept: int = MOST_KEPT,
+        most_answer: int = MOST_ANSWER,
         owner: str = "",
     ) -> list[Request]:
         """One request for each text of the answer: `choices` for each prompt, with seeds that count up.
 
         default: number of tokens where the client gives none; receiver: gives the function that gets the text of an index;
-        most_prompt: largest number of tokens of a prompt; most_kept: of those that never expire; owner: whose sessions it
-        uses.
+        most_prompt: largest number of tokens of a prompt; most_kept: of those that never expire; most_answer: of an answer;
+        owner: whose sessions it uses.
         """
         self._check()
         limit = next((x for x in (self.max_completion_tokens, self.max_tokens) if x is not None), default)
         check_count("max_tokens", limit)
+        require(limit <= most_answer, f"max_tokens may be {most_answer:,}, got {show(limit)}; ask for fewer")
         stops, prompts = self._stops(), self.prompts(text, owner)
         longest = max(len(prompt.tokens) for prompt in prompts)
         require(longest <= most_prompt, f"a prompt may have {most_prompt:,} tokens, got {longest:,}; cut it")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expire_span.ops.rule import NEVER, is_alive, steps_left
+from expire_span.ops.rule import NEVER, is_alive, steps_left, until_dead
 
 from .order import find_weakest
 
@@ -137,7 +137,7 @@ class Slots:
     def left(self, column: int | Tensor, width: int | None = None) -> Tensor:
         """Steps that each memory has left for a query at the fresh slot `column`, [rows, heads, width]; dead where <= 0."""
         span, pos = self.by_head(self.span, width), self.by_head(self.pos, width)
-        left = span + (pos - column) + self.ramp
+        left = until_dead(span + (pos - column), self.ramp)
         if self.uniform:
             return left
         inside = torch.arange(left.shape[2], device=left.device) < self.bounds.diff()[:, None]

@@ -303,8 +303,7 @@ class SlotEngine(Engine):
         self.position = meta["position"]
         self.logits.copy_(tensors["logits"])
         memories = self.stepper.memories
-        limits = meta.get("limits") or [memory.limit for memory in memories]  # earlier versions wrote none
-        for memory, capacity, most, limit in zip(memories, meta["capacity"], meta["most"], limits):
+        for memory, capacity, most, limit in zip(memories, meta["capacity"], meta["most"], meta["limits"]):
             memory.limit = limit
             memory.allocate(self.rows, capacity=capacity)
             memory.most = list(most)

@@ -43,7 +43,10 @@ def read_saved(path: Path, fingerprint: str) -> tuple[dict[str, Tensor], dict[st
         raise UserError(f"{path} is not a saved stream that can be read: {said}") from error
     meta = meta if isinstance(meta, dict) else {}
     if meta.get("format") != FORMAT:
-        raise UserError(f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}")
+        raise UserError(
+            f"{path} must be a saved stream of format {FORMAT}, got {meta.get('format', 'no stream')}; read the prompts again "
+            "and save that stream"
+        )
     if meta.get("model") != fingerprint:
         raise UserError(
             f"{path} was saved by another model (weights {meta.get('model')!s:.12}, these are {fingerprint[:12]}); "

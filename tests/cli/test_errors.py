@@ -232,7 +232,7 @@ def test_damaged_json_is_one_sentence(tmp_path, name, content):
 
 def test_a_damaged_file_of_metrics_ends_commands_in_a_sentence(call, tmp_path):
     run = RunFolder.create(tmp_path / "runs" / "a", recall(), recipe="recall", environment={})
-    (run.path / "metrics.jsonl").write_text('{"step": "x"}\n')
+    (run.path / "metrics.jsonl").write_bytes(files.seal_line(b'{"step": "x"}'))
     check_refused(call("report", "a"), "line 1 of", "must have a whole number as step, got 'x'")
 
 

@@ -73,15 +73,14 @@ def test_what_is_read_is_what_was_written(run):
         assert len(json.loads(line).pop("checksum")) == 16
 
 
-def test_files_of_earlier_versions_have_no_checksums(run):
-    for name in READERS:
-        if name.endswith(".jsonl"):
-            plain = [json.dumps(line) + "\n" for line in READERS[name](run)]
-            (run.path / name).write_text("".join(plain))
-    (run.path / "result.json").write_text(json.dumps({"score": 1.5}))
-    assert run.read_result() == {"score": 1.5} and len(run.read_metrics()) == len(run.read_speed()) == 2
-    run.append_metrics(LINE)
-    assert len(run.read_metrics()) == 3
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_a_run_without_its_checksum_is_refused(run, name):
+    path = run.path / name
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if name.endswith(".jsonl") else []
+    whole = "".join(json.dumps({k: v for k, v in line.items() if k != "checksum"}) + "\n" for line in lines)
+    path.write_text(whole or json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}))
+    with pytest.raises(UserError, match=rf"{name} does not match its checksum: .*; restore it from a copy"):
+        READERS[name](run)
 
 
 def test_a_damaged_line_is_named(run):

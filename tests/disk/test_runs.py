@@ -9,7 +9,7 @@ import os
 import pytest
 
 from expire_span import checkpoint, runs
-from expire_span.disk.files import write_together
+from expire_span.disk.files import seal, seal_line, to_json, write_together
 from expire_span.disk.records import MEASURED
 from expire_span.recipes import recall
 from expire_span.runs import RunError, RunFolder, StorageError, UserError, find_run, write_atomic
@@ -132,7 +132,8 @@ SPEED = {"step": 1, "seconds": 1.0, "tokens_per_second": 1.0, "ms_per_step": 1.0
 )
 def test_fields_of_another_type_are_named(tmp_path, name, record, words):
     run = make(tmp_path / "a")
-    (run.path / name).write_text(json.dumps(record) + "\n")
+    line = seal_line(json.dumps(record).encode())
+    (run.path / name).write_bytes(to_json(seal(record)) if name == "result.json" else line)
     read = {"metrics.jsonl": run.read_metrics, "speed.jsonl": run.read_speed}
     with pytest.raises(UserError, match=words):
         read.get(name, lambda: run.read_result(*MEASURED))()

@@ -234,3 +234,45 @@ def test_one_place_tells_kinds_of_run_apart():
         found = compared_words(ast.parse(path.read_text())) & KIND_WORDS
         allowed = {"RunConfig"} if module == "settings.run" else set()  # the class asks its file for the kind's fields
         assert module == "settings.kinds" or found <= allowed, f"{module} tells kinds of run apart by {found}"
+
+
+RULES = {"ops.rule", "ops.triton.rule", "ops.reference"}
+"""Where the deletion rule is written: for tensors, for kernels, and the definition that both are judged by."""
+SETTINGS = {"max_span", "keep_first", "first", "shortest"}
+"""Whole numbers of settings: their sums with a ramp say what budgets are possible before there are memories."""
+
+
+def restated_rules(tree: ast.AST) -> list[str]:
+    """Expressions that add a ramp to something or subtract it, or compare with it negated: what ops/rule.py has helpers for."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)) and is_ramp(node.value):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            names = {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(node)}
+            found += [ast.unparse(node)] * ((is_ramp(node.left) or is_ramp(node.right)) and not names & SETTINGS)
+        if isinstance(node, ast.Compare):
+            sides = [side.operand for side in (node.left, *node.comparators) if isinstance(side, ast.UnaryOp)]
+            found += [ast.unparse(node)] * any(is_ramp(side) for side in sides)
+    return found
+
+
+def is_ramp(node: ast.AST) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")).lower() == "ramp"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["left = span + (pos - column) + self.ramp", "lifetime = median + ramp", "dead = span - age <= -s.ramp"]
+    + ["left += ramp", "span = age - ramp", "until + RAMP"],
+)
+def test_a_restated_rule_is_found(line):
+    assert restated_rules(ast.parse(line))
+
+
+def test_the_deletion_rule_is_written_in_one_place():
+    """Settings and declarations, which need no torch, check their own limits."""
+    for module, path in MODULES.items():
+        if module not in RULES and module not in FIRST_ROW:
+            found = restated_rules(ast.parse(path.read_text()))
+            assert not found, f"{module} restates the deletion rule: {found}; call ops/rule.py"

@@ -29,10 +29,28 @@ def test_the_published_collision_errors_never_stand_without_their_doubt():
                 )
 
 
+def test_each_table_with_published_collision_errors_says_which_process_is_whose():
+    """A section with a row of collision beside a published column has a sentence on the two processes."""
+    sections = [
+        part for part in re.split(r"\n(?=\*\*|## )", PAGE.read_text()) if re.search(r"\| object collision", part, re.I)
+    ]
+    assert len(sections) > 1
+    for part in sections:
+        prose = " ".join(line for line in part.splitlines() if line[:1] != "|")
+        assert "released" in prose and "describe" in prose, part[:80]
+
+
+def test_no_row_of_the_results_beats_published_collision_errors():
+    for line in (PAGE.parent / "results.md").read_text().splitlines():
+        if re.search(r"published[^|]*(52\.2|36\.7|26\.7)%", line):
+            assert "perhaps of the other process" in line and ": won" not in line, line[:120]
+
+
 def test_the_readme_says_of_how_many_runs_its_figures_are_and_against_what():
     text = (PAGE.parents[1] / "README.md").read_text()
     results = text[text.index("## Results") : text.index("## Beside other ways")]
-    assert "Each figure here is of one run" in results or "seeds" in results
+    first = text.index("Figures on this page are of one run each.")
+    assert first < min(match.start() for match in re.finditer(r"\d(\.\d+)?[x%]", text)), "a figure before it"
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
     assert rows[0] == ["what", "ours", "rival"] and len(rows) > 6
     assert all(re.search("[a-z]{4}", rival) for _, _, rival in rows[2:]), "a row without a rival"

@@ -24,6 +24,8 @@ from tests.served import HEAD, listen_with_small_buffers, save_served, served
 pytestmark = pytest.mark.slow
 PATIENCE = 0.5
 CONNECTIONS = 40
+ENDLESS = 100_000
+"""Tokens of an answer that is not over before its test, the most that a client may ask for."""
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,9 @@ def test_what_is_too_long_is_refused(server):
             refused(answer, 400, "the request is no HTTP/1.1")
     refused(server.complete(prompt="x" * 1001), 400, "a prompt may have 1,000 tokens, got 1,001; cut it")
     refused(server.complete(prompt=[[5], [5] * 1001]), 400, "got 1,001")
+    refused(server.complete(max_tokens=10**9), 400, "max_tokens may be 100,000, got 1000000000; ask for fewer")
+    status, _, body = server.ask("POST", "/v1/chat/completions", {"messages": [], "max_completion_tokens": 100_001})
+    refused((status, body), 400, "max_tokens may be 100,000, got 100001; ask for fewer")
     refused(server.complete(stop=["x"] * 10_000), 400, "there may be 16 stop strings, got 10,000")
     refused(server.complete(stop="x" * 1001), 400, "a stop string may have 1,000 characters, got 1,001")
     refused(server.complete(n=129), 400, "prompts times n must be at most 128, got 129")
@@ -196,25 +201,25 @@ def test_wrong_values_cost_no_more_than_right_ones(server):
 def test_abandoned_texts_do_not_delay_the_neighbours(server):
     """Each of these clients asks for 100 endless texts and leaves, some at once. They are forgotten, or others were refused."""
     for n in range(10):
-        sock = server.begin(n=100, max_tokens=10**9, stream=n % 2 == 0)
+        sock = server.begin(n=100, max_tokens=ENDLESS, stream=n % 2 == 0)
         time.sleep(0.05 * (n > 5))
         sock.close()
     end = time.monotonic() + 10
     while (answer := server.complete())[0] == 429:
         assert time.monotonic() < end
     assert answer[0] == 200
-    with server.begin(n=2, max_tokens=10**9):  # both rows stay busy, so that what waits does not begin
+    with server.begin(n=2, max_tokens=ENDLESS):  # both rows stay busy, so that what waits does not begin
         end = time.monotonic() + 20
         for _ in range(4):  # the queue would be full after two of them
             taken = False
             while not taken:
                 assert time.monotonic() < end, "texts that nobody waits for must leave the queue, whatever runs"
-                with server.begin(n=100, max_tokens=10**9, stream=True) as sock:
+                with server.begin(n=100, max_tokens=ENDLESS, stream=True) as sock:
                     taken = b" 200 " in sock.recv(1000)  # the head of an answer comes before its first token
     end = time.monotonic() + 10
     while (answer := server.complete())[0] == 429:
         assert time.monotonic() < end
-    with server.begin(n=128, max_tokens=10**9, stream=True) as held:
+    with server.begin(n=128, max_tokens=ENDLESS, stream=True) as held:
         held.recv(100)
         with server.begin(n=80) as more:
             answer = b""
@@ -224,7 +229,7 @@ def test_abandoned_texts_do_not_delay_the_neighbours(server):
 
 
 def test_clients_that_do_not_read_lose_their_rows(server):
-    lazy = [server.begin(max_tokens=10**9, stream=True) for _ in range(2)]  # as many as there are rows
+    lazy = [server.begin(max_tokens=ENDLESS, stream=True) for _ in range(2)]  # as many as there are rows
     for sock in lazy:
         sock.recv(100)
     assert server.complete()[0] == 200
@@ -249,7 +254,7 @@ def test_at_the_limit_of_open_files_the_server_waits_in_silence(folder):
 def test_the_first_signal_leaves_some_time_and_the_second_none(folder):
     """While a prompt is encoded, one answer ends by itself and another never would."""
     with served(folder, "--grace", "2") as server:
-        endless = server.begin(max_tokens=10**9, stream=True)
+        endless = server.begin(max_tokens=ENDLESS, stream=True)
         endless.recv(100)
         short = server.begin(max_tokens=10)
         encoded = server.begin(prompt="the old fox saw a red hen. " * 140_000)
@@ -266,7 +271,7 @@ def test_the_first_signal_leaves_some_time_and_the_second_none(folder):
 
 
 def test_a_second_signal_ends_the_process_at_once(folder):
-    with served(folder, "--grace", "60") as server, server.begin(max_tokens=10**9, stream=True) as endless:
+    with served(folder, "--grace", "60") as server, server.begin(max_tokens=ENDLESS, stream=True) as endless:
         endless.recv(100)
         server.send(signal.SIGINT)
         end = time.monotonic() + 10

@@ -103,7 +103,7 @@ class Client(threading.Thread):
         if what == "completion":
             self.compare("/v1/completions", {"prompt": prompt, **options, "n": self.draws.choice([1, 2])})
         elif what == "abandoned":
-            self.abandon({"prompt": prompt, "max_tokens": 10**6, "stream": True})
+            self.abandon({"prompt": prompt, "max_tokens": 10**5, "stream": True})
         else:
             status, _ = self.ask("/v1/completions", {"prompt": prompt, "n": -1})
             assert status == 400

@@ -81,10 +81,12 @@ def test_prompts_go_on_from_prompts_and_answers(name):
 
 @pytest.mark.parametrize("turns", [25, pytest.param(200, marks=pytest.mark.long)])
 def test_a_long_chat_reads_each_token_once(turns):
-    """The time to the first token is that of the new tokens: their number does not grow, and all tokens are read once."""
+    """The time to the first token is that of the new tokens: their number does not grow, and all tokens are read once. Every
+    answer is that of a server without sessions, which reads the whole chat at each turn."""
     text = text_model(model())
-    with chats(text, 10**6) as server:
+    with chats(text, 10**6) as server, chats(text, 0) as without:
         answers = converse(server, turns, max_tokens=3)
+        assert [said(x) for x in answers] == [said(x) for x in converse(without, turns, max_tokens=3)]
         new = [x["usage"]["prompt_tokens"] - cached(x) for x in answers]
         length = answers[-1]["usage"]["total_tokens"]
         assert server.scheduler.sessions.bytes_held()[0] <= 10**6

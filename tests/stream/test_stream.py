@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from expire_span.errors import StorageError
+from expire_span.errors import StorageError, UserError
 from expire_span.models.decoder import Decoder
 from expire_span.models.systems import SYSTEMS
 from expire_span.settings.run import DecoderConfig
 from expire_span.store.slots import FRESH
+from expire_span.store.tensor_files import to_bytes
 from expire_span.stream import Sampling, Stream, saved
 from expire_span.stream.decoders import model_of
 from expire_span.stream.tokens import Flight
@@ -196,12 +196,17 @@ def test_forks_are_independent_and_saved_streams_go_on(name, tmp_path):
     assert saved.position == stream.position == 20 + count
 
 
-def test_a_stream_saved_with_another_number_of_fresh_slots_is_refused():
-    stream, loaded = (Stream(build(CASES["cap"]), 1) for _ in range(2))
+def test_a_stream_saved_with_another_number_of_fresh_slots_is_refused(tmp_path):
+    stream = Stream(build(CASES["cap"]), 1)
     stream.read([b"one"])
-    tensors, meta = stream._engine.packed()
-    with pytest.raises(ValueError, match=f"saved with 64 fresh slots, and this version has {FRESH}"):
-        loaded._engine.unpacked(tensors, {**meta, "fresh": 64})
+    stream.save(tmp_path / "saved")
+    model = model_of(stream.model).fingerprint()
+    tensors, meta = saved.read_saved(tmp_path / "saved", model)
+    saved.write_saved(tmp_path / "saved", model, tensors, {**meta, "engine": {**meta["engine"], "fresh": 64}})
+    with pytest.raises(
+        UserError, match=f"saved with 64 fresh slots, and this version has {FRESH}; read the prompts again"
+    ):
+        Stream.load(stream.model, tmp_path / "saved")
 
 
 def test_breaking_off_loses_nothing():
@@ -276,11 +281,11 @@ def test_bad_input_is_named(tmp_path):
     refuse("can be read: it is a folder", lambda: Stream.load(decoder, tmp_path))
     right = {"format": saved.FORMAT, "model": model_of(decoder).fingerprint()}
     for head, words in [
-        ([], "got no stream"),
+        ([], "got no stream; read the prompts again and save that stream"),
         ({"format": saved.FORMAT}, "another model"),
         (right, "this version can read"),
     ]:
-        save_file({}, tmp_path / "foreign", {"stream": json.dumps(head)})
+        (tmp_path / "foreign").write_bytes(to_bytes({}, {"stream": json.dumps(head)}))
         refuse(words, lambda: Stream.load(decoder, tmp_path / "foreign"))
 
 
@@ -301,12 +306,12 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert len(texts_of(stream, 3)[0]) == 3
 
 
-def test_short_prompts_of_different_lengths_are_read_step_by_step():
+def test_short_prompts_of_different_lengths_are_read_step_by_step(monkeypatch):
     """What a GPU does with them, on any device."""
     decoder = build(without_initial(CASES["paper preset"]))
     prompts = [torch.randint(256, (n,)) for n in (70, 5, 31)]
     streams = [Stream(decoder, 3) for _ in range(2)]
     streams[0].read(prompts)
-    with torch.inference_mode():
-        streams[1]._engine.read_in_step(dict(enumerate(prompts)))
+    monkeypatch.setattr(Stream, "_reads_in_step", lambda stream, prompts: True)
+    streams[1].read(prompts)
     torch.testing.assert_close(streams[0].logits, streams[1].logits, rtol=0, atol=EXACT)

@@ -55,6 +55,15 @@ def test_files_are_scored_in_bounded_memory_and_deletion_is_verified(call, run, 
     check_refused(call("generate", "a", "--file", "t.bin", "--prompt", "x"), "give --prompt or --file")
 
 
+def test_verify_takes_the_shipped_model_where_none_is_named(call, tmp_path):
+    """Options and their values are no names, even where a folder is called like one of them."""
+    (tmp_path / "40").mkdir()
+    (tmp_path / "runs").mkdir()
+    code, out, err = call("verify", "--runs-dir", "runs", "--tokens", "40")
+    assert code == 0 and "40 tokens streamed" in out and "exact to rounding" in out, out + err
+    check_refused(call("verify", "40"), "no adapter at 40")
+
+
 def test_a_run_of_books_reads_and_writes_characters(call, options, tmp_path):
     """Every command uses the alphabet that the run learned; rare characters share a token. With 255 characters, the vocabulary
     is as large as that of bytes."""
