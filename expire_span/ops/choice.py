@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import warnings
 from typing import Literal, get_args
@@ -14,8 +13,6 @@ Impl = Literal["auto", "reference", "chunked", "triton"]
 
 TRITON_HEAD_DIMS = (32, 64, 96, 128, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TRITON_SHORTEST_RAMP = 2.0**-7
-"""The kernels add up to 128 steps to a span before they subtract the query's, which rounds by up to 2^-18: 0.05% of such a ramp."""
 DECODE_QUERIES = 16
 """With at most this many queries per row, and without gradients, the decode kernel is used."""
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -30,11 +27,10 @@ def resolve_impl(
     causal: bool = True,
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
-    ramp: float = math.inf,
 ) -> Impl:
     """Resolve "auto": triton on a GPU whose kernels support the call, chunked elsewhere. Any other `impl` is checked.
 
-    A head_dim or dtype of None, or no ramp, counts as supported. A fallback to chunked on a GPU warns, once per reason.
+    A head_dim or dtype of None counts as supported. A fallback to chunked on a GPU warns, once per reason.
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
@@ -46,7 +42,7 @@ def resolve_impl(
         return impl
     if impl == "auto" and device.type != "cuda":
         return "chunked"
-    obstacle = _triton_obstacle(device, causal, head_dim, dtype, ramp)
+    obstacle = _triton_obstacle(device, causal, head_dim, dtype)
     if obstacle is None:
         return "triton"
     if impl == "triton":
@@ -61,9 +57,7 @@ def can_attend_in_segments(impl: Impl, device: torch.device, queries: int, head_
     return few and resolve_impl(impl, device, head_dim=head_dim, dtype=dtype) == "triton"
 
 
-def _triton_obstacle(
-    device: torch.device, causal: bool, head_dim: int | None, dtype: torch.dtype | None, ramp: float
-) -> str | None:
+def _triton_obstacle(device: torch.device, causal: bool, head_dim: int | None, dtype: torch.dtype | None) -> str | None:
     """Why the GPU kernels cannot run here, as the rest of a sentence that begins with "impl='triton'"; None if they can."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, got {device.type}"
@@ -78,8 +72,6 @@ def _triton_obstacle(
         return f"serves bfloat16, float16 and float32, got {str(dtype).removeprefix('torch.')}"
     if not causal:
         return "serves causal=True, got causal=False"
-    if ramp < TRITON_SHORTEST_RAMP:
-        return f"serves ramps of at least {TRITON_SHORTEST_RAMP:g} steps, got {ramp:g}"
     return None
 
 

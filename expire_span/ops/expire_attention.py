@@ -147,7 +147,13 @@ def _check(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    chosen = resolve_impl(impl, q.device, causal=causal, head_dim=q.shape[-1], dtype=q.dtype, ramp=ramp)
+    chosen = resolve_impl(
+        impl,
+        q.device,
+        causal=causal,
+        head_dim=q.shape[-1],
+        dtype=q.dtype,
+    )
     # The fast implementations define first derivatives only, none of torch.func's transforms.
     if transform is not None and (chosen != "reference" or context is not None):
         needs = "impl='reference'" if context is None else "the whole sequence in one call, without a context"

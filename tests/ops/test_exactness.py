@@ -273,6 +273,25 @@ def test_full_weight_at_the_age_of_the_span(impl, ramp, span):
                 assert not torch.autograd.grad(y.sum(), spans)[0].any()
 
 
+@EVERY_IMPL
+@pytest.mark.parametrize("ramp", [1e-6, 2.0**-20, 1e-4, 2.0**-7])
+def test_half_weight_in_the_middle_of_the_shortest_ramp(impl, ramp):
+    """A query's own memory counts half, beside one that counts fully, wherever in a tile they lie."""
+    count = 1 if "decode" in impl else 33
+    ones = torch.ones(1, 1, count + 1, 32, device=DEVICE)
+    v = torch.cat([torch.zeros_like(ones[:, :, :1]), ones[:, :, 1:]], 2)  # the first is seen by all
+    spans = torch.full((1, count + 1), -ramp / 2, device=DEVICE)
+    spans[:, 0] = 1e9
+    spans.requires_grad_("decode" not in impl)
+    name = {"decode": "chunked", "triton decode": "triton"}.get(impl, impl)
+    pos = torch.arange(100, 101 + count, device=DEVICE)
+    y = expire_attention(ones[:, :, 1:], ones, v, spans, pos[1:], pos, ramp=ramp, impl=name)
+    torch.testing.assert_close(y, torch.full_like(y, 1 / 3), rtol=1e-5, atol=0)
+    if spans.requires_grad:  # of m / (1 + m) for each of 32 numbers, at m = 1/2
+        (grad,) = torch.autograd.grad(y.sum(), spans)
+        torch.testing.assert_close(grad[:, 1:], torch.full_like(grad[:, 1:], 32 / 1.5**2 / ramp), rtol=1e-4, atol=0)
+
+
 def test_stores_keep_memories_to_the_end_of_their_span():
     for ramp, span in ((1e-6, 100.0), (0.1, 1e6)):
         memory = ExpiringMemory.empty(1, ramp=ramp).append(

@@ -24,7 +24,7 @@ POINTERS |= dict.fromkeys(("lse", "delta", "span", "dspan", "sums", "parts", "pe
 POINTERS |= dict.fromkeys("q k v y dy dq dk dv k_out v_out table dtable".split(), "bf16")
 FLOATS = ("scale", "log_scale", "ramp", "half", "inv_ramp")
 fixed = dict(D=64, D_PAD=64, BLOCK_M=64, BLOCK_N=64, PLAN_M=64, PLAN_N=64, PRECISION="ieee", TMA=False, HAS_DOCS=False)
-fixed |= dict(BLOCK=1024, PIECE=64, FINISH=True, SPLIT=True, MIN_AGE=1, SEGMENTS=True, **json.loads(sys.argv[1]))
+fixed |= dict(BLOCK=1024, PIECE=64, FINISH=True, SPLIT=True, MIN_AGE=1, SHARP=False, SEGMENTS=True, **json.loads(sys.argv[1]))
 
 def compile(kernel):
     names = kernel.arg_names

@@ -79,7 +79,6 @@ def test_what_is_refused_says_what_to_use_instead(monkeypatch):
         "head dims 32, 64, 96, 128, 256, got 48": dict(head_dim=48),
         "got float64": dict(dtype=torch.float64),
         "serves causal=True, got causal=False": dict(causal=False),
-        "serves ramps of at least 0.0078125 steps, got 0.0078": dict(ramp=0.0078),
     }
     for words, request in refusals.items():
         assert resolve_impl("auto", gpu, **request) == "chunked"

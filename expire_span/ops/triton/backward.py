@@ -23,7 +23,7 @@ from . import query_gradient as by_query
 from .forward import LOG2E, empty_rows, memory_source, query_source, squash
 from .launch import run_kernel
 from .layout import Plan, power_of_2
-from .rule import inverse
+from .rule import inverse, is_sharp
 from .tuning import Launch, Tuning
 
 
@@ -73,6 +73,7 @@ class Backward:
         window = 0 if self.table is None else self.table.shape[-1]
         kind = dict(
             MIN_AGE=self.plan.min_age,
+            SHARP=is_sharp(self.ramp),
             HAS_DOCS=self.has_docs,
             WINDOW=window,
             EPS=self.eps,

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import run_kernel
 from .layout import FULL_AT, MASKED_AT, POSITION_AT, WORDS, Plan, end_at, entry_at, fates_at, first_at, power_of_2
-from .rule import fade, find_remaining, inverse, tanh
+from .rule import fade, find_remaining, inverse, is_sharp, tanh
 from .tuning import Tuning
 
 LOG2E = 1.4426950408889634
@@ -101,10 +101,10 @@ def query_source(x: Tensor, block_m: int, tma: bool) -> Tensor | TensorDescripto
 
 @triton.jit
 def load_fate(words, slots, slot, t0):
-    """Birth of each slot's memory, and birth + span, in steps relative to position t0. Both words are read in one load."""
+    """Birth of each slot's memory, in steps since position t0, and its span. Both words are read in one load."""
     pair = tl.load(fates_at(words, slots).to(tl.pointer_type(tl.int64)) + slot)
     birth = (pair.to(tl.int32) - t0).to(tl.float32)
-    return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) + birth
+    return birth, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def find_entries(row, q_heads, t, born, WINDOW: tl.constexpr):
 @triton.jit
 def _walk(
     acc, total, peak, q, k_source, v_source, table, first_row, runs, count, words, slots, q_index, q_heads, since, t0, scale,
-    inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, SHARP: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` memory tiles of the runs."""
@@ -160,8 +160,8 @@ def _walk(
         if SQUASH != 0:
             s = tanh(s * SQUASH)
         if MASKED:
-            birth, until = load_fate(words, slots, slot, t0)
-            m = fade(find_remaining(birth[None, :], until[None, :], since[:, None], MIN_AGE, True), inv_ramp)
+            birth, span = load_fate(words, slots, slot, t0)
+            m = fade(find_remaining(birth[None, :], span[None, :], since[:, None], MIN_AGE, True, SHARP), inv_ramp)
             s = tl.where(m > 0, s, float("-inf"))
             if HAS_DOCS:
                 first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
@@ -197,7 +197,7 @@ def _forward(
     y, lse,  # written
     T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t,  # sizes and strides
     scale, inv_ramp,
-    MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr,
+    MIN_AGE: tl.constexpr, SHARP: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr,
     SINKS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -226,11 +226,11 @@ def _forward(
         total += tl.where(sink == float("-inf"), 0.0, 1.0)
     acc, total, peak = _walk(
         acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + FULL_AT, tl.load(entry), words, slots, q_index,
-        q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        q_heads, since, t0, scale, inv_ramp, False, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc, total, peak = _walk(
         acc, total, peak, q_tile, k, v, table, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1), words, slots, q_index,
-        q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
+        q_heads, since, t0, scale, inv_ramp, True, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     lives = total > 0
     acc = acc * (1.0 / tl.where(lives, total, 1.0))[:, None]
@@ -261,7 +261,7 @@ def run_forward(
         query_source(q, launch.block_m, tma), memory_source(plan.k, block_n, tma), memory_source(plan.v, block_n, tma),
         plan.words, lse if table is None else table, lse if sinks is None else sinks, y, lse, queries, slots, q_heads, q_heads // kv_heads,
         plan.words.shape[0] // batch, plan.words.shape[1], *q.stride()[:3], (softcap or scale) * LOG2E,
-        inverse(ramp), MIN_AGE=plan.min_age, HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps,
+        inverse(ramp), MIN_AGE=plan.min_age, SHARP=is_sharp(ramp), HAS_DOCS=has_docs, WINDOW=0 if table is None else table.shape[-1], EPS=eps,
         SQUASH=squash(scale, softcap), SINKS=sinks is not None, D=dim,
         D_PAD=power_of_2(dim), BLOCK_M=launch.block_m, BLOCK_N=block_n, PRECISION=precision, TMA=tma,
         **launch.options,

@@ -32,7 +32,7 @@ def load_row(x, q_index, T, beyond, EVEN: tl.constexpr):
 @triton.jit
 def _walk_queries(
     dk, dv, dspan, k, v, q, dy, lse, delta, table, begin, pause, again, stop, b, q_head, q_heads, T, q_b, q_h, q_t, dy_b, dy_h,
-    dy_t, entries, first, end, born, span, log_scale, half, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr,
+    dy_t, entries, first, end, born, span, log_scale, half, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, SHARP: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_M: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
@@ -69,7 +69,7 @@ def _walk_queries(
         dp -= delta_tile
         if MASKED:
             birth = (born - t0).to(tl.float32)
-            remaining = find_remaining(birth[:, None], (span + birth)[:, None], since[None, :], MIN_AGE, False)
+            remaining = find_remaining(birth[:, None], span[:, None], since[None, :], MIN_AGE, False, SHARP)
             if HAS_DOCS:
                 inside = (q_index[None, :] >= first[:, None]) & (q_index[None, :] < end[:, None])
                 remaining = tl.where(inside, remaining, float("-inf"))
@@ -124,7 +124,7 @@ def memory_gradients(
     T, S, slots, kv_heads, group, heads, row_words, window, splits, num_rows,  # sizes
     q_b, q_h, q_t, dy_b, dy_h, dy_t,  # strides
     scale, log_scale, half, inv_ramp,
-    SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
+    SPLIT: tl.constexpr, PLAN_M: tl.constexpr, PLAN_N: tl.constexpr, MIN_AGE: tl.constexpr, SHARP: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -176,13 +176,13 @@ def memory_gradients(
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, full_from, full_to,
             full_to, full_to, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
-            log_scale, half, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
+            log_scale, half, inv_ramp, False, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
             EVEN,
         )  # fmt: skip
         dk_acc, dv_acc, dspan_acc = _walk_queries(
             dk_acc, dv_acc, dspan_acc, k_tile, v_tile, q, dy, lse_at, delta_at, table_at, begin, full_from,
             full_to, stop, b, q_head, kv_heads * group, T, q_b, q_h, q_t, dy_b, dy_h, dy_t, entries, first, end, born, span,
-            log_scale, half, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
+            log_scale, half, inv_ramp, True, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH, D, D_PAD, BLOCK_M, PLAN_M, PRECISION, TMA,
             EVEN,
         )  # fmt: skip
     index = tl.load(order_at(words) + slot, mask=taken, other=-1)

@@ -21,7 +21,7 @@ from .rule import fade, find_remaining, tanh
 @triton.jit
 def _walk_tiles(
     dq, q, dy, lse, delta, k_source, v_source, table, dtable, first_row, runs, count, words, slots, q_index, q_heads, since, t0,
-    scale, log_scale, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
+    scale, log_scale, inv_ramp, MASKED: tl.constexpr, MIN_AGE: tl.constexpr, SHARP: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, EPS: tl.constexpr,
     SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, since.shape[0])
@@ -45,8 +45,8 @@ def _walk_tiles(
         s = s * log_scale - lse[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if MASKED:
-            birth, until = load_fate(words, slots, slot, t0)
-            m = fade(find_remaining(birth[None, :], until[None, :], since[:, None], MIN_AGE, True), inv_ramp)
+            birth, span = load_fate(words, slots, slot, t0)
+            m = fade(find_remaining(birth[None, :], span[None, :], since[:, None], MIN_AGE, True, SHARP), inv_ramp)
             if HAS_DOCS:
                 first, end = tl.load(first_at(words, slots) + slot), tl.load(end_at(words, slots) + slot)
                 m = tl.where((q_index[:, None] >= first[None, :]) & (q_index[:, None] < end[None, :]), m, 0.0)
@@ -75,7 +75,7 @@ def query_gradient(
     delta, dtable, dq,  # written
     T, slots, q_heads, group, heads, row_words, q_b, q_h, q_t, dy_b, dy_h, dy_t,  # sizes and strides
     scale, log_scale, inv_ramp,
-    PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, HAS_DOCS: tl.constexpr,
+    PLAN_M: tl.constexpr, MIN_AGE: tl.constexpr, SHARP: tl.constexpr, HAS_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, EPS: tl.constexpr, SQUASH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -109,12 +109,12 @@ def query_gradient(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + FULL_AT, tl.load(entry), words,
-        slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH, D,
+        slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, False, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH, D,
         D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     acc = _walk_tiles(
         acc, q_tile, dy_tile, lse_tile, delta_tile, k, v, table, dtable, kv_bh * slots, entry + MASKED_AT, tl.load(entry + 1),
-        words, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, HAS_DOCS, WINDOW, EPS, SQUASH,
+        words, slots, q_index, q_heads, since, t0, scale, log_scale, inv_ramp, True, MIN_AGE, SHARP, HAS_DOCS, WINDOW, EPS, SQUASH,
         D, D_PAD, BLOCK_N, PRECISION, TMA,
     )  # fmt: skip
     tl.store(dq + out, (acc * scale).to(dq.dtype.element_ty), mask=mask)
