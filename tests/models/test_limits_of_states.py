@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from expire_span.models.systems.linear.layer import running_attention
 from expire_span.models.systems.performer.layer import draw_features, positive_features
 from expire_span.models.systems.recurrent.gated import GatedCell
+from expire_span.models.systems.recurrent.scan import GatedScan
 from tests.error_budget import DOUBLE
 from tests.models.test_limits import BASE, mixer
 
@@ -148,6 +149,29 @@ def test_the_two_grus_differ_where_z_and_r_act():
     theirs.bias_ih_l0.data[:3] = 60.0
     ours.input.bias.data[3:6] = 60.0
     torch.testing.assert_close(ours(x, h)[0], theirs(x, h[None])[0], rtol=0, atol=DOUBLE)
+
+
+@pytest.mark.parametrize("networks", [(), (2,)])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_written_backward_pass_of_a_gated_unit_is_its_gradient(networks, interrupted):
+    torch.manual_seed(0)
+    shapes = ((5, *networks, 3, 8), (5, *networks, 3, 4), (*networks, 4, 8), (*networks, 4, 4), (*networks, 3, 4))
+    parts = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    goes_on = (torch.rand(5, 3, 1) < 0.5).double() if interrupted else None
+    assert torch.autograd.gradcheck(GatedScan.apply, (*parts, goes_on))
+
+
+def test_a_gated_unit_begins_anew_where_a_step_does_not_follow():
+    torch.manual_seed(0)
+    cell, x, h = GatedCell(5, 3).double(), torch.randn(2, 9, 5).double(), torch.rand(2, 3).double()
+    goes_on = torch.ones(2, 9, dtype=torch.float64)
+    goes_on[0, 4] = 0
+    y, last = cell(x, h, goes_on)
+    first, _ = cell(x[:, :4], h)
+    torch.testing.assert_close(y[:1, :4], first[:1], rtol=0, atol=DOUBLE)
+    torch.testing.assert_close(y[:1, 4:], cell(x[:1, 4:], torch.zeros_like(h[:1]))[0], rtol=0, atol=DOUBLE)
+    torch.testing.assert_close(y[1:], cell(x[1:], h[1:])[0], rtol=0, atol=DOUBLE)
+    assert torch.equal(last, y[:, -1])
 
 
 def test_a_shut_gate_keeps_a_value_bit_for_bit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .cell import GatedScan
+from expire_span.models.systems.recurrent.scan import GatedScan
 
 
 class Layer(nn.Module):
@@ -21,7 +21,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gates = torch.matmul(x, self.gates) + self.gate_bias
         candidates = torch.matmul(x, self.candidate) + self.candidate_bias
-        return GatedScan.apply(gates, candidates, self.gates_back, self.candidate_back)  # type: ignore[return-value]
+        start = candidates.new_zeros(candidates.shape[1:])
+        return GatedScan.apply(gates, candidates, self.gates_back, self.candidate_back, start)  # type: ignore[return-value]
 
 
 class Networks(nn.Module):

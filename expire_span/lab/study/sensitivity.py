@@ -20,14 +20,15 @@ SHUT = -1e4
 UNITS = 8
 
 
-def tanh_states(x: Tensor, radius: float = 0.9, seed: int = 0) -> Tensor:
-    """h = tanh(x / 2 + U h') over x [T], with U a rotation shrunk by `radius`; all states, [T, units]."""
-    turn = torch.randn(UNITS, UNITS, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
-    u, h, states = radius * torch.linalg.qr(turn).Q, x.new_zeros(UNITS), []
-    for value in x:
-        h = torch.tanh(0.5 * value + u @ h)
-        states.append(h)
-    return torch.stack(states)
+Step = Callable[[Tensor, Tensor, bool], Tensor]
+"""One step of a cell: values [n], states [n, units] before it, whether it is the first -> states after it."""
+
+
+def tanh_step(radius: float = 0.9, seed: int = 0) -> Step:
+    """h = tanh(x / 2 + U h'), with U a rotation shrunk by `radius`."""
+    turn = torch.randn(UNITS, UNITS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    u = radius * torch.linalg.qr(turn).Q
+    return lambda values, states, first: torch.tanh(0.5 * values.unsqueeze(1) + states @ u.T)
 
 
 def held_cell(gate: float, units: int = UNITS) -> GatedCell:
@@ -43,29 +44,30 @@ def held_cell(gate: float, units: int = UNITS) -> GatedCell:
     return cell
 
 
-def gated_states(gate: float) -> Callable[[Tensor], Tensor]:
-    """A function from x [T] to states [T, units]: the first value is written, later ones enter by the share `gate`."""
+def gated_step(gate: float) -> Step:
+    """The first value is written; later ones enter by the share `gate`."""
     cell = held_cell(gate)
 
-    def run(x: Tensor) -> Tensor:
-        write = torch.zeros_like(x)
-        write[0] = 1
-        return cell(torch.stack([x, write], -1)[None], x.new_zeros(1, UNITS))[0][0]
+    def step(values: Tensor, states: Tensor, first: bool) -> Tensor:
+        write = torch.full_like(values, float(first))
+        return cell(torch.stack([values, write], -1).unsqueeze(1), states)[1]
 
-    return run
+    return step
 
 
-def sensitivity(run: Callable[[Tensor], Tensor], length: int, seed: int = 0) -> np.ndarray:
+def sensitivity(step: Step, length: int, seed: int = 0) -> np.ndarray:
     """|dh_T / dx_1| for T = 1 .. length: the norm, over the units, of the derivative by the first value."""
     draw = torch.Generator().manual_seed(seed)
-    x = (0.5 * torch.randn(length, dtype=torch.float64, generator=draw)).requires_grad_()
-    states = run(x)
-    # The gradient of (weights * states).sum() by x_1 is linear in the weights, so its derivative by the weights holds the
-    # derivatives of all states by x_1.
-    weights = torch.zeros_like(states, requires_grad=True)
-    (grad,) = torch.autograd.grad(states, x, weights, create_graph=True)
-    (slope,) = torch.autograd.grad(grad[0], weights)
-    return torch.linalg.vector_norm(slope, dim=-1).numpy()
+    state, slope, found = torch.zeros(UNITS, dtype=torch.float64), torch.zeros(UNITS, dtype=torch.float64), []
+    for t, value in enumerate(0.5 * torch.randn(length, dtype=torch.float64, generator=draw)):
+        # Row u of the states is asked for unit u only, so that its gradient is that unit's row of the step's derivative.
+        values, states = (x.repeat(UNITS, 1).requires_grad_() for x in (value, state))
+        after = step(values.squeeze(1), states, t == 0)
+        by_value, by_state = torch.autograd.grad(after.diagonal().sum(), (values, states), materialize_grads=True)
+        slope = by_value.squeeze(1) if t == 0 else by_state @ slope
+        state = after[0].detach()
+        found.append(slope)
+    return torch.linalg.vector_norm(torch.stack(found), dim=-1).numpy()
 
 
 def half_life(values: np.ndarray) -> float:

@@ -30,10 +30,10 @@ def sample_series(length: int = SHOWN, number: int = 3) -> np.ndarray:
 
 def curves() -> dict[str, np.ndarray]:
     """Sensitivity of a tanh cell and of gated cells with different openings."""
-    found = {"tanh, shrinking by 0.9": sensitivity.sensitivity(sensitivity.tanh_states, LATER)}
+    found = {"tanh, shrinking by 0.9": sensitivity.sensitivity(sensitivity.tanh_step(), LATER)}
     for gate in GATES:
         name = "gate shut" if gate == 0 else f"gate {gate:.0%} open"
-        found[name] = sensitivity.sensitivity(sensitivity.gated_states(gate), LATER)
+        found[name] = sensitivity.sensitivity(sensitivity.gated_step(gate), LATER)
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expire_span.models.systems.recurrent import GRUConfig
 from expire_span.models.systems.recurrent.layer import Recurrent
+from expire_span.models.systems.recurrent.scan import GatedScan
 
 
 class GatedCell(nn.Module):
@@ -27,14 +28,12 @@ class GatedCell(nn.Module):
     def forward(self, x: Tensor, h: Tensor, goes_on: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, C], h [B, hidden] -> all hidden states [B, T, hidden] and the last. goes_on [B, T]: 0 where a step does not
         follow from the one before."""
-        hidden, steps = h.shape[-1], []
-        for time, step in enumerate(self.input(x).unbind(1)):
-            h = h if goes_on is None else h * goes_on[:, time : time + 1]
-            z, r = torch.sigmoid(step[:, : 2 * hidden] + self.gates(h)).chunk(2, -1)
-            c = torch.tanh(step[:, 2 * hidden :] + self.candidate(r * h))
-            h = (1 - z) * h + z * c
-            steps.append(h)
-        return torch.stack(steps, 1), h
+        hidden = h.shape[-1]
+        gates, candidates = self.input(x).transpose(0, 1).split((2 * hidden, hidden), -1)
+        follows = None if goes_on is None else goes_on.mT.unsqueeze(-1)
+        back = self.gates.weight.mT, self.candidate.weight.mT
+        steps: Tensor = GatedScan.apply(gates.contiguous(), candidates.contiguous(), *back, h, follows)  # type: ignore[assignment]
+        return steps.transpose(0, 1), steps[-1]
 
 
 class GRU(Recurrent):
