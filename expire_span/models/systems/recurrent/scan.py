@@ -15,13 +15,19 @@ from torch import Tensor
 class GatedScan(torch.autograd.Function):
     """gates [T, B, 2U] and candidates [T, B, U], the parts that depend on x; ug [U, 2U], uc [U, U], start [B, U] -> h.
 
-    T steps, B series, U units; h [T, B, U]. goes_on [T, B, 1]: 0 where a step does not follow from the one before, or None. For N networks
-    side by side, all of them have N before their last two dimensions.
+    T steps, B series, U units; h [T, B, U]. goes_on [T, B, 1]: 0 where a step does not follow from the one before, or None.
+    For N networks side by side, all of them have N before their last two dimensions.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, candidates: Tensor, ug: Tensor, uc: Tensor, start: Tensor, goes_on: Tensor | None = None
+        ctx: Any,
+        gates: Tensor,
+        candidates: Tensor,
+        ug: Tensor,
+        uc: Tensor,
+        start: Tensor,
+        goes_on: Tensor | None = None,
     ) -> Tensor:
         add_product = _add_product(gates)
         opened, c, before, after = torch.empty_like(gates), *(torch.empty_like(candidates) for _ in range(3))
