@@ -23,6 +23,8 @@ CHUNK = 512
 """Tokens of a row per forward pass while reading on a CPU: half as many take a sixth more time, twice as many hardly less."""
 SMALL_CHUNK = 256
 """The same where a cap evicts at the end of each pass, on any device; on a GPU also the fewest for many rows."""
+TRIED = 512
+"""Tokens that `verify` reads where nobody says how many: each is a forward pass of the base model."""
 GPU_CHUNK = 32_768
 """Tokens of all rows together per forward pass on a GPU, where a pass of few tokens takes as long as one of thousands."""
 
@@ -31,6 +33,7 @@ class RetrofitModel:
     """What a stream asks of a retrofitted model. The state of a layer is {"memory": ExpiringMemory, "position": int}."""
 
     reads_in_step = False  # a forward pass of many tokens costs little more than a step
+    rounding = 1e-4  # weights that were trained for long amplify it
 
     def __init__(self, retrofitted: Any) -> None:
         self.retrofitted, self.length = retrofitted, retrofitted.length
@@ -47,6 +50,15 @@ class RetrofitModel:
     def capped(self) -> bool:
         return self.retrofitted.config.cap is not None
 
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        known = self.retrofitted.beginning
+        return () if known is None else known.context
+
+    @property
+    def trial(self) -> int:
+        return min(TRIED, self.length or TRIED)
+
     def check_marks(self, marks: Tensor) -> None:
         """In a layer with a window of the base model's own, a kept token is read as far as the base model reads it."""
         if all(x.window is not None for x in self.retrofitted.layers) and bool((marks == KEEP).any()):
@@ -61,6 +73,11 @@ class RetrofitModel:
         element = self.retrofitted.model.dtype.itemsize
         slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.retrofitted.layers)
         return 8 * self.vocab + (sum(slots) if self.can_step else 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Its logits."""
+        return 4 * self.vocab
 
     def fingerprint(self) -> str:
         """The hashes of the base model and of what was learned."""
@@ -83,6 +100,9 @@ class RetrofitModel:
         if cache.recurrent:
             found[0]["recurrent"] = cache.recurrent
         return Prefilled(logits.float(), found)
+
+    def undeleted(self, tokens: Tensor) -> Tensor:
+        return self.retrofitted.model(tokens.to(self.device), use_cache=False).logits
 
     def stepper(self, rows: int) -> RetrofitStepper:
         return RetrofitStepper(self.retrofitted, rows)

@@ -106,10 +106,27 @@ class StreamModel(Protocol):
     """Whether short prompts of unequal lengths are read faster by steps than by ordinary calls."""
     length: int | None
     """Most tokens that a row may read; None where there is no limit."""
+    rounding: float
+    """Largest difference of logits, relative to the largest logit, that rounding explains in float32 on a CPU."""
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """Tokens with which its contexts begin."""
+        ...
+
+    @property
+    def trial(self) -> int:
+        """Number of tokens that `verify` reads where nobody says how many."""
+        ...
 
     @property
     def row_bytes(self) -> int:
         """Least number of bytes that a row occupies."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Least number of bytes that each token of `undeleted` occupies."""
         ...
 
     def fingerprint(self) -> str:
@@ -128,6 +145,10 @@ class StreamModel(Protocol):
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is. marks [B, T]: lifetimes of
         single tokens (models/marks.py)."""
+        ...
+
+    def undeleted(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T] that are read at once, with nothing deleted."""
         ...
 
     def stepper(self, rows: int) -> Stepper: ...
