@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +16,10 @@ from .runs import OnAnyRun
 
 if TYPE_CHECKING:
     from expire_span.stream.verify import Verdict
+    from expire_span.tasks.contract import Codec
 
-Opened = tuple[str, Any, Callable[[bytes], list[int]]]
-"""What is said of a model before the result, the model, and what turns a text into its tokens."""
+Opened = tuple[str, Any, "Codec | None"]
+"""What is said of a model before the result, the model, and how its tokens are written; None where no text is given."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ def run_verify(args: list[str]) -> int:
     command = parse(Verify, args, f"{PROGRAM} verify")
     adapter = _find_adapter(command)
     raw = None if command.file is None else command.file.read_bytes()
-    about, model, encode = _open_run(command) if adapter is None else _open_adapter(adapter, command)
+    about, model, codec = _open_run(command) if adapter is None else _open_adapter(adapter, command)
     from expire_span.stream.verify import verify
 
-    found = verify(model, None if raw is None else encode(raw), command.tokens)
+    text = None if raw is None or codec is None else codec.encode(raw, str(command.file)).tolist()
+    found = verify(model, text, command.tokens)
     print(
         f"{about}{found.tokens} tokens streamed with deletion, and read at once without: the largest difference between "
         f"logits is {found.difference:.2e}; {describe_deletions(found)}"
@@ -79,23 +80,19 @@ def _open_run(command: Verify) -> Opened:
     from expire_span.train.devices import check_device
 
     decoder, config = load_model(run, check_device(command.device), warn)
-    return "", decoder, lambda raw: text_codec(config.task, "--file").encode(raw, str(command.file)).tolist()
+    return "", decoder, None if command.file is None else text_codec(config.task, "--file")
 
 
 def _open_adapter(folder: Path, command: Verify) -> Opened:
     from expire_span.hf.adapter import read_head, read_weights
     from expire_span.hf.loading import open_base
+    from expire_span.hf.pieces import Pieces
     from expire_span.hf.retrofitted import load_adapter
-    from expire_span.hf.texts import encode_after_beginning
 
     read_weights(folder, read_head(folder))  # before a large model is loaded
     name, model, tokenizer = open_base(folder, command.model, command.device)
     retrofitted = load_adapter(model, folder)
-    return (
-        f"{folder}: intact, made for {name}; ",
-        retrofitted,
-        lambda raw: encode_after_beginning(retrofitted, tokenizer, raw),
-    )
+    return f"{folder}: intact, made for {name}; ", retrofitted, Pieces(retrofitted, tokenizer)
 
 
 def describe_deletions(found: Verdict) -> str:

@@ -125,12 +125,6 @@ def encode_text(tokenizer: Any, text: str, begins: Sequence[int] | None = None) 
     return with_beginning(begins, _plain(tokenizer, text))
 
 
-def encode_after_beginning(retrofitted: Any, tokenizer: Any, raw: bytes) -> list[int]:
-    """The tokens of a text for a retrofitted model, behind the beginning that its adapter records, if it does."""
-    known = retrofitted.beginning
-    return encode_text(tokenizer, raw.decode("utf-8", errors="replace"), None if known is None else known.text)
-
-
 def with_beginning(begins: Sequence[int], ids: list[int]) -> list[int]:
     return ids if ids[: len(begins)] == list(begins) else [*begins, *ids]
 

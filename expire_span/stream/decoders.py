@@ -18,7 +18,7 @@ from expire_span.models.stepping import Stepper, can_step
 from expire_span.store.slots import smallest_bytes
 from expire_span.store.tensor_files import digest_tensors
 
-from .interface import Prefilled, StreamModel
+from .interface import Observed, Prefilled, StreamModel
 from .prompts import read_blocks
 
 MOST_TRIED = 4096
@@ -102,6 +102,10 @@ class DecoderModel:
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         *_, (_, logits, after, aux) = deque(read_blocks(self.decoder, tokens, state, marks), maxlen=1)
         return Prefilled(logits[:, -1].float(), after, aux.layers)
+
+    def observe(self, tokens: Tensor, state: list[Any] | None = None) -> Observed:
+        logits, after, aux = self.decoder(tokens.unsqueeze(0).to(self.device), state)
+        return Observed(logits[0], after, aux.layers)
 
     def undeleted(self, tokens: Tensor) -> Tensor:
         return self.decoder(tokens.to(self.device), self.decoder.initial_state(len(tokens), "nothing")).logits
