@@ -51,7 +51,7 @@ def commands() -> dict[str, Any]:
         "eval run --device cpu": "runs.Eval",
         "generate run --prompt a --max-tokens 2 --device cpu": "generate.Generate",
         "verify run --tokens 32 --device cpu": "verify.Verify",
-        "verify adapter --tokens 32 --device cpu": "retrofit.VerifyCommand",
+        "verify adapter --tokens 32 --device cpu": "verify.Verify",
         "trace run --text text.txt --tokens 32": "trace.TraceCommand",
         "figure growth": "figure.FigureCommand",
         "analyse run --tokens 64": "analyse.Analyse",

@@ -1,4 +1,4 @@
-"""`expire-span retrofit`, which trains an adapter, and `expire-span verify ADAPTER`, which checks one."""
+"""`expire-span retrofit`: trains an adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from expire_span.checks import Seed, at_least
+from expire_span.checks import Seed
 from expire_span.disk.files import read_json
 from expire_span.errors import UserError
 from expire_span.runs import RunFolder, check_name, check_new
@@ -38,20 +38,6 @@ class RetrofitCommand:
     """Precision of the model; int8 and nf4 need bitsandbytes. The predictors are always float32."""
     seed: Seed = 0
     """Seed of the choice of contexts."""
-
-
-@dataclass(frozen=True)
-class VerifyCommand:
-    """Check that an adapter folder is complete, belongs to this model, and that deletion changes no output."""
-
-    adapter: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ADAPTER")]
-    """Adapter folder."""
-    model: str | None = None
-    """Base model; None takes the one that the adapter names."""
-    tokens: Annotated[int, at_least(2)] = 512
-    """Tokens to stream with deletion and compare with the undeleted computation."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
 
 
 def run_retrofit(args: list[str]) -> int:
@@ -107,22 +93,3 @@ def _one_budget(args: list[str]) -> list[str]:
     if words & {"--budget-tokens", "--budget-bytes"} and "--budget" not in words:
         return [*args, "--budget", "None"]
     return args
-
-
-def run_verify(args: list[str]) -> int:
-    command = parse(VerifyCommand, args, f"{PROGRAM} verify")
-    from expire_span.hf.adapter import read_head, read_weights
-    from expire_span.hf.loading import open_base
-    from expire_span.hf.retrofitted import load_adapter
-    from expire_span.hf.verify import streamed_error
-
-    read_weights(command.adapter, read_head(command.adapter))
-    name, model, _ = open_base(command.adapter, command.model, command.device)
-    error, kept = streamed_error(load_adapter(model, command.adapter), command.tokens)
-    print(
-        f"{command.adapter}: intact, made for {name}; {command.tokens} tokens streamed with deletion differ from the "
-        f"undeleted computation by {error:.1e} of the largest logit; {kept:.0%} of the memories were kept"
-    )
-    if error > 1e-4:
-        raise UserError(f"streaming {command.tokens} tokens should agree to 1e-4 of the largest logit, got {error:.1e}")
-    return 0

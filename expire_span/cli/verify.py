@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from expire_span.checks import at_least
-from expire_span.runs import RunFolder, UserError, find_run
+from expire_span.runs import UserError, find_run
 
 from .parsing import PROGRAM, parse, warn
-from .retrofit import run_verify as verify_adapter
 from .runs import OnAnyRun
 
 if TYPE_CHECKING:
     from expire_span.stream.verify import Verdict
+    from expire_span.tasks.contract import Codec
+
+Opened = tuple[str, Any, "Codec | None"]
+"""What is said of a model before the result, the model, and how its tokens are written; None where no text is given."""
 
 
 @dataclass(frozen=True)
 class Verify(OnAnyRun):
     """Stream tokens with deletion and without it, and print the largest difference between the logits.
 
-    Of an adapter folder: check also that it is whole and belongs to its base model; with `model`, `tokens` and `device` alone.
+    Of an adapter folder: check also that it is whole and belongs to its base model.
     """
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|ADAPTER]")] = None
@@ -42,19 +45,15 @@ class Verify(OnAnyRun):
 def run_verify(args: list[str]) -> int:
     """Verify a run's model or an adapter folder."""
     command = parse(Verify, args, f"{PROGRAM} verify")
-    if command.run is not None and _holds_no_run(Path(command.run), command.runs_dir):
-        return verify_adapter(args)
-    run = find_run(command.run, command.runs_dir)
-    if command.model is not None:
-        raise UserError(f"--model {command.model} is for adapters; {run.path} is a run, which has a model of its own")
-    from expire_span.checkpoint import load_model
+    adapter = _find_adapter(command)
+    raw = None if command.file is None else command.file.read_bytes()
+    about, model, codec = _open_run(command) if adapter is None else _open_adapter(adapter, command)
     from expire_span.stream.verify import verify
-    from expire_span.train.devices import check_device
 
-    decoder, _ = load_model(run, check_device(command.device), warn)
-    found = verify(decoder, None if command.file is None else _tokens_of(command.file, run), command.tokens)
+    text = None if raw is None or codec is None else codec.encode(raw, str(command.file)).tolist()
+    found = verify(model, text, command.tokens)
     print(
-        f"{found.tokens} tokens streamed one by one with deletion, and read at once without: the largest difference between "
+        f"{about}{found.tokens} tokens streamed with deletion, and read at once without: the largest difference between "
         f"logits is {found.difference:.2e}; {describe_deletions(found)}"
     )
     exact = found.difference <= found.allowed or found.evicted > 0
@@ -63,20 +62,41 @@ def run_verify(args: list[str]) -> int:
     return 0 if exact else 1
 
 
-def _holds_no_run(path: Path, runs_dir: Path) -> bool:
-    """Whether this is a folder without a run, and no run's name: an adapter's, or one that is to be refused as such."""
-    return path.is_dir() and not any((place / "config.json").exists() for place in (path, runs_dir / path))
+def _find_adapter(command: Verify) -> Path | None:
+    """The folder that is named, where it holds no run and is no run's name: of an adapter, or to be refused; else None."""
+    if command.run is None:
+        return None
+    path = Path(command.run)
+    is_run = any((place / "config.json").exists() for place in (path, command.runs_dir / path))
+    return path if path.is_dir() and not is_run else None
+
+
+def _open_run(command: Verify) -> Opened:
+    run = find_run(command.run, command.runs_dir)
+    if command.model is not None:
+        raise UserError(f"--model {command.model} is for adapters; {run.path} is a run, which has a model of its own")
+    from expire_span.checkpoint import load_model
+    from expire_span.tasks.registry import text_codec
+    from expire_span.train.devices import check_device
+
+    decoder, config = load_model(run, check_device(command.device), warn)
+    return "", decoder, None if command.file is None else text_codec(config.task, "--file")
+
+
+def _open_adapter(folder: Path, command: Verify) -> Opened:
+    from expire_span.hf.adapter import read_head, read_weights
+    from expire_span.hf.loading import open_base
+    from expire_span.hf.pieces import Pieces
+    from expire_span.hf.retrofitted import load_adapter
+
+    read_weights(folder, read_head(folder))  # before a large model is loaded
+    name, model, tokenizer = open_base(folder, command.model, command.device)
+    retrofitted = load_adapter(model, folder)
+    return f"{folder}: intact, made for {name}; ", retrofitted, Pieces(retrofitted, tokenizer)
 
 
 def describe_deletions(found: Verdict) -> str:
     """How many memories were deleted, in words."""
-    if not found.born:  # a recurrent state, or a system without slots
+    if not found.born:  # a recurrent state, or a system that sums memories up
         return "the memories of this model are not counted one by one"
     return f"{found.deleted} of {found.born} memories were deleted, {found.evicted} by the cap"
-
-
-def _tokens_of(file: Path, run: RunFolder) -> list[int]:
-    """The tokens of a file for the run's model."""
-    from expire_span.tasks.registry import text_codec
-
-    return text_codec(run.config.task, "--file").encode(file.read_bytes(), str(file)).tolist()

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from .cache import ExpiringCache
     from .retrofitted import Retrofit, load_adapter, retrofit
-    from .verify import streamed_error
 
 _PUBLIC = {
     "ExpiringCache": "cache",
@@ -24,7 +23,6 @@ _PUBLIC = {
     "RetrofitConfig": "retrofitted",
     "load_adapter": "retrofitted",
     "retrofit": "retrofitted",
-    "streamed_error": "verify",
 }
 
 __all__ = [
@@ -33,7 +31,6 @@ __all__ = [
     "RetrofitConfig",
     "load_adapter",
     "retrofit",
-    "streamed_error",
 ]
 
 

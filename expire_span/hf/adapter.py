@@ -120,10 +120,10 @@ def _check_head(head: dict[str, Any]) -> None:
     base: Any = head.get("base")
     require(isinstance(base, dict), f"base must be a table of fields, got {show(base)}")
     texts = {f"base.{name}": base.get(name) for name in ("class", "name", "hash")} | {"sha256": head.get("sha256")}
-    check_record(base.get("fingerprint", {}))
+    check_record(base.get("fingerprint"))
     for name, value in texts.items():
         require(isinstance(value, str), f"{name} must be text, got {show(value)}")
-    check_count("lora_rank", head.get("lora_rank", 0), least=0)
+    check_count("lora_rank", head.get("lora_rank"), least=0)
     Beginning.from_record(head.get("begins_with"))
     require(head.get("settings_sha256") == _settings_sha256(head), "its settings do not match their checksum")
 
@@ -135,7 +135,7 @@ def load_into(retrofitted: Any, folder: Path) -> None:
     for name in ("max_span", "ramp", "temperature", "keep_first"):
         if theirs[name] != ours[name]:
             raise ValueError(f"adapter {folder} was made with {name} {theirs[name]}, this retrofit has {ours[name]}")
-    theirs, ours = head.get("lora_rank", 0), retrofitted.lora_rank if retrofitted.lora else 0
+    theirs, ours = head["lora_rank"], retrofitted.lora_rank if retrofitted.lora else 0
     if theirs != ours:
         raise ValueError(f"adapter {folder} has low-rank additions of rank {theirs}, this retrofit of rank {ours}")
     weights = read_weights(folder, head)
@@ -147,8 +147,6 @@ def load_into(retrofitted: Any, folder: Path) -> None:
 def _check_weights(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], folder: Path) -> None:
     """Refuse weights that are not those of this retrofit, or are not numbers."""
     for name in sorted(wanted.keys() | found.keys()):
-        if name.endswith((".center", ".scale")) and name not in found:
-            continue  # adapters of uncalibrated predictors may lack them
         ours, theirs = (tuple(x[name].shape) if name in x else "none" for x in (wanted, found))
         if ours != theirs:
             raise UserError(
@@ -170,9 +168,9 @@ def read_weights(folder: Path, head: dict[str, Any]) -> dict[str, torch.Tensor]:
     except safetensors.SafetensorError as error:
         raise UserError(f"{path} cannot be read ({error}); copy the adapter again") from error
     ranks = {len(x) for name, x in weights.items() if ".lora_A." in name} or {0}
-    if ranks != {head.get("lora_rank", 0)}:
+    if ranks != {head["lora_rank"]}:
         told = f"{path} has LoRA weights of rank {', '.join(map(str, sorted(ranks)))}"
-        raise UserError(f"{told}, adapter.json says {head.get('lora_rank', 0)}; copy the adapter again")
+        raise UserError(f"{told}, adapter.json says {head['lora_rank']}; copy the adapter again")
     return weights
 
 
@@ -209,7 +207,7 @@ def check_base(model: nn.Module, head: dict[str, Any], folder: Path) -> None:
     if base["hash"] == ours:
         return
     why, kind = "", type(model).__name__
-    if record := base.get("fingerprint"):
+    if record := base["fingerprint"]:
         why = find_difference(record, reader_of(model, _own_weights(model)))
         if why is None:
             return

@@ -77,6 +77,8 @@ class ExpiringLayer(ForgettingLayer):
         self.memory: ExpiringMemory | None = None
         self.seen = 0
         self.staged: LayerReading | None = None
+        self.spans: Tensor | None = None
+        """Spans of the tokens that were read last, [B, Hkv, T], as they are used."""
         self.marks: Tensor | None = None
         """Lifetimes that the caller gives to the next tokens, [B, T]; see models/marks.py."""
         self.padded = False
@@ -92,6 +94,7 @@ class ExpiringLayer(ForgettingLayer):
         self._check_fits(reading.span)
         reading.span = override(reading.span, self.marks, reading.ramp)
         self.staged, self.padded = reading, self.padded or padded
+        self.spans = reading.span.detach()
 
     def count_kept(self) -> Tensor | int:
         """Number of memories of each row that are kept for ever, [B, 1]. Until it reaches `keep_first`, it is the number of
@@ -153,7 +156,7 @@ class ExpiringLayer(ForgettingLayer):
     # The interface of transformers
 
     def reset(self) -> None:
-        self.memory, self.seen, self.staged, self.padded = None, 0, None, False
+        self.memory, self.seen, self.staged, self.spans, self.padded = None, 0, None, None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda memory: memory.select(beam_idx))

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from expire_span.models.marks import KEEP
+from expire_span.models.mixer import MixerAux
 from expire_span.models.slot_step import SlotRules, StreamPosition
+from expire_span.ops.rule import full_until, until_dead
 from expire_span.store.slots import smallest_bytes
 from expire_span.store.tensor_files import digest_tensors
-from expire_span.stream.interface import Prefilled
+from expire_span.stream.interface import Observed, Prefilled
 
 from .adapter import base_hash
+from .cache import ExpiringCache, ExpiringLayer
 from .layouts import AttentionLayer, text_config
 from .slots import SlotAttention, SlotCache, span_form
 
@@ -23,6 +26,8 @@ CHUNK = 512
 """Tokens of a row per forward pass while reading on a CPU: half as many take a sixth more time, twice as many hardly less."""
 SMALL_CHUNK = 256
 """The same where a cap evicts at the end of each pass, on any device; on a GPU also the fewest for many rows."""
+TRIED = 512
+"""Tokens that `verify` reads where nobody says how many: each is a forward pass of the base model."""
 GPU_CHUNK = 32_768
 """Tokens of all rows together per forward pass on a GPU, where a pass of few tokens takes as long as one of thousands."""
 
@@ -31,6 +36,7 @@ class RetrofitModel:
     """What a stream asks of a retrofitted model. The state of a layer is {"memory": ExpiringMemory, "position": int}."""
 
     reads_in_step = False  # a forward pass of many tokens costs little more than a step
+    rounding = 1e-4  # weights that were trained for long amplify it
 
     def __init__(self, retrofitted: Any) -> None:
         self.retrofitted, self.length = retrofitted, retrofitted.length
@@ -47,6 +53,15 @@ class RetrofitModel:
     def capped(self) -> bool:
         return self.retrofitted.config.cap is not None
 
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        known = self.retrofitted.beginning
+        return () if known is None else known.context
+
+    @property
+    def trial(self) -> int:
+        return min(TRIED, self.length or TRIED)
+
     def check_marks(self, marks: Tensor) -> None:
         """In a layer with a window of the base model's own, a kept token is read as far as the base model reads it."""
         if all(x.window is not None for x in self.retrofitted.layers) and bool((marks == KEEP).any()):
@@ -62,15 +77,17 @@ class RetrofitModel:
         slots = (smallest_bytes(x.kv_heads, x.head_dim, element) for x in self.retrofitted.layers)
         return 8 * self.vocab + (sum(slots) if self.can_step else 0)
 
+    @property
+    def token_bytes(self) -> int:
+        """Its logits."""
+        return 4 * self.vocab
+
     def fingerprint(self) -> str:
         """The hashes of the base model and of what was learned."""
         return f"{base_hash(self.retrofitted.model)} {digest_tensors(self.retrofitted.learned())}"
 
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
-        cache, logits = self.retrofitted.new_cache(), torch.empty(0)
-        for layer, part in zip(cache.expiring, state or ()):
-            layer.memory, layer.seen = part["memory"], part["position"]
-            cache.recurrent = part.get("recurrent", {})
+        cache, logits = self._cache_of(state), torch.empty(0)
         size = CHUNK if self.device.type != "cuda" else max(SMALL_CHUNK, GPU_CHUNK // len(tokens))
         size = SMALL_CHUNK if self.capped else size
         chunks = tokens.to(self.device).split(size, dim=1)
@@ -79,13 +96,40 @@ class RetrofitModel:
                 layer.marks = marked
             out = self.retrofitted.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1]
-        found: list[dict[str, Any]] = [{"memory": x.memory, "position": x.seen} for x in cache.expiring]
-        if cache.recurrent:
-            found[0]["recurrent"] = cache.recurrent
-        return Prefilled(logits.float(), found)
+        return Prefilled(logits.float(), _state_of(cache))
+
+    def observe(self, tokens: Tensor, state: list[Any] | None = None) -> Observed:
+        cache = self._cache_of(state)
+        out = self.retrofitted.model(tokens.unsqueeze(0).to(self.device), past_key_values=cache, use_cache=True)
+        ramp = float(self.retrofitted.config.ramp)
+        return Observed(out.logits[0], _state_of(cache), [MixerAux(span=_spans_by(ramp, x)) for x in cache.expiring])
+
+    def _cache_of(self, state: list[Any] | None) -> ExpiringCache:
+        """A cache that goes on from a state."""
+        cache = self.retrofitted.new_cache()
+        for layer, part in zip(cache.expiring, state or ()):
+            layer.memory, layer.seen = part["memory"], part["position"]
+            cache.recurrent = part.get("recurrent", {})
+        return cache
+
+    def undeleted(self, tokens: Tensor) -> Tensor:
+        return self.retrofitted.model(tokens.to(self.device), use_cache=False).logits
 
     def stepper(self, rows: int) -> RetrofitStepper:
         return RetrofitStepper(self.retrofitted, rows)
+
+
+def _state_of(cache: ExpiringCache) -> list[Any]:
+    found: list[dict[str, Any]] = [{"memory": x.memory, "position": x.seen} for x in cache.expiring]
+    if cache.recurrent:
+        found[0]["recurrent"] = cache.recurrent
+    return found
+
+
+def _spans_by(ramp: float, layer: ExpiringLayer) -> Tensor:
+    """The spans of the tokens that a layer read last, with which memories live as long by this ramp as by the layer's own."""
+    assert layer.spans is not None
+    return layer.spans if layer.ramp == ramp else full_until(until_dead(layer.spans, layer.ramp), ramp)
 
 
 class RetrofitStepper:

@@ -58,17 +58,6 @@ class StandardisedLifetimes(Lifetimes):
         return form if form is None else form._replace(bias=self._folded()[1].float())
 
 
-def with_plain_states(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Predictors' weights by name; for older adapters, which had no center and scale, with a center of 0 and a scale of 1."""
-    full = dict(weights)
-    for name, x in weights.items():
-        layer, _, field = name.partition(".")
-        if field == "weight":
-            full.setdefault(f"{layer}.center", torch.zeros(x.shape[1]))
-            full.setdefault(f"{layer}.scale", torch.ones(x.shape[1]))
-    return full
-
-
 def build_predictor(dim: int, kv_heads: int, config: RetrofitConfig) -> nn.Module:
     """A module that maps hidden states [B, S, C] to spans [B, Hkv, S] in tokens; its weights are float32."""
     return StandardisedLifetimes(dim, kv_heads, config).float()

@@ -32,7 +32,7 @@ from .generating import SpareEngine, SteppingCache, in_slots, supply_caches, wit
 from .layouts import AttentionLayer, Layout, configs_of, find_layout
 from .learning import HybridLearningLayer, LearningLayer
 from .lora import add_lora, lora_state, remove_lora, without_lora
-from .predictors import build_predictor, with_plain_states
+from .predictors import build_predictor
 from .recurrent import EmptyLayer, RecurrentLayer
 from .rotary import has_exact_angles, restore_angles, use_exact_angles
 from .slots import SlotCache
@@ -80,7 +80,7 @@ def load_adapter(
     read_weights(folder, head)  # before memory is taken for LoRA weights of the rank that the head gives
     retrofitted = retrofit(model, RetrofitConfig(**head["config"]), own_cache=own_cache)
     try:
-        if head.get("lora_rank"):
+        if head["lora_rank"]:
             retrofitted.add_lora(head["lora_rank"])
         retrofitted.load(folder)
     except BaseException:
@@ -168,7 +168,7 @@ class Retrofit:
 
     def load_learned(self, weights: dict[str, Tensor]) -> None:
         own = {n: x for n, x in weights.items() if not n.startswith("lora.")}
-        self.predictors.load_state_dict(with_plain_states(own))
+        self.predictors.load_state_dict(own)
         with torch.no_grad():
             for name, x in lora_state(self.model).items() if self.lora else ():
                 x.copy_(weights[f"lora.{name}"])

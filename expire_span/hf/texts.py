@@ -41,7 +41,7 @@ class Beginning:
 
     @classmethod
     def from_record(cls, record: Any) -> Beginning | None:
-        """What an adapter's `begins_with` says; None for adapters of earlier versions, which have no such record."""
+        """What an adapter's `begins_with` says; None for adapters that have no such record."""
         if record is None:
             return None
         wanted = '{"text": [tokens], "context": [tokens], "tokenizer": mark}'

@@ -118,22 +118,9 @@ def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "memory":
-        return restore(skeleton.get("layout", ExpiringMemory.layout_name), unpack(tensors, value))
+        return restore(skeleton["layout"], unpack(tensors, value))
     if kind == "dict":
-        return _upgrade({key: unpack(tensors, part) for key, part in value.items()})
+        return {key: unpack(tensors, part) for key, part in value.items()}
     if kind == "list":
         return [unpack(tensors, part) for part in value]
     return value
-
-
-def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert a layer's state of run-folder format 1, where hidden states lay directly in the state, to today's form."""
-    if "cache" not in state:
-        return state
-    names = ("hidden", "pos", "evicted", "living", "block")
-    rest = {key: value for key, value in state.items() if key not in (*names, "cache")}
-    if state["cache"] == "hidden":
-        return rest | {"memory": HiddenMemory(**{name: state[name] for name in names})}
-    if set(rest) == {"memory", "position"}:
-        return rest | ({"memory": None} if state["cache"] == "none" else {})
-    return rest | {"keep": "nothing" if state["cache"] == "none" else "kv"}

@@ -57,12 +57,6 @@ class TextWriter:
         return text[: len(text) - keep]
 
 
-def text_of(tokenizer: Any, token: int) -> str:
-    """The text that a token adds to a text. Decoded alone, it would lose the space before a word in some tokenizers."""
-    once, twice = (tokenizer.decode([token] * times) for times in (1, 2))
-    return twice[len(once) :] if twice.startswith(once) else once
-
-
 def _overlap(text: str, word: str) -> int:
     """Length of the longest end of `text` with which `word` begins."""
     sizes = range(min(len(text), len(word) - 1), 0, -1)

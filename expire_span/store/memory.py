@@ -252,11 +252,11 @@ class ExpiringMemory(Store):
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ExpiringMemory:
-        missing = {"rows", "used", "packed", "capacity", "slots", "ramp", "cap", "now", "evicted"} - set(state)
-        if missing:
+        needed = {"rows", "used", "packed", "capacity", "slots", "ramp", "cap", "now", "evicted", "block", "typical"}
+        if missing := (needed | {"segments"}) - set(state):
             raise ValueError(f"a saved memory must hold what state_dict gives, got one without {sorted(missing)}")
         rows, used = tuple(state["rows"]), state["used"]
-        segments = Segments(**state["segments"]) if state.get("segments") is not None else None
+        segments = Segments(**state["segments"]) if state["segments"] is not None else None
         expected = (*rows, used) if segments is None else (segments.capacity,)
         buffers = {}
         for name, x in state["slots"].items():
@@ -265,10 +265,9 @@ class ExpiringMemory(Store):
             buffers[name] = widen(x, state["capacity"] - used, len(rows)) if segments is None else x.clone()
         layout: Layout = Rectangle(rows, buffers, used, state["packed"], [used])
         if segments is not None:
-            mean = state.get("typical", state["packed"])
+            mean = state["typical"]
             layout = SegmentLayout(rows, buffers, used, state["packed"], [used], segments=segments, mean_packed=mean)
-        given = {key: state[key] for key in ("ramp", "cap", "now", "evicted")}
-        return cls(layout=layout, block=state.get("block", 0), **given)
+        return cls(layout=layout, **{key: state[key] for key in ("ramp", "cap", "now", "evicted", "block")})
 
     # Inside
 

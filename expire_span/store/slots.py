@@ -111,10 +111,6 @@ class Slots:
         """Whether all heads have equally many slots, so that a row is a rectangle."""
         return len(set(self.capacity)) == 1
 
-    @property
-    def bytes_held(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.k, self.v, self.pos, self.span, self.counts))
-
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that steps change, by name, with the batch row in dimension 0."""
         return {name: getattr(self, name) for name in ("k", "v", "pos", "span", "counts", "evicted")}

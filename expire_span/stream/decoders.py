@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from expire_span.models import systems
 from expire_span.models.decoder import Decoder
 from expire_span.models.encoder import Encoder
 from expire_span.models.kit.expiring import ExpiringAttention
@@ -17,8 +18,11 @@ from expire_span.models.stepping import Stepper, can_step
 from expire_span.store.slots import smallest_bytes
 from expire_span.store.tensor_files import digest_tensors
 
-from .interface import Prefilled, StreamModel
+from .interface import Observed, Prefilled, StreamModel
 from .prompts import read_blocks
+
+MOST_TRIED = 4096
+"""Most tokens that `verify` reads where nobody says how many."""
 
 
 def model_of(model: Any) -> StreamModel:
@@ -39,6 +43,8 @@ class DecoderModel:
 
     prefers_steps = True
     length: int | None = None
+    rounding = 1e-5
+    beginning: tuple[int, ...] = ()
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder.eval()
@@ -57,6 +63,19 @@ class DecoderModel:
         slots = smallest_bytes(c.num_kv_heads, c.head_dim, element)
         mixers = [block.mixer for block in self.decoder.layers()]
         return 8 * self.vocab + sum(bytes_of(m.initial_state(1)) if slot_rules(m) is None else slots for m in mixers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Its logits and the hidden states of all layers."""
+        return 4 * (self.vocab + self.layers * self.decoder.config.dim)
+
+    @property
+    def trial(self) -> int:
+        """Three times the longest life of a memory, where there is one, up to `MOST_TRIED`."""
+        c = self.decoder.config
+        sizes = [systems.StateSize(c.shape(n), settings) for n, settings in enumerate(c.mixers)]
+        fields = [systems.find(size.settings.kind).receptive_field(size) for size in sizes]
+        return min(MOST_TRIED, 3 * max([field + 1 for field in fields if field is not None], default=256))
 
     def fingerprint(self) -> str:
         """sha256 of the decoder's weights and their names."""
@@ -83,6 +102,13 @@ class DecoderModel:
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         *_, (_, logits, after, aux) = deque(read_blocks(self.decoder, tokens, state, marks), maxlen=1)
         return Prefilled(logits[:, -1].float(), after, aux.layers)
+
+    def observe(self, tokens: Tensor, state: list[Any] | None = None) -> Observed:
+        logits, after, aux = self.decoder(tokens.unsqueeze(0).to(self.device), state)
+        return Observed(logits[0], after, aux.layers)
+
+    def undeleted(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens.to(self.device), self.decoder.initial_state(len(tokens), "nothing")).logits
 
     def stepper(self, rows: int) -> Stepper:
         return Stepper(self.decoder, rows)

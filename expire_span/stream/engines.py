@@ -82,6 +82,11 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def evicted(self) -> int:
+        """Number of memories of all rows that a cap has deleted while they were alive."""
+
+    @property
+    @abstractmethod
     def bytes_held(self) -> int: ...
 
     @abstractmethod
@@ -274,6 +279,10 @@ class SlotEngine(Engine):
         one = torch.ones(self.rows, device=self.device)  # a state of fixed size counts as one memory
         memories, column = [layer.memory for layer in self.stepper.layers], self.clock.column
         return torch.stack([one if m is None else m.slots.live(column).float().mean(1) for m in memories])
+
+    @property
+    def evicted(self) -> int:
+        return sum(int(memory.slots.evicted.sum()) for memory in self.stepper.memories)
 
     @property
     def bytes_held(self) -> int:

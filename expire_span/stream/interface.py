@@ -30,6 +30,18 @@ class Prefilled:
     """The model that read them; None where it is not known."""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """Tokens [T] of one row that have been read, with all that a picture of its memories shows."""
+
+    logits: Tensor
+    """Logits after each token, [T, V]."""
+    state: list[Any]
+    """The memories of each layer after the last token."""
+    reports: Sequence[MixerAux]
+    """What each layer reported. Spans are those that the tokens have, counted by one ramp in all layers."""
+
+
 def trimmed(read: Prefilled) -> Prefilled:
     """A copy that holds what is alive and shares no tensor with a state that goes on; without reports."""
     state = map_tensors(read.state, torch.Tensor.clone, _trim)
@@ -106,10 +118,27 @@ class StreamModel(Protocol):
     """Whether short prompts of unequal lengths are read faster by steps than by ordinary calls."""
     length: int | None
     """Most tokens that a row may read; None where there is no limit."""
+    rounding: float
+    """Largest difference of logits, relative to the largest logit, that rounding explains in float32 on a CPU."""
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """Tokens with which its contexts begin."""
+        ...
+
+    @property
+    def trial(self) -> int:
+        """Number of tokens that `verify` reads where nobody says how many."""
+        ...
 
     @property
     def row_bytes(self) -> int:
         """Least number of bytes that a row occupies."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Least number of bytes that each token of `undeleted` occupies."""
         ...
 
     def fingerprint(self) -> str:
@@ -128,6 +157,14 @@ class StreamModel(Protocol):
     def prefill(self, tokens: Tensor, state: list[Any] | None = None, marks: Tensor | None = None) -> Prefilled:
         """Read tokens [B, T] in chunks, after those that the state has read, which stays as it is. marks [B, T]: lifetimes of
         single tokens (models/marks.py)."""
+        ...
+
+    def observe(self, tokens: Tensor, state: list[Any] | None = None) -> Observed:
+        """Read tokens [T] of one row in one call, after those that the state has read, which stays as it is."""
+        ...
+
+    def undeleted(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T] that are read at once, with nothing deleted."""
         ...
 
     def stepper(self, rows: int) -> Stepper: ...

@@ -77,6 +77,11 @@ class PlainEngine(Engine):
         return found
 
     @property
+    def evicted(self) -> int:
+        memories = [_memory_of(part) for group in self.groups for part in group.state]
+        return sum(int(m.evicted.sum()) for m in memories if m is not None and m.evicted is not None)
+
+    @property
     def bytes_held(self) -> int:
         return sum(bytes_of(group.state) for group in self.groups)
 

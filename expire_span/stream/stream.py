@@ -291,10 +291,8 @@ class Stream:
 
     @property
     def evicted(self) -> int:
-        """Number of memories of all rows in slots that a cap has deleted while they were alive."""
-        engine = self._engine
-        memories = engine.stepper.memories if isinstance(engine, SlotEngine) else []
-        return sum(int(memory.slots.evicted.sum()) for memory in memories)
+        """Number of memories of all rows that a cap has deleted while they were alive."""
+        return self._engine.evicted
 
     @property
     def bytes_held(self) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from expire_span.models import systems
-from expire_span.models.decoder import Decoder
+from expire_span.store import ExpiringMemory
 from expire_span.store.device_memory import check_fits
 
+from .decoders import model_of
+from .interface import StreamModel
+from .prompts import check_prompt
 from .stream import Stream
-
-MOST_TOKENS = 4096
 
 
 class Verdict(NamedTuple):
@@ -31,46 +32,55 @@ class Verdict(NamedTuple):
 
 
 @torch.inference_mode()
-def verify(decoder: Decoder, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
-    """Stream tokens one by one, with deletion, and compare the logits with those of one pass without deletion.
+def verify(model: Any, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
+    """Stream tokens with deletion, and compare the logits with those of one pass without deletion.
 
-    text: the tokens; None draws random ones. tokens: how many; None takes three times the longest life, up to `MOST_TOKENS`.
+    model: any that a Stream takes. The tokens with which its contexts begin are read at once, the others one by one.
+    text: the tokens; None draws random ones. tokens: how many; None leaves it to the model.
     """
-    config = decoder.config
-    fields = [
-        systems.find(m.kind).receptive_field(systems.StateSize(config.shape(n), m)) for n, m in enumerate(config.mixers)
-    ]
-    wanted = tokens or min(MOST_TOKENS, 3 * max([r + 1 for r in fields if r is not None], default=256))
-    device = decoder.embed.weight.device
-    numbers = wanted * (config.vocab + len(config.mixers) * config.dim)
-    check_fits(4 * numbers, f"one pass over {wanted:,} tokens", f"tokens {wanted:,}", device)
-    drawn = torch.randint(config.vocab, (wanted,), generator=torch.Generator().manual_seed(0))
-    data = drawn if text is None else torch.tensor(list(text[:wanted]), dtype=torch.int64)
-    if len(data) < 2:
-        raise ValueError(f"verifying needs at least 2 tokens, got {len(data)}")
-    data = data.to(device)
-    stream, found = Stream(decoder, 1), []
-    stream.read([data[:1]])
-    for token in data[1:, None]:
-        found.append(stream.logits[0])
+    own = model_of(model)
+    data = _choose_tokens(own, text, own.trial if tokens is None else tokens)
+    whole, stream = own.undeleted(data[None])[0], Stream(model, 1)
+    begun = max(1, min(len(own.beginning), len(data) - 1))
+    stream.read([data[:begun]])
+    differences = [_difference(stream, whole[begun - 1])]
+    for token, wanted in zip(data[begun:, None], whole[begun:]):
         stream.feed(token)
-    found.append(stream.logits[0])
-    whole = decoder(data[None], decoder.initial_state(1, "nothing"))[0][0]
-    difference = float((torch.stack(found) - whole.float()).abs().max())
-    largest = float(whole.abs().max())
-    allowed = _tolerance(whole.dtype, device) * max(1.0, largest)
-    return Verdict(len(data), difference, allowed, *_count(stream, len(data)))
+        differences.append(_difference(stream, wanted))
+    allowed = _tolerance(own, whole.dtype) * float(whole.abs().max())
+    return Verdict(len(data), float(torch.stack(differences).max()), allowed, *_count(stream, len(data)))
 
 
-def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
-    """Difference that rounding explains, for logits of size 1."""
+def _choose_tokens(model: StreamModel, text: Sequence[int] | None, wanted: int) -> Tensor:
+    """The first `wanted` tokens of a text, or of a context of random ones; refused where one pass over them cannot fit."""
+    check_fits(wanted * model.token_bytes, f"one pass over {wanted:,} tokens", f"tokens {wanted:,}", model.device)
+    if text is None:
+        drawn = torch.randint(model.vocab, (wanted,), generator=torch.Generator().manual_seed(0)).tolist()
+        text = [*model.beginning, *drawn[len(model.beginning) :]]
+    if min(wanted, len(text)) < 2:
+        raise ValueError(f"verifying needs at least 2 tokens, got {min(wanted, len(text))}")
+    return check_prompt(text[:wanted], model.vocab)
+
+
+def _difference(stream: Stream, wanted: Tensor) -> Tensor:
+    return (stream.logits[0] - wanted.float()).abs().max()
+
+
+def _tolerance(model: StreamModel, dtype: torch.dtype) -> float:
+    """Difference that rounding explains, for a largest logit of 1."""
     if dtype != torch.float32:
         return 1e-2
-    return 1e-5 if device.type == "cpu" else 1e-4
+    return model.rounding if model.device.type == "cpu" else 1e-4
 
 
 def _count(stream: Stream, tokens: int) -> tuple[int, int, int]:
     """Number of memories of all layers and heads that were written, deleted, and evicted while alive."""
-    born = tokens * sum(live.shape[1] for live in stream.live_by_head)
-    living = sum(int(live.sum()) for live in stream.live_by_head)
+    counts = stream.live_by_head if stream.static_shapes else _count_stored(stream)
+    born, living = tokens * sum(live.numel() for live in counts), sum(int(live.sum()) for live in counts)
     return born, born - living, stream.evicted
+
+
+def _count_stored(stream: Stream) -> list[Tensor]:
+    """Living memories of each layer of a stream without slots that keeps them one by one, [1, heads], or [1] for all heads."""
+    memories = [part.get("memory") if isinstance(part, dict) else None for part in stream.snapshot(0).state]
+    return [memory.live() for memory in memories if isinstance(memory, ExpiringMemory)]

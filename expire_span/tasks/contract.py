@@ -76,6 +76,10 @@ class Codec(ABC):
     def label(self, token: int) -> str:
         """One token as a short text without invisible letters."""
 
+    def label_first(self, token: int) -> str:
+        """The same for the first token of a text, which some tokenizers write without the space before it."""
+        return self.label(token)
+
     @abstractmethod
     def encode(self, raw: bytes, source: str = "the text") -> np.ndarray:
         """The tokens [n] of a text; `source` names it in refusals."""

@@ -327,12 +327,11 @@ class SupervisedLearner:
         """What this process held when the checkpoint was written, its random numbers set to go on as then; or, where there were
         other processes, its part of what all of them held, and random numbers that go on from theirs."""
         saved, here = snapshot.state["processes"], self._layout
-        old = Layout(saved, snapshot.state.get("context_parallel", here.sharing))
-        if "context_parallel" not in snapshot.state and saved != here.processes:
+        if "context_parallel" not in snapshot.state:
             raise UserError(
-                f"this checkpoint was written by {saved} processes of an earlier version, which did not say how they shared "
-                f"rows, got {here.processes} processes; launch it with {saved}"
+                "this checkpoint, of an unreleased version, does not say how processes shared rows; train again"
             )
+        old = Layout(saved, snapshot.state["context_parallel"])
         if old == here:
             randomness.load_torch_state(snapshot.worker["random"])
             return snapshot.worker

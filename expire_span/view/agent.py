@@ -112,11 +112,8 @@ class Playing:
         self.engine: Any = getattr(envs, "engine", None)
         self.describer = None if self.engine is None else Describer(self.engine)
         out = self.policy(to_row(envs.observation), None)  # a trial step, to see how many spans a layer gives
-        span = out.aux.layers[0].span
-        heads = span.shape[1] if span is not None and span.dim() == 3 else 1
         element = self.policy.action_head.weight.element_size()
-        facts = MemoryFacts.of(self.policy.config, heads=heads, spans=span is not None, element=element)
-        self.log = MemoryLog(facts)
+        self.log = MemoryLog(MemoryFacts.of(self.policy.config, out.aux.layers[0].span, out.state, element=element))
         self.state = self.policy.initial_state(1, "hidden")
 
     def lines(self, count: int) -> Iterator[Line]:
@@ -141,9 +138,10 @@ class Playing:
         out = self.policy(to_row(self.envs.observation), self.state)
         self.state = out.state
         actions = out.choices.sample()[:, 0]
-        spans = [spans_by_head(layer.span)[0] for layer in out.aux.layers] if self.log.spans else None
+        heads = self.log.facts.heads
+        spans = [spans_by_head(layer.span, heads)[0] for layer in out.aux.layers] if self.log.spans else None
         step |= {"top": self._likeliest(out.choices), "value": round_off(float(out.value[0, 0]))}
-        step |= self.log.add(spans, self.state, out.aux)
+        step |= self.log.add(spans, self.state, out.aux.layers)
         hidden = hidden_of(self.state)
         step |= {"hidden": hidden} if hidden is not None else {}
         frame = self.envs.step(actions)

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expire_span.models.mixer import MixerAux
 from expire_span.ops.rule import lifetime
 from expire_span.settings.models import BackboneConfig
 from expire_span.store import ExpiringMemory
 
 from .trace import Line
 
+KEPT = float(2**28)
+"""Span that a trace gives to memories that are kept for ever: longer than any trace."""
 LATEST = 2**30
 """The last step at which a trace says that a memory dies; memories that are kept for good say this one."""
 HIDDEN_UNITS = 64
@@ -89,11 +92,15 @@ class MemoryFacts:
     cap: int | None = None
     offset: int = 0
     """Position of the first token in the model's own store."""
+    hidden: bool = False
+    """Whether the state of each layer is one vector, which steps show."""
 
     @classmethod
-    def of(cls, config: BackboneConfig, *, heads: int, spans: bool, element: int) -> MemoryFacts:
-        """The facts of a backbone whose keys and values take `element` bytes per number; spans: whether it has any."""
+    def of(cls, config: BackboneConfig, span: Tensor | None, state: Any, *, element: int) -> MemoryFacts:
+        """The facts of a backbone whose keys and values take `element` bytes per number, by what it has read: the spans of the
+        first layer, None where it gives none, and the state after it."""
         mixer: Any = config.mixer
+        heads = span.shape[1] if span is not None and span.dim() == 3 else 1
         pair = 2 * config.head_dim * element  # one head's key and value
         each = (
             1 if heads > 1 else config.num_kv_heads
@@ -102,10 +109,11 @@ class MemoryFacts:
         return cls(
             **{"system": mixer.kind, "layers": config.layers, "heads": heads, "ramp": float(getattr(mixer, "ramp", 1))},
             full_bytes=config.num_kv_heads * pair + 12,
-            memory_bytes=each if spans else None,
-            max_span=limit if spans else None,
+            memory_bytes=None if span is None else each,
+            max_span=None if span is None else limit,
             cap=getattr(mixer, "cap", None),
             offset=getattr(getattr(mixer, "paper", None), "initial_memories", 0),
+            hidden=hidden_of(state) is not None,
         )
 
     def header(self) -> Line:
@@ -126,9 +134,10 @@ class MemoryLog:
         """Whether tokens are given spans."""
         return self.facts.memory_bytes is not None
 
-    def add(self, spans: Sequence[Sequence[float]] | None, state: Any, aux: Any) -> Line:
-        """The fields of one more step: from its spans [layers][heads], or, for a system without spans (None), from `aux`."""
-        line = self._held(aux) if spans is None else self._born(spans, state)
+    def add(self, spans: Sequence[Sequence[float]] | None, state: Any, reports: Sequence[MixerAux]) -> Line:
+        """The fields of one more step: from its spans [layers][heads], or, for a system without spans (None), from what the
+        layers reported."""
+        line = self._held(reports) if spans is None else self._born(spans, state)
         self.position += 1
         return line
 
@@ -158,22 +167,25 @@ class MemoryLog:
                     lost += self.ledger.evict(layer, head, set(births[kept].tolist()))
         return lost
 
-    def _held(self, aux: Any) -> Line:
+    def _held(self, reports: Sequence[MixerAux]) -> Line:
         """What a system without spans reports: the mean of the block, and the bytes after it."""
-        live = [0.0 if layer.live is None else round_off(float(layer.live)) for layer in aux.layers]
+        live = [0.0 if layer.live is None else round_off(float(layer.live)) for layer in reports]
         return {
             "spans": None,
             "dies": None,
             "deaths": [],
             "live": live,
-            "bytes": [layer.bytes_held for layer in aux.layers],
+            "bytes": [layer.bytes_held for layer in reports],
         }
 
 
-def spans_by_head(span: Tensor) -> list[list[float]]:
-    """[1, T] or [1, H, T] -> [T][H], in float32, in which spans are compared with ages."""
-    rows = span[0].float()
-    return (rows.unsqueeze(1) if rows.dim() == 1 else rows.transpose(0, 1)).tolist()
+def spans_by_head(span: Tensor | None, heads: int) -> list[list[float]]:
+    """[1, T] or [1, H, T] -> [T][heads], in float32, in which spans are compared with ages. A layer of fewer heads repeats its
+    own."""
+    assert span is not None
+    rows = span[0].float().clamp_max(KEPT)
+    by_token = rows.unsqueeze(1) if rows.dim() == 1 else rows.transpose(0, 1)
+    return [(row * heads)[:heads] for row in by_token.tolist()]
 
 
 def hidden_of(state: Any) -> list[list[float]] | None:

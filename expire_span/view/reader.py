@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expire_span.generate import START, Sampling
 from expire_span.runs import UserError
+from expire_span.tasks.contract import Codec
 
 from .limit import WHOLE, Cut, trace_cut
 from .trace import Line
-from .tracer import TokenTracer
+from .tracer import Tracer
 
 
 class TextReader(ABC):
@@ -24,6 +24,7 @@ class TextReader(ABC):
 
     name: str
     model: nn.Module
+    codec: Codec
     plays = False
     """Whether it plays episodes."""
     reads_text = True
@@ -34,12 +35,15 @@ class TextReader(ABC):
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
-    @abstractmethod
     def encode(self, raw: bytes) -> Tensor:
         """The tokens [T] of a text in this model's vocabulary."""
+        tokens = self.codec.encode(raw)
+        if not len(tokens):
+            raise UserError("the text is empty, and there is nothing to remember; give at least one character")
+        return torch.tensor(tokens, dtype=torch.long)
 
     @abstractmethod
-    def tracer(self) -> TokenTracer:
+    def tracer(self) -> Tracer:
         """A new tracer, which has read nothing yet."""
 
     @abstractmethod
@@ -105,8 +109,3 @@ def _on_one_thread(steps: Iterator[Line]) -> Iterator[Line]:
         if step is None:
             return
         yield step
-
-
-def refuse_empty(tokens: Any) -> None:
-    if not len(tokens):
-        raise UserError("the text is empty, and there is nothing to remember; give at least one character")

@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from expire_span.checkpoint import list_checkpoints, load_model
@@ -18,10 +17,11 @@ from expire_span.tasks.contract import Task
 from expire_span.tasks.registry import build_codec, build_task
 
 from .episodes import LEGENDS, is_twin, replay_twin
-from .reader import TextReader, refuse_empty
+from .memory_log import MemoryFacts
+from .reader import TextReader
 from .sample import sample_of
 from .trace import Line
-from .tracer import Tracer, probe_spans
+from .tracer import Tracer, facts_of
 
 if TYPE_CHECKING:  # needs transformers
     from .adapter import AdapterReader
@@ -62,19 +62,14 @@ class Reader(TextReader):
             self._task = build_task(self.config.task)
         return self._task
 
-    def encode(self, raw: bytes) -> Tensor:
-        tokens = self.codec.encode(raw)
-        refuse_empty(tokens)
-        return torch.tensor(tokens, dtype=torch.long)
-
     def tracer(self) -> Tracer:
         kind = self.config.task.kind
         about = " ".join(filter(None, [about_task(self.config), LEGENDS.get(kind)]))
-        return Tracer(self.model, name=self.name, task=kind, about=about, codec=self.codec, probed=self._probed)
+        return Tracer(self.model, name=self.name, task=kind, about=about, codec=self.codec, facts=self._facts)
 
     @cached_property
-    def _probed(self) -> tuple[int, bool]:
-        return probe_spans(self.model)
+    def _facts(self) -> MemoryFacts:
+        return facts_of(self.model)
 
     def sample(self) -> tuple[Tensor, dict[int, int], list[Line] | None]:
         """The task's sample; for a grid world, with the pictures of its episode."""

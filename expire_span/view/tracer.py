@@ -1,21 +1,21 @@
-"""A `Tracer` runs a decoder and records each step; see trace.py for the format.
+"""A `Tracer` runs a model, one of this package or a retrofitted one, and records each step; see trace.py for the format.
 
-It uses public results of the decoder only: the spans of new tokens, the logits, the state.
+It uses what every model of a stream tells of tokens that it reads: the logits, the state, and the spans of the tokens.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expire_span.generate import Sampling, narrow
 from expire_span.models.decoder import Decoder
+from expire_span.stream.decoders import model_of
 from expire_span.tasks.contract import Codec, Symbols
 
 from .memory_log import MemoryFacts, MemoryLog, hidden_of, round_off, spans_by_head
@@ -29,21 +29,27 @@ GUESSES = 4
 """Number of likeliest next tokens that a step lists."""
 
 
-class TokenTracer(ABC):
+class Tracer:
     """Call `header()` once, then `read(tokens)` and `generate(sampling)` any number of times; memory is carried between
     calls."""
 
-    def __init__(self, facts: MemoryFacts, *, name: str, task: str, about: str, vocabulary: str, show: Any) -> None:
-        self.name, self.task, self.about = name, task, about
-        self.vocabulary, self.show = vocabulary, show
-        self.log = MemoryLog(facts)
+    def __init__(
+        self,
+        model: Any,
+        *,
+        name: str,
+        task: str,
+        about: str = "",
+        codec: Codec | None = None,
+        facts: MemoryFacts | None = None,
+    ) -> None:
+        """model: any that a Stream takes. codec: how tokens are written; without one they are numbered symbols. facts: about
+        its memories; None asks a decoder, by `facts_of`."""
+        self.model, self.name, self.task, self.about = model_of(model), name, task, about
+        self.codec = codec or Symbols(self.model.vocab, str)
+        self.log = MemoryLog(facts or facts_of(model))
         self.logits: Tensor | None = None
-        self.state: Any = None
-        self.recurrent = False
-
-    @abstractmethod
-    def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
-        """Logits [T, V] after each token, the tokens' spans [layers][T][heads] (None without spans), and the layers' report."""
+        self.state: list[Any] | None = None
 
     @property
     def position(self) -> int:
@@ -52,7 +58,13 @@ class TokenTracer(ABC):
 
     def header(self) -> Line:
         about = {"name": self.name, "task": self.task, "about": self.about}
-        return {"kind": "header", "version": VERSION, **about, "vocabulary": self.vocabulary, **self.log.facts.header()}
+        return {
+            "kind": "header",
+            "version": VERSION,
+            **about,
+            "vocabulary": f"{self.codec.unit}s",
+            **self.log.facts.header(),
+        }
 
     def read(
         self, tokens: Tensor, answers: dict[int, int] | None = None, extras: Sequence[Line] | None = None
@@ -79,39 +91,44 @@ class TokenTracer(ABC):
                 yield step | {"at": drawn}
 
     def _pace(self) -> int:
-        if self.recurrent or self.log.facts.cap is not None:
+        if self.log.facts.hidden or self.log.facts.cap is not None:
             return 1  # hidden states and evictions can be read only after a call, so each call reads one token
         return READ_BLOCK if self.log.spans else COARSE_BLOCK
 
     def _advance(self, tokens: list[int], answers: dict[int, int]) -> Iterator[Line]:
         with torch.inference_mode():
-            logits, spans, aux = self.forward(tokens)
-            logs = logits.float().log_softmax(-1).cpu()  # [T, V]
-        costs = self._costs(logs, tokens)
-        guesses, texts = self._guesses(logs), self.show(torch.tensor(tokens))
-        self.logits = logits[-1].float().cpu()
+            found = self.model.observe(torch.tensor(tokens, dtype=torch.long), self.state)
+            logs = found.logits.float().log_softmax(-1).cpu()  # [T, V]
+        heads, self.state = self.log.facts.heads, found.state
+        spans = [spans_by_head(layer.span, heads) for layer in found.reports] if self.log.spans else None
+        costs, guesses, texts = self._costs(logs, tokens), self._guesses(logs), self._texts(tokens)
+        self.logits = found.logits[-1].float().cpu()
         for n, token in enumerate(tokens):
             i = self.position
             step: Line = {"kind": "step", "i": i, "token": token, "text": texts[n], "bits": costs[n], "top": guesses[n]}
             if i in answers:
                 step["answer"] = self._answer(logs[n], answers[i])
-            step |= self.log.add([layer[n] for layer in spans] if spans else None, self.state, aux)
-            if self.recurrent:
+            step |= self.log.add([layer[n] for layer in spans] if spans else None, self.state, found.reports)
+            if self.log.facts.hidden:
                 step["hidden"] = hidden_of(self.state)
             yield step
 
     def _costs(self, logs: Tensor, tokens: list[int]) -> list[float | None]:
         """Bits of each token, as predicted from those before it; None where the task predicts something else."""
-        if self.vocabulary == "symbols":
+        if self.codec.unit == "symbol":
             return [None] * len(tokens)
         first = None if self.logits is None else -float(self.logits.log_softmax(-1)[tokens[0]]) / math.log(2)
         later = -logs[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1) / math.log(2)
         return [None if first is None else round_off(first), *(round_off(x) for x in later.tolist())]
 
+    def _texts(self, tokens: list[int]) -> list[str]:
+        texts = self.codec.show(torch.tensor(tokens))
+        return texts if self.position else [self.codec.label_first(tokens[0]), *texts[1:]]
+
     def _guesses(self, logs: Tensor) -> list[list[list[Any]]]:
         """Per step the likeliest next tokens, [text, probability] each."""
         best, which = logs.topk(min(GUESSES, logs.shape[1]), -1)
-        names = self.show(which.flatten())
+        names = self.codec.show(which.flatten())
         count = best.shape[1]
         return [
             [[names[n * count + k], round_off(math.exp(x))] for k, x in enumerate(row)]
@@ -119,49 +136,13 @@ class TokenTracer(ABC):
         ]
 
     def _answer(self, logs: Tensor, wanted: int) -> Line:
-        (text,) = self.show(torch.tensor([wanted]))
+        (text,) = self.codec.show(torch.tensor([wanted]))
         return {"text": text, "bits": round_off(-float(logs[wanted]) / math.log(2))}
 
 
-class Tracer(TokenTracer):
-    """The tracer of a decoder of this package."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        name: str,
-        task: str,
-        about: str = "",
-        codec: Codec | None = None,
-        probed: tuple[int, bool] | None = None,
-    ) -> None:
-        """codec: how tokens are written; without one they are numbered symbols.
-
-        probed: what `probe_spans` returns for this decoder, if the caller has asked before."""
-        self.decoder = decoder.eval()
-        heads, spans = probed or probe_spans(decoder)
-        element = decoder.embed.weight.element_size()
-        facts = MemoryFacts.of(decoder.config, heads=heads, spans=spans, element=element)
-        codec = codec or Symbols(decoder.config.vocab, str)
-        super().__init__(facts, name=name, task=task, about=about, vocabulary=f"{codec.unit}s", show=codec.show)
-        self.recurrent = hidden_of(decoder.initial_state(1)) is not None
-
-    def forward(self, tokens: Sequence[int]) -> tuple[Tensor, list[list[list[float]]] | None, Any]:
-        logits, self.state, aux = self.decoder(_row(tokens, self.decoder), self.state)
-        spans = [spans_by_head(cast(Tensor, layer.span)) for layer in aux.layers] if self.log.spans else None
-        return logits[0], spans, aux
-
-
 @torch.inference_mode()
-def probe_spans(decoder: Decoder) -> tuple[int, bool]:
-    """Number of spans that a layer gives to a token (1, or one for each key/value head), and whether it gives any.
-
-    The decoder reads one token for it, which takes as long as generating one.
-    """
-    span = decoder.eval()(_row([0], decoder), None)[2].layers[0].span
-    return (span.shape[1] if span is not None and span.dim() == 3 else 1), span is not None
-
-
-def _row(tokens: Sequence[int], decoder: Decoder) -> Tensor:
-    return torch.tensor([list(tokens)], dtype=torch.long, device=decoder.embed.weight.device)
+def facts_of(decoder: Decoder) -> MemoryFacts:
+    """Facts about the memories of a decoder, which reads one token for them: that takes as long as generating one."""
+    found = model_of(decoder).observe(torch.zeros(1, dtype=torch.long))
+    element = decoder.embed.weight.element_size()
+    return MemoryFacts.of(decoder.config, found.reports[0].span, found.state, element=element)

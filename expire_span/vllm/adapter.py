@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expire_span.errors import UserError
 from expire_span.hf.adapter import check_base, read_head, read_weights
-from expire_span.hf.predictors import build_predictor, with_plain_states
+from expire_span.hf.predictors import build_predictor
 from expire_span.models.lifetimes import LifetimeRule
 from expire_span.ops.slots import SpanForm
 from expire_span.settings.retrofit import RetrofitConfig
@@ -74,13 +74,12 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Read and check an adapter folder, as far as that is possible without its model."""
     folder = Path(folder)
     head = read_head(folder)
-    if head.get("lora_rank"):
+    if head["lora_rank"]:
         raise UserError(
             f"adapter {folder} has low-rank additions of rank {head['lora_rank']}, which vLLM would not apply; serve it with "
             "expire-span serve, or train one without them"
         )
-    weights = with_plain_states(read_weights(folder, head))
-    return Adapter(folder, head, RetrofitConfig(**head["config"]), weights, read_peaks(folder, head))
+    return Adapter(folder, head, RetrofitConfig(**head["config"]), read_weights(folder, head), read_peaks(folder, head))
 
 
 def check_weights(weights: Iterable[tuple[str, Tensor]], adapter: Adapter, tied: bool) -> Iterator[tuple[str, Tensor]]:

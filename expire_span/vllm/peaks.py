@@ -60,22 +60,11 @@ def most_alive(lives: Tensor) -> list[int]:
 def _read_lives(retrofitted: Any, ids: Tensor) -> list[Tensor]:
     """The lives of all memories of a document by layer, [heads, n]."""
     found: list[list[Tensor]] = [[] for _ in retrofitted.layers]
-    hooks = []
-    for n, layer in enumerate(retrofitted.layers):
-
-        def note(module: Any, args: Any, kwargs: Any, n: int = n) -> None:
-            found[n].append(lifetime(kwargs["expire_reading"].span[0], kwargs["expire_reading"].ramp))
-
-        hooks.append(layer.module.register_forward_pre_hook(note, with_kwargs=True))
-    try:
-        cache = retrofitted.new_cache()
-        for part in ids.unsqueeze(0).split(CHUNK, 1):
-            retrofitted.model(
-                part.to(retrofitted.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-    finally:
-        for hook in hooks:
-            hook.remove()
+    cache = retrofitted.new_cache()
+    for part in ids.unsqueeze(0).split(CHUNK, 1):
+        retrofitted.model(part.to(retrofitted.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for lives, layer in zip(found, cache.expiring):
+            lives.append(lifetime(layer.spans[0], layer.ramp))
     return [torch.cat(x, -1) for x in found]
 
 

@@ -122,9 +122,7 @@ def test_switches_of_settings_inside_a_run_take_a_value_too():
 @pytest.mark.parametrize("module", sorted({module.split(".")[0] for _, module in VERBS.values()}))
 def test_messages_of_a_command_name_its_own_options(module):
     verbs = [verb for verb, (_, place) in VERBS.items() if place.split(".")[0] == module]
-    verbs += (
-        ["verify", "chat", "generate"] if module == "retrofit" else []
-    )  # verify's part for adapters is there, and what to type next
+    verbs += ["verify", "chat", "generate"] if module == "retrofit" else []  # what to type next
     known = frozenset().union(*map(options_of, verbs))
     assert told(PACKAGE / "cli" / f"{module}.py") <= known, f"known are {sorted(known)}"
 

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from expire_span.hf import RetrofitConfig, calibration, retrofit
 from expire_span.hf.calibration import BIN, ages_of, fit, interpolate, lost_attention, mean_slope, observe
-from expire_span.hf.predictors import build_predictor, with_plain_states
+from expire_span.hf.predictors import build_predictor
 from expire_span.ops import expire_attention
 from expire_span.settings.retrofit import DistillConfig
 from expire_span.train.distiller import Distiller
@@ -66,9 +66,6 @@ def test_standardised_states_change_no_span():
         assert (form.low + form.room * sigmoid - predictor(states).mT).abs().max() < 1e-2
         product = (states - predictor.center) * predictor.scale
         assert product.mean((0, 1)).abs().max() < 1e-3 and (product.std((0, 1)) - 1).abs().max() < 1e-3
-    older = {f"0.{name}": x for name, x in predictor.state_dict().items() if name in ("weight", "bias")}
-    full = with_plain_states(older)
-    assert not full["0.center"].any() and bool((full["0.scale"] == 1).all())
 
 
 def test_calibrated_spans_meet_the_budget_and_follow_attention():

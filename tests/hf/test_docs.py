@@ -23,7 +23,7 @@ def test_examples_run_in_order(tmp_path, monkeypatch, capsys):
         assert len(example.splitlines()) <= 13
         exec(compile(example, str(PAGE), "exec"), {})
     said = capsys.readouterr().out
-    for words in ("tensor([[", "of the largest logit apart", "What did the fox take?", "What is my name?"):
+    for words in ("tensor([[", "memories were deleted", "What did the fox take?", "What is my name?"):
         assert words in said, words
     commands = re.findall(r"^expire-span (verify adapter.*?) *(?:#.*)?$", PAGE.read_text(), flags=re.MULTILINE)
     assert len(commands) == 2

@@ -14,8 +14,8 @@ from expire_span.cli import main
 from expire_span.errors import UserError
 from expire_span.hf import loading
 from expire_span.hf.gguf import check_gguf
-from expire_span.hf.verify import streamed_error
 from expire_span.settings.retrofit import DistillConfig
+from expire_span.stream.verify import verify
 from expire_span.train.estimate import check_retrofit_batch
 from expire_span.train.loop import TrainingLoop
 from tests.fuzz_models import fuzz, list_cases
@@ -196,7 +196,7 @@ def test_a_time_limit_of_almost_nothing():
 
 
 def test_streams_to_verify_that_cannot_fit(capsys):
-    with pytest.raises(UserError, match="the logits of 999,999,999,999 tokens"):
-        streamed_error(forgetful(tiny(), max_span=40, ramp=4), HUGE)
+    with pytest.raises(UserError, match="one pass over 999,999,999,999 tokens"):
+        verify(forgetful(tiny(), max_span=40, ramp=4), tokens=HUGE)
     assert main(["verify", "wikibooks", "--tokens", str(HUGE)]) == 2
     assert "one pass over 999,999,999,999 tokens" in capsys.readouterr().err

@@ -90,6 +90,6 @@ def test_several_tokens_at_once_are_read_as_one_by_one(keep_first):
 
 def test_what_slots_refuse():
     retrofitted = forgetful(tiny())
-    stream = over_slots(retrofitted, tokens(2, 9))
+    stepper = retrofitted.for_stream().stepper(2)
     with pytest.raises(ValueError, match="one token of each row at a time, got 3"):
-        retrofitted.model(tokens(2, 3), past_key_values=stream._engine.stepper.cache)
+        retrofitted.model(tokens(2, 3), past_key_values=stepper.cache)

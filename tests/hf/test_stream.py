@@ -291,12 +291,16 @@ def test_text_comes_in_whole_characters_and_without_stop_strings():
 
 def test_text_goes_on_after_its_prompt_with_a_space():
     """Tokenizers of Llama and Gemma mark where words begin, and drop the mark of the first word that they decode."""
-    from expire_span.serve.detokenizer import TextWriter, text_of
+    from expire_span.hf.pieces import Pieces
+    from expire_span.serve.detokenizer import TextWriter
     from expire_span.serve.protocol import Chat, Completion
 
     tokenizer = word_tokenizer()
     prompt, (named, dot) = tokenizer.encode("a fox"), tokenizer.encode("named.")
-    assert [text_of(tokenizer, x) for x in (*prompt, named, dot)] == [" a", " fox", " named", "."]
+    pieces = Pieces(forgetful(tiny()), tokenizer)
+    assert [pieces.label(x) for x in (*prompt, named, dot)] == [" a", " fox", " named", "."]
+    assert pieces.label_first(prompt[0]) == "a" and pieces.decode([*prompt, named, dot]) == b"a fox named."
+    assert pieces.encode(b"a fox").tolist() == prompt and not len(pieces.encode(b"")) and pieces.size == 97
     writer = TextWriter(tokenizer, (), prompt)
     assert [writer.add(named), writer.add(dot)] == [" named", "."]
     assert TextWriter(tokenizer).add(named) == "named"

@@ -113,8 +113,9 @@ def test_verify_finds_what_is_wrong(monkeypatch):
     assert right.difference <= right.allowed and right.deleted > 100 and right.evicted == 0
     assert describe_deletions(right).startswith(f"{right.deleted} of 1200 memories were deleted, 0 by the cap")
     assert verify(build("cap"), tokens=150).evicted > 0
-    full = DecoderConfig.modern(**SHAPE, mixer=SYSTEMS["full"].settings())
-    assert describe_deletions(verify(build(full), tokens=20)).endswith("not counted one by one")
+    plain = {kind: DecoderConfig.modern(**SHAPE, mixer=SYSTEMS[kind].settings()) for kind in ("full", "gru")}
+    assert describe_deletions(verify(build(plain["full"]), tokens=20)).startswith("0 of 40 memories were deleted")
+    assert describe_deletions(verify(build(plain["gru"]), tokens=20)).endswith("not counted one by one")
     from expire_span.models import slot_step
 
     plain = slot_step.SlotStep._plain_step

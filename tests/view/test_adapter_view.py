@@ -18,7 +18,7 @@ from expire_span.hf import loading
 from expire_span.hf.loading import open_model
 from expire_span.lab.figures.traces import FIGURES, draw_spans
 from expire_span.runs import UserError
-from expire_span.view.adapter import AdapterTracer
+from expire_span.view.adapter import AdapterReader
 from expire_span.view.limit import Cut
 from expire_span.view.server import Source
 from expire_span.view.source import open_adapter
@@ -38,6 +38,11 @@ def adapter(request, tmp_path_factory):
     return folder / "retrofit"
 
 
+def living_of(tracer):
+    """Memories that the next token can read: for each layer, the mean over heads."""
+    return [float(part["memory"].live(part["position"]).float().mean()) for part in tracer.state]
+
+
 def test_the_trace_is_what_the_model_does(adapter):
     reader = open_adapter(adapter / "adapter")
     tracer = reader.tracer()
@@ -52,7 +57,9 @@ def test_the_trace_is_what_the_model_does(adapter):
     assert trace.steps[0]["text"] == "T" and "".join(x["text"] for x in trace.steps[:20]) == TEXT[:20]
     # Read in blocks through the cache against all at once: float32 sums in another order, then four decimals.
     torch.testing.assert_close(torch.tensor(trace.bits[1:]).float(), wanted, rtol=1e-4, atol=2e-4)
-    alive = [float(x.float().mean()) for x in tracer.cache.live()]  # what the next token can still read
+    alive = [
+        float(part["memory"].live(part["position"]).float().mean()) for part in tracer.state
+    ]  # what the next token can still read
     ends = [
         [i for i, s in enumerate(row) if i + math.ceil(s + header["ramp"]) > len(trace)] for row in trace.spans.max(1)
     ]
@@ -76,7 +83,7 @@ def test_first_tokens_that_are_kept_do_not_die_in_the_trace(tmp_path):
     tracer = reader.tracer()
     trace = Trace.of([tracer.header(), *tracer.read(reader.encode(TEXT.encode()))])
     living = (trace.spans + 8 + range(len(trace)) > len(trace)).sum(-1).mean(-1)
-    assert living.tolist() == [float(x.float().mean()) for x in tracer.cache.live()] and living.min() > 3
+    assert living.tolist() == living_of(tracer) and living.min() > 3
     assert not {birth for step in trace.steps for _, _, birth, *_ in step["deaths"]} & {0, 1, 2}
     trace.steps[5]["text"] = "\n"  # what is drawn of a trace stays on its line
     for name, axes in ((name, draw(trace).axes[0]) for name, draw in FIGURES.items() if name in ("tokens", "layers")):
@@ -88,7 +95,7 @@ def test_first_tokens_that_are_kept_do_not_die_in_the_trace(tmp_path):
 
 def test_the_texts_of_all_steps_are_the_text():
     """Also where the tokenizer marks the beginnings of words."""
-    tracer = AdapterTracer(forgetful(tiny(), max_span=40, ramp=8), word_tokenizer(), name="a")
+    tracer = AdapterReader(forgetful(tiny(), max_span=40, ramp=8), word_tokenizer(), "a").tracer()
     steps = [*tracer.read(torch.tensor([1, 2])), *tracer.read(torch.tensor([3, 4]))]
     assert [step["text"] for step in steps] == ["a", " fox", " named", "."]
 
