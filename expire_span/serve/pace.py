@@ -10,7 +10,7 @@ from expire_span.stream.decoders import model_of
 PAUSE = 1.0
 """Seconds for which running answers wait at most while a part of a prompt is read, on a CPU, unless a server is given another
 number."""
-CHUNK = 512
+CHUNK = 640
 """Most tokens that are read in one call on a CPU. More cost hardly less per token there."""
 CAPPED_CHUNK = 256
 """Tokens in every call for a model whose cap evicts at the end of a call: its answers must not depend on what else runs."""

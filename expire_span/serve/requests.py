@@ -11,6 +11,7 @@ import torch
 from expire_span.models.state import move
 from expire_span.sampling import Sampling
 from expire_span.stream import Prefilled
+from expire_span.stream.prompts import part_size
 
 from .detokenizer import TextWriter
 from .sessions import Snapshot
@@ -89,17 +90,18 @@ class Response:
             self.prompt = Prefilled(found.read.logits.to(device), move(found.read.state, device))
 
     def next_chunk(self, most: int) -> Chunk | None:
-        """What to read next: at most so many tokens, up to the next point of interest; None at the prompt's end."""
+        """What to read next: one of equal parts, of at most so many tokens, of what is left up to the next point of interest;
+        None at the prompt's end."""
         point = next((x for x in self.points if x > self.read), None)
         if point is None:
             return None
-        part = slice(self.read, min(self.read + most, point))
+        part = slice(self.read, self.read + part_size(point - self.read, most))
         marks = self.request.chat.marks
         return Chunk(torch.tensor(self.request.prompt[part]), None if marks is None else torch.tensor(marks[part]))
 
     def reads_plainly(self, size: int, most: int) -> bool:
         """Whether its first chunk, of at most `most` tokens, has so many tokens and no marks."""
-        return self.request.chat.marks is None and min(self.points[0], most) == size
+        return self.request.chat.marks is None and part_size(self.points[0], most) == size
 
     @property
     def is_read(self) -> bool:

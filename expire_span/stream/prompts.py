@@ -63,6 +63,11 @@ def group_by_length(prompts: dict[int, Tensor]) -> Iterator[tuple[list[int], Ten
         yield rows, torch.stack([prompts[row] for row in rows])
 
 
+def part_size(tokens: int, most: int) -> int:
+    """Length of equal parts of at most `most` tokens: a short part at the end would cost nearly as much as a long one."""
+    return -(-tokens // max(1, -(-tokens // most)))
+
+
 def read_blocks(
     decoder: Decoder, prompt: Tensor, state: Any = None, marks: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Any, Any]]:

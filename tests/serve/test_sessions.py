@@ -268,3 +268,4 @@ def test_long_prompts_are_read_in_chunks_that_end_where_others_may_begin():
         response.read += sizes[-1]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     assert max(sizes) <= CAPPED_CHUNK and ends[-1] == 700 and {30, 650} <= set(ends)
+    assert sizes == [30, 207, 207, 206, 50], "equal parts up to each of these points, none of them short"
