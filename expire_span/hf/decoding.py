@@ -24,7 +24,7 @@ from .layouts import AttentionLayer, text_config
 from .slots import SlotAttention, SlotCache, span_form
 
 CHUNK = 640
-"""Most tokens of a row per forward pass while reading on a CPU: half as many take a sixth more time, twice as many hardly less."""
+"""Most tokens of a row per forward pass while reading on a CPU: half as many take a sixth more time, twice as many no less."""
 SMALL_CHUNK = 256
 """The same where a cap evicts at the end of each pass, on any device; on a GPU also the fewest for many rows."""
 TRIED = 512
