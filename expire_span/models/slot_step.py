@@ -48,12 +48,20 @@ class StreamPosition:
         self.cos = torch.zeros(rows, FRESH, width, dtype=self.dtype, device=device)
         self.sin = torch.zeros_like(self.cos)
         self._steps = torch.arange(FRESH, device=device)
+        self._angles: tuple[int, Tensor, Tensor] | None = None
         self.turn_to_epoch()
 
     @property
     def now(self) -> int:
         """What the clock shows for the next token."""
         return self.epoch + self.column
+
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of every row's next token, [B, 1, D]; views, which the layers of a step share."""
+        if self._angles is None or self._angles[0] != self.column:
+            self._angles = (self.column, *(x.narrow(1, self.column, 1) for x in (self.cos, self.sin)))
+        return self._angles[1:]
 
     def turn_to_epoch(self) -> None:
         """Compute the rotary angles of every row until the next compaction, from the epochs that the device holds."""
@@ -248,7 +256,7 @@ class SlotStep:
         if self.normed:
             both = F.rms_norm(both, (self.head_dim,))
         if self.turned:
-            both = self._turn(both, column)
+            both = self._turn(both)
         gates = None
         if self.gate_bias is not None:
             gates = 2 * torch.sigmoid(proj[:, end : end + self.heads] + self.gate_bias).to(proj.dtype)
@@ -276,8 +284,8 @@ class SlotStep:
             self.memory.store(both[:, self.heads :], new_values, span, column)
         return self._without_own((y if gates is None else y * gates.unsqueeze(-1)).flatten(1), proj)
 
-    def _turn(self, both: Tensor, column: int) -> Tensor:
-        cos, sin = (x[:, column].unsqueeze(1) for x in (self.clock.cos, self.clock.sin))  # [B, 1, D]
+    def _turn(self, both: Tensor) -> Tensor:
+        cos, sin = self.clock.angles
         turned = torch.addcmul(both * cos, both.roll(self.head_dim // 2, -1), sin)
         return turned if turned.dtype == both.dtype else turned.to(both.dtype)
 
