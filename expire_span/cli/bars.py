@@ -21,9 +21,11 @@ def progress_bar(name: str, shown: bool = True) -> Iterator[Callable[[int, int |
 
 
 @contextmanager
-def steady_progress(name: str, silence: float | None = None) -> Iterator[Callable[[str, int, int], None]]:
+def steady_progress(
+    name: str, silence: float | None = None, unit: str = "answers", *, seldom: bool = False
+) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal; elsewhere a line on stderr whenever something has changed, and at least every `silence` seconds, ten
-    where it is None.
+    where it is None. unit: what is counted; seldom: the line comes after these seconds only.
 
     Yields the function that sets what is being done, how much is done, and the total.
     """
@@ -36,4 +38,5 @@ def steady_progress(name: str, silence: float | None = None) -> Iterator[Callabl
             yield lambda told, done, total: bar(done, total)
         return
     with Heartbeat(name, SILENCE if silence is None else silence) as lines:
-        yield lambda told, done, total: lines.tell(f"{done} of {total} answers, {told}")
+        tell = lines.note if seldom else lines.tell
+        yield lambda told, done, total: tell(f"{done} of {total} {unit}" + (f", {told}" if told else ""))

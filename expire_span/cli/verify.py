@@ -11,6 +11,7 @@ import tyro
 from expire_span.checks import at_least
 from expire_span.runs import UserError, find_run
 
+from .bars import steady_progress
 from .parsing import PROGRAM, parse, warn
 from .runs import OnAnyRun
 
@@ -51,7 +52,8 @@ def run_verify(args: list[str]) -> int:
     from expire_span.stream.verify import verify
 
     text = None if raw is None or codec is None else codec.encode(raw, str(command.file)).tolist()
-    found = verify(model, text, command.tokens)
+    with steady_progress("verify", unit="tokens", seldom=True) as show:
+        found = verify(model, text, command.tokens, lambda done, total: show("", done, total))
     print(
         f"{about}{found.tokens} tokens streamed with deletion, and read at once without: the largest difference between "
         f"logits is {found.difference:.2e}; {describe_deletions(found)}"

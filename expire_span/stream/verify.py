@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +32,17 @@ class Verdict(NamedTuple):
 
 
 @torch.inference_mode()
-def verify(model: Any, text: Sequence[int] | None = None, tokens: int | None = None) -> Verdict:
+def verify(
+    model: Any,
+    text: Sequence[int] | None = None,
+    tokens: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Verdict:
     """Stream tokens with deletion, and compare the logits with those of one pass without deletion.
 
     model: any that a Stream takes. The tokens with which its contexts begin are read at once, the others one by one.
-    text: the tokens; None draws random ones. tokens: how many; None leaves it to the model.
+    text: the tokens; None draws random ones. tokens: how many; None leaves it to the model. progress: called with the number
+    of tokens that were streamed, and of all.
     """
     own = model_of(model)
     data = _choose_tokens(own, text, own.trial if tokens is None else tokens)
@@ -44,9 +50,10 @@ def verify(model: Any, text: Sequence[int] | None = None, tokens: int | None = N
     begun = max(1, min(len(own.beginning), len(data) - 1))
     stream.read([data[:begun]])
     differences = [_difference(stream, whole[begun - 1])]
-    for token, wanted in zip(data[begun:, None], whole[begun:]):
+    for n, (token, wanted) in enumerate(zip(data[begun:, None], whole[begun:]), start=begun + 1):
         stream.feed(token)
         differences.append(_difference(stream, wanted))
+        progress(n, len(data))
     allowed = _tolerance(own, whole.dtype) * float(whole.abs().max())
     return Verdict(len(data), float(torch.stack(differences).max()), allowed, *_count(stream, len(data)))
 
