@@ -48,7 +48,7 @@ class StreamPosition:
         self.cos = torch.zeros(rows, FRESH, width, dtype=self.dtype, device=device)
         self.sin = torch.zeros_like(self.cos)
         self._steps = torch.arange(FRESH, device=device)
-        self._angles: tuple[int, Tensor, Tensor] | None = None
+        self._angles, self._turned = (self.cos, self.sin), -1
         self.turn_to_epoch()
 
     @property
@@ -59,9 +59,10 @@ class StreamPosition:
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """The cosines and sines of every row's next token, [B, 1, D]; views, which the layers of a step share."""
-        if self._angles is None or self._angles[0] != self.column:
-            self._angles = (self.column, *(x.narrow(1, self.column, 1) for x in (self.cos, self.sin)))
-        return self._angles[1:]
+        if self._turned != self.column:
+            self._angles = self.cos.narrow(1, self.column, 1), self.sin.narrow(1, self.column, 1)
+            self._turned = self.column
+        return self._angles
 
     def turn_to_epoch(self) -> None:
         """Compute the rotary angles of every row until the next compaction, from the epochs that the device holds."""
