@@ -249,4 +249,4 @@ class DistillLearner:
 
     def load(self, snapshot: Snapshot) -> None:
         self.distiller.load(snapshot.model, snapshot.state, snapshot.optimizer)
-        self.lines = list(snapshot.state["lines"])
+        self.distiller.taken, self.lines = snapshot.step, list(snapshot.state["lines"])

@@ -67,6 +67,8 @@ class Distiller:
         self.optimizer = _build_optimizer(retrofitted, config, self.levels)
         self.rng, self.seed = numpy.random.default_rng(seed), seed
         self.calibrated = config.calibrate == 0
+        self.taken = 0
+        """Optimizer steps so far. Where a time limit moves the schedule, its place skips steps; budgets take turns by this."""
         self.tell = tell or (lambda sentence: None)
         self.mixture = build_mixture(self.documents, config, retrofitted.beginning, tokenizer, self.device, seed)
 
@@ -87,7 +89,7 @@ class Distiller:
             self.calibrate()
             self.calibrated = True
             self.tell("spans are fitted; the first step")
-        self.choose(step % len(self.levels))
+        self.choose(self.taken % len(self.levels))
         share = step / self.config.steps if share is None else share
         self.controller.target = self.target_at(share)
         self.set_rate(share)
@@ -96,6 +98,7 @@ class Distiller:
         norm = torch.nn.utils.clip_grad_norm_(self.retrofitted.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.taken += 1
         self.controller.update(live.mean(), divergence)
         line = dict(step=step + 1, kl=divergence.item(), live=live.mean().item(), goal=self.controller.target)
         line |= dict(span=spans.mean().item(), weight=weight.item(), norm=norm.item())

@@ -164,6 +164,16 @@ def test_queries_count_by_their_weight_in_the_calibration():
     torch.testing.assert_close(lost_attention(q, k, 1.0, ages, torch.ones(1, 48)), lost_attention(q, k, 1.0, ages))
 
 
+def test_budgets_take_strict_turns_where_a_time_limit_skips_steps():
+    settings = DistillConfig(budget=0.5, more_budgets="0.25", context=64, block=32, batch=1, calibrate=0, steps=1000)
+    retrofitted = make_retrofit()
+    distiller, chosen = Distiller(retrofitted, [torch.randint(40, (400,)) for _ in range(3)], settings), []
+    for place in (0, 2, 4, 18, 20):  # the clock's places in the schedule, all even
+        distiller.step(place)
+        chosen.append(distiller.levels.index(distiller.level))
+    assert chosen == [0, 1, 0, 1, 0]
+
+
 def test_a_mixed_run_at_two_budgets_goes_on_as_if_it_had_not_been_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "STEPS", 10)
     monkeypatch.setattr(sampled_chats, "SAMPLED", 2)
