@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from expire_span.store.slots import FRESH
 from expire_span.stream import Stream
 from expire_span.testing import small_config
 from tests.exact_sums import SumsInFloat64
 from tests.hf.test_endless import answer, half, keys_of
 from tests.hf_models import tokens
-from tests.stream.test_endless import DECODERS, advance, living_keys, text
+from tests.stream.test_endless import DECODERS, advance, text
 from tests.stream_cases import CASES, build
 
 NAME = "batching"
@@ -66,6 +67,16 @@ def _model(name: str, dtype: str) -> Any:
         return half(kind, name)
     config = DECODERS.get(name) or (name if name in CASES else small_config(name))
     return build(config).to(kind).requires_grad_(False)
+
+
+def living_keys(stream: Stream, row: int) -> list[list[list[list[float]]]]:
+    """Keys of a row's living memories, sorted, for each layer that keeps slots and each head."""
+    found, column = [], stream._engine.clock.column
+    for memory in stream._engine.stepper.memories:
+        keys, alive = memory.slots.by_head(memory.slots.k)[row], memory.slots.left(column)[row] > 0
+        alive[:, column:FRESH] = False
+        found.append([sorted(own[lives].tolist()) for own, lives in zip(keys, alive)])
+    return found
 
 
 def _busy_stream(case: dict[str, Any], decoder: Any) -> Stream:
