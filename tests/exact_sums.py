@@ -29,7 +29,7 @@ class SumsInFloat64(TorchDispatchMode):
     WHOLE = ("linear", "matmul", "scaled_dot_product", "rms_norm")  # as inference mode calls them
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         if not name.startswith(self.SUMS + self.CURVED + self.WHOLE):
             return func(*args, **kwargs)
@@ -38,5 +38,9 @@ class SumsInFloat64(TorchDispatchMode):
             return func(*args, **kwargs)
         wide = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
         back = lambda x: x.to(floats[0].dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
-        out = func(*map(wide, args), **{name: wide(x) for name, x in kwargs.items()})
+        into = kwargs.pop("out", None)
+        run = func if into is None else func.overloadpacket  # the variant that returns its result
+        out = run(*map(wide, args), **{name: wide(x) for name, x in kwargs.items()})
+        if into is not None:
+            return into.copy_(out)
         return tuple(map(back, out)) if isinstance(out, tuple) else back(out)
